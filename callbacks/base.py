@@ -1,0 +1,48 @@
+"""The moments of a run at which a callback is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_lightning.engines import Result
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class RoundCallback:
+    """Watches a run; subclasses override the moments they care for.
+
+    `state_dict` travels with checkpoints, so a callback that counts goes on counting after a resume.
+    """
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run is over, as far as this callback knows."""
+        return False
+
+    def on_fit_start(self, run: FederatedOrchestrator) -> None:
+        """The run's folder, data and state are there; no round has begun."""
+
+    def on_round_start(self, run: FederatedOrchestrator, participants: Sequence[int]) -> None:
+        """A round begins with these clients."""
+
+    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+        """A client has finished its fit, or failed."""
+
+    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """The round is aggregated and evaluated; metrics may be added before they are logged."""
+
+    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """The round's metrics are on disk."""
+
+    def on_fit_end(self, run: FederatedOrchestrator) -> None:
+        """The run is over, or broken off; always called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and strings to keep in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""

@@ -1,0 +1,63 @@
+"""When checkpoints are written, and which are kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from fl_lightning.callbacks.base import RoundCallback
+
+from fl_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class Checkpointing(RoundCallback):
+    """Writes a checkpoint every few rounds and after the last, and keeps the newest ones and the best.
+
+    Args:
+        every: Rounds between checkpoints.
+        keep_last: How many of the newest to keep; 2 or more lets a damaged one be passed over.
+        monitor: The metric whose best round is kept too. Only rounds that a checkpoint is written for can be best.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+
+    Raises:
+        ConfigError: `every` or `keep_last` is below 1.
+    """
+
+    def __init__(
+        self,
+        every: int = 1,
+        keep_last: int = 2,
+        monitor: str = "global/acc",
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
+        for name, value in (("checkpoint_every", every), ("keep_checkpoints", keep_last)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} is below 1")
+        self.every, self.keep_last, self.monitor, self.mode = every, keep_last, monitor, mode
+        self.best: float | None = None
+        self.best_round: int | None = None
+
+    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """Write a checkpoint if one is due."""
+        if run.round % self.every and not run.is_over:
+            return
+        value = metrics.get(self.monitor)
+        if value is not None and (self.best is None or self._better(value, self.best)):
+            self.best, self.best_round = value, run.round
+        run.save_checkpoint()
+        keep = {*run.checkpoints.rounds()[: self.keep_last], self.best_round or 0}
+        run.checkpoints.prune(keep)
+
+    def _better(self, value: float, best: float) -> bool:
+        return value > best if self.mode == "max" else value < best
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and its round."""
+        return {"best": self.best, "best_round": self.best_round}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a best round."""
+        self.best, self.best_round = state["best"], state["best_round"]

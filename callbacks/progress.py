@@ -1,0 +1,82 @@
+"""Where a run stands, on the screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fl_lightning.callbacks.base import RoundCallback
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from fl_lightning.engines import Result
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class RoundProgress(RoundCallback):
+    """Rounds, the round's clients, current accuracy and time left: bars on a terminal, a line a round elsewhere.
+
+    Args:
+        console: Where to draw; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._bars: Progress | None = None
+        self._started = 0.0
+        self._first_round = 0
+
+    def on_fit_start(self, run: FederatedOrchestrator) -> None:
+        """Put up the bars."""
+        self._started, self._first_round = time.monotonic(), run.round
+        if not self.console.is_terminal:
+            return
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._rounds = self._bars.add_task("rounds", total=run.rounds, completed=run.round, note="")
+        self._clients = self._bars.add_task("clients", total=None, note="")
+        self._bars.start()
+
+    def on_round_start(self, run: FederatedOrchestrator, participants: Sequence[int]) -> None:
+        """Empty the clients' bar."""
+        if self._bars:
+            self._bars.reset(self._clients, total=len(participants))
+
+    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+        """One client more."""
+        if self._bars:
+            self._bars.advance(self._clients)
+
+    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """One round more."""
+        note = "  ".join(
+            f"{label} {metrics[name]:.4f}"
+            for label, name in (
+                ("global acc", "global/acc"),
+                ("client acc", "client/acc_mean"),
+                ("loss", "client/train_loss"),
+            )
+            if name in metrics
+        )
+        if self._bars:
+            self._bars.update(self._rounds, completed=run.round, note=note)
+        else:
+            done = run.round - self._first_round
+            left = (time.monotonic() - self._started) / done * (run.rounds - run.round)
+            self.console.print(f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s", soft_wrap=True)
+
+    def on_fit_end(self, run: FederatedOrchestrator) -> None:
+        """Take the bars down."""
+        if self._bars:
+            self._bars.stop()
+            self._bars = None

@@ -1,0 +1,1 @@
+"""Shipped experiments, one YAML each; `fl-lightning list configs` names them."""

@@ -1,0 +1,25 @@
+"""Federated learning with non-IID clients on PyTorch Lightning."""
+
+from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, FedSKC
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.data import Scenario
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Message, Upload
+from fl_lightning.orchestrator import FederatedOrchestrator
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aggregator",
+    "Algorithm",
+    "ClientModule",
+    "FedAvg",
+    "FedSKC",
+    "FederatedOrchestrator",
+    "LossTerm",
+    "Message",
+    "Scenario",
+    "SharedKnowledge",
+    "Step",
+    "Upload",
+]

@@ -1,0 +1,24 @@
+"""One paper, one file; `base` holds what they share."""
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, State, WeightedMean
+from fl_lightning.algorithms.fedavg import FedAvg
+from fl_lightning.algorithms.fedskc import (
+    FedSKC,
+    GlobalDiscrepancy,
+    GlobalPeriodReview,
+    LocalContrastive,
+    StructuralKnowledge,
+)
+
+__all__ = [
+    "Aggregator",
+    "Algorithm",
+    "FedAvg",
+    "FedSKC",
+    "GlobalDiscrepancy",
+    "GlobalPeriodReview",
+    "LocalContrastive",
+    "State",
+    "StructuralKnowledge",
+    "WeightedMean",
+]

@@ -1,0 +1,193 @@
+"""`Algorithm` and `Aggregator`: what a method is made of.
+
+A method is a list of loss terms (what clients add to their loss), the shared knowledge those terms and the aggregator
+ask for, and an aggregator (how uploads become the next shared state). Most methods are a constructor that puts such
+parts together; `Algorithm`'s methods are overridden only where a paper changes what travels or what a client keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, unique_knowledge
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import RunningMean
+
+State = dict[str, Tensors]
+"""Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own."""
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+Weighting = Literal["samples", "uniform"]
+Buffers = Literal["average", "local", "drop"]
+
+
+class Aggregator:
+    """Turns a round's uploads into the next shared state, in two steps.
+
+    `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
+    `finish` knows the merged shared knowledge too. What must last from round to round goes into a section of the
+    state that `finish` returns; the object itself keeps nothing.
+    """
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """Shared knowledge that must travel for this aggregator."""
+        return ()
+
+    def fold(self, uploads: Iterable[Upload]) -> Any:
+        """Consume the uploads; return what `finish` needs of them."""
+        raise NotImplementedError
+
+    def finish(self, folded: Any, before: State, knowledge: State) -> State:
+        """The sections of the next state that the aggregator decides, `model` among them.
+
+        Args:
+            folded: What `fold` returned.
+            before: The state this round started from.
+            knowledge: This round's merged shared knowledge, a section a piece.
+        """
+        raise NotImplementedError
+
+
+class WeightedMean(Aggregator):
+    """FedAvg's weighted mean of the clients' weights, folded as they arrive.
+
+    Args:
+        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
+    """
+
+    def __init__(self, weighting: Weighting = "samples") -> None:
+        self.weighting = weighting
+
+    def fold(self, uploads: Iterable[Upload]) -> RunningMean:
+        """Add each client's weights to a running mean."""
+        mean = RunningMean()
+        for upload in uploads:
+            mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
+        return mean
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """The mean."""
+        return {"model": folded.value()}
+
+
+class Algorithm:
+    """A federated method: loss terms, shared knowledge and an aggregator, bound together.
+
+    Args:
+        loss_terms: Loss terms to add to the method's own.
+        aggregator: Replaces the method's own aggregator.
+        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
+            `drop` them (they start afresh with each fit; the shared model keeps its initial ones).
+
+    Raises:
+        ConfigError: Two loss terms have one name.
+    """
+
+    def __init__(
+        self,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        self.loss_terms: Sequence[LossTerm] = list(loss_terms or [])
+        self.aggregator: Aggregator = aggregator or WeightedMean()
+        self.buffers: Buffers = buffers
+        names = [term.name for term in self.loss_terms]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"algorithm.loss_terms: {name!r} is there twice; list each loss term once")
+
+    @property
+    def knowledge(self) -> list[SharedKnowledge]:
+        """Every piece of shared knowledge that the loss terms and the aggregator ask for."""
+        return unique_knowledge([*(p for term in self.loss_terms for p in term.knowledge), *self.aggregator.knowledge])
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """A client's LightningModule around a backbone; it works under a plain `Trainer.fit` too."""
+        terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
+        return ClientModule(backbone, terms, knowledge, optimizer, lr_scheduler)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int) -> State:
+        """The shared state before round 1, from a freshly initialised backbone."""
+        state = {"model": {name: value.clone() for name, value in backbone.state_dict().items()}}
+        return state | {piece.name: piece.initial(num_classes) for piece in self.knowledge}
+
+    def download(self, state: State, client: int) -> Message:
+        """What the server sends a client at the start of a round: shared weights and knowledge."""
+        return Message.pack({name: state[name] for name in ("model", *(piece.name for piece in self.knowledge))})
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Client: take in a download and what the client itself kept from its last round."""
+        weights = download.section("model") | memory.get("buffers", {})
+        module.backbone.load_state_dict(weights)
+        for piece in module.knowledge:
+            assert isinstance(piece, SharedKnowledge)
+            piece.load(download.section(piece.name))
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """Client, after training, in eval mode without gradients: what goes up.
+
+        Args:
+            module: The trained module.
+            batches: The client's training data, prepared, in fixed order, not augmented.
+            n_samples: How many training samples the client holds, `N_k`.
+            num_classes: Number of classes, `C`.
+        """
+        sections = {"model": self._shared(module.backbone)}
+        for piece in module.knowledge:
+            assert isinstance(piece, SharedKnowledge)
+            sections[piece.name] = piece.summarize(module, batches, num_classes)
+        return Message.pack(to_cpu(sections), n_samples=n_samples)
+
+    def remember(self, module: ClientModule) -> State:
+        """Client, after training: what it keeps for its next round. It never leaves the client."""
+        if self.buffers != "local":
+            return {}
+        own = buffer_names(module.backbone)
+        return to_cpu({"buffers": {n: v for n, v in module.backbone.state_dict().items() if n in own}})
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """Server: the next shared state, from uploads that arrive in ascending client id."""
+        seen: list[Upload] = []
+
+        def arriving() -> Iterator[Upload]:
+            for client, message in uploads:
+                seen.append(Upload(client, message.without("model")))
+                yield Upload(client, message)
+
+        folded = self.aggregator.fold(arriving())
+        knowledge = {piece.name: piece.merge(state[piece.name], seen) for piece in self.knowledge}
+        decided = self.aggregator.finish(folded, state, knowledge)
+        return state | knowledge | decided | {"model": state["model"] | decided["model"]}
+
+    def _shared(self, backbone: nn.Module) -> Tensors:
+        own = set() if self.buffers == "average" else buffer_names(backbone)
+        return {name: value for name, value in backbone.state_dict().items() if name not in own}
+
+
+def buffer_names(backbone: nn.Module) -> set[str]:
+    """Names of a state dict's entries that are no parameters: BatchNorm's statistics."""
+    return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
+
+
+def to_cpu(sections: Mapping[str, Tensors]) -> State:
+    """Detached copies on the CPU, half precision widened to float32, free of the module they came from."""
+
+    def widened(value: Tensor) -> Tensor:
+        half = value.dtype in (torch.float16, torch.bfloat16)
+        return value.detach().to("cpu", torch.float32 if half else value.dtype)
+
+    return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

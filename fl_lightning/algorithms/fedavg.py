@@ -1,0 +1,30 @@
+"""FedAvg: local SGD, then the mean of the clients' weights.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
+from fl_lightning.client import LossTerm
+
+
+class FedAvg(Algorithm):
+    """Local SGD and a weighted mean of the weights; the plain method that others add their terms to.
+
+    Args:
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper, added to the cross-entropy.
+        aggregator: Any paper's aggregator in place of the mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+    """
+
+    def __init__(
+        self,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)

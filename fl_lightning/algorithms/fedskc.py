@@ -1,0 +1,446 @@
+"""FedSKC: clients share class-wise structural knowledge, which steers local training, aggregation and review.
+
+Wang, Li, Chen, Yan, Wang, Shi, Chen, Shen: "FedSKC: Federated Learning with Non-IID Data via Structural Knowledge
+Collaboration", 2025. The sections and equations below are the paper's.
+
+Three parts, each of which can be switched off or used in another method: local contrastive learning (LCL, a loss
+term), global discrepancy aggregation (GDA, an aggregator) and global period review (GPR, an aggregator around
+another). The paper leaves some points open; what was chosen, and what the authors' published code does otherwise
+(`preset="reference"`), is told in docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Tensors, Upload
+from fl_lightning.state import extrapolate, weighted_mean
+
+GdaScale = Literal["count", "share"]
+Review = Literal["literal", "convex"]
+
+
+# --- Section III-A: structural knowledge -------------------------------------------------------------------------
+
+
+def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
+    """Section III-A: `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of the client's class j.
+
+    Args:
+        sums: `(C, C)`, row j the sum of the logits of the client's samples of class j.
+        counts: `(C,)` samples a class.
+        silu: False leaves the sigmoid out, as the authors' code does.
+
+    Returns:
+        `(C, C)`; rows of classes the client does not hold are zero.
+    """
+    means = sums / counts.clamp(min=1)[:, None]
+    return F.silu(means) if silu else means
+
+
+def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
+    """Eq. 1: each client's class is averaged with its nearest clients', then over clients.
+
+    Only the holders of a class take part in it; with h holders `min(M, h - 1)` neighbours are used.
+
+    Args:
+        local: `(K, C, C)` knowledge of the participants.
+        held: `(K, C)` bool, which classes each of them holds.
+        similar_clients: M, how many nearest clients join each client.
+
+    Returns:
+        Global knowledge `(C, C)` and the `(C,)` mask of classes that somebody holds; other rows are zero.
+    """
+    merged = torch.zeros_like(local[0])
+    for j in range(held.shape[1]):
+        own = local[held[:, j], j].double()
+        if len(own):
+            distance = (own[:, None] - own[None, :]).norm(dim=2).fill_diagonal_(-1)  # oneself first
+            group = distance.argsort(dim=1, stable=True)[:, : min(similar_clients, len(own) - 1) + 1]
+            merged[j] = own[group].mean(dim=1).mean(dim=0).to(merged.dtype)
+    return merged, held.any(dim=0)
+
+
+class StructuralKnowledge(SharedKnowledge):
+    """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values and a `(C,)` mask of known classes.
+
+    Args:
+        similar_clients: M of Eq. 1.
+        reference: As the authors' code: no sigmoid, and the logits seen while training the last local epoch.
+    """
+
+    name = "structural"
+
+    def __init__(self, similar_clients: int = 1, reference: bool = False) -> None:
+        super().__init__()
+        if similar_clients < 0:
+            raise ConfigError(f"algorithm.similar_clients: {similar_clients} is below 0")
+        self.similar_clients, self.reference = similar_clients, reference
+        self.values: Tensor | None
+        self.known: Tensor | None
+        self.register_buffer("values", None, persistent=False)
+        self.register_buffer("known", None, persistent=False)
+        self._observed: tuple[int, Tensor, Tensor] | None = None
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Nothing is known in round 1."""
+        return {
+            "values": torch.zeros(num_classes, num_classes),
+            "known": torch.zeros(num_classes, dtype=torch.bool),
+        }
+
+    def observe(self, step: Step, epoch: int) -> None:
+        """Reference only: sum the last epoch's training logits by class."""
+        if self.reference:
+            sums, counts = class_sums(step.logits.detach(), step.targets)
+            if self._observed and self._observed[0] == epoch:
+                sums, counts = sums + self._observed[1], counts + self._observed[2]
+            self._observed = (epoch, sums, counts)
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """The client's `c_k` and which classes it holds."""
+        if self.reference and self._observed:
+            _, sums, counts = self._observed
+        else:
+            parts = [class_sums(module(x), y) for x, y in batches]
+            sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
+        return {"values": local_knowledge(sums, counts, silu=not self.reference), "known": counts > 0}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Eq. 1; a class that nobody held this round keeps its last knowledge (reference: is forgotten)."""
+        local, held = stacked_knowledge(uploads)
+        values, known = global_knowledge(local, held, self.similar_clients)
+        if self.reference:
+            return {"values": values, "known": known}
+        values = torch.where(known[:, None], values, previous["values"])
+        return {"values": values, "known": known | previous["known"]}
+
+
+def class_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the logits by class `(C, C)`, in float32, and samples a class `(C,)`."""
+    members = F.one_hot(targets, logits.shape[1]).float()  # a product, not index_add: deterministic on CUDA
+    with torch.autocast(logits.device.type, enabled=False):
+        return members.T @ logits.float(), members.sum(dim=0)
+
+
+def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
+    """The uploads' knowledge `(K, C, C)` and masks `(K, C)`."""
+    sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
+    return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
+
+
+# --- Local contrastive learning (LCL) ----------------------------------------------------------------------------
+
+
+def similarity(logits: Tensor, knowledge: Tensor) -> Tensor:
+    """Eq. 2: `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j`, `U_j` the batch's mean distance to `c̃^j`.
+
+    `U_j` carries no gradient and is at least 1e-6; the paper takes it over the client's whole data.
+
+    Args:
+        logits: `(B, C)`.
+        knowledge: `(J, C)`, one row a class.
+
+    Returns:
+        `(B, J)`.
+    """
+    spread = (logits.detach()[:, None] - knowledge[None]).norm(dim=2).mean(dim=0).clamp(min=1e-6)
+    return cosine(logits, knowledge) / spread
+
+
+def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
+    """Cosine of every sample with every class, `(B, J)`; zero where either norm is zero."""
+    return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
+
+
+def local_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
+    """Eq. 3: cross-entropy of the similarities over `τ`, a mean over the batch.
+
+    Classes without knowledge are left out of the sum, and their samples add nothing.
+
+    Args:
+        logits: `(B, C)`.
+        targets: `(B,)`.
+        knowledge: `(C, C)` global knowledge.
+        known: `(C,)` bool.
+        tau: Temperature, above 0.
+    """
+    scores = similarity(logits, knowledge) / tau
+    scores = scores.masked_fill(~known, -torch.inf)
+    counted = known[targets]
+    loss = F.cross_entropy(scores, targets.masked_fill(~counted, -100), reduction="sum")
+    return loss / len(targets)
+
+
+def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
+    """Eq. 3 as the authors' code has it: no `U_j`, the positive once more in the sum.
+
+    A sample whose class is not known has its own detached logits for positive.
+    """
+    scores = cosine(logits, knowledge) / tau
+    own = F.cosine_similarity(logits, logits.detach(), dim=1) / tau
+    positive = torch.where(known[targets], scores.gather(1, targets[:, None])[:, 0], own)
+    negatives = scores.masked_fill(~known, -torch.inf)
+    return (torch.logsumexp(torch.cat([positive[:, None], negatives], dim=1), dim=1) - positive).mean()
+
+
+class LocalContrastive(LossTerm):
+    """LCL: pulls a sample's logits towards its class's global knowledge and away from the other classes'.
+
+    Computed in float32 under mixed precision. It is off while nothing is known, as in round 1.
+
+    Args:
+        tau: Temperature `τ` of Eq. 3, above 0.
+        similar_clients: M of Eq. 1; the server uses it to merge the knowledge.
+        reference: As the authors' code, scaled by `min(round / 100, 1)`.
+        knowledge: Share this instance instead of making one from the two arguments before it.
+
+    Raises:
+        ConfigError: `tau` is not above 0.
+
+    Example:
+        >>> term = LocalContrastive(tau=0.08)
+        >>> term.load(values=torch.eye(3), known=torch.tensor([True, True, True]))
+        >>> round(float(term(Step(logits=2 * torch.eye(3), targets=torch.arange(3)))), 4)
+        0.0021
+    """
+
+    name = "lcl"
+
+    def __init__(
+        self,
+        tau: float = 0.08,
+        similar_clients: int = 1,
+        reference: bool = False,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        super().__init__()
+        if not tau > 0:
+            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.08")
+        self.tau, self.reference = tau, reference
+        self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
+        self.scale = 1.0
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The structural knowledge."""
+        return (self.structural,)
+
+    def load(self, values: Tensor, known: Tensor) -> None:
+        """Set the global knowledge by hand: `values` `(C, C)` and `known` `(C,)` bool."""
+        self.structural.load({"values": values, "known": known})
+
+    def begin(self, module: ClientModule) -> None:
+        """Off until some class is known."""
+        self.active = self.structural.known is not None and bool(self.structural.known.any())
+        self.scale = min(module.round / 100, 1.0) if self.reference else 1.0
+
+    def forward(self, step: Step) -> Tensor:
+        """Eq. 3 on a batch; zero while nothing is known."""
+        values, known = self.structural.values, self.structural.known
+        if values is None or known is None:
+            return step.logits.new_zeros(())
+        loss = reference_contrastive_loss if self.reference else local_contrastive_loss
+        with torch.autocast(step.logits.device.type, enabled=False):
+            return self.scale * loss(step.logits.float(), step.targets, values.float(), known, self.tau)
+
+
+# --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------
+
+
+def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor) -> Tensor:
+    """Section III-B: `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)`."""
+    distances = (local.double() - knowledge.double()).norm(dim=2)
+    return (distances * held).sum(dim=1)
+
+
+def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
+    """Eq. 4: `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64.
+
+    With raw counts the sigmoid is 1 to the last digit and `e_k = 1/K`; `scale="share"` puts `K · N_k / Σ N` in the
+    place of `N_k`, to show what the discrepancy does where the sigmoid does not saturate.
+
+    Args:
+        discrepancies: `d_k`, `(K,)`.
+        samples: `N_k`, `(K,)`.
+        scale: `count` is the paper's.
+    """
+    d, n = discrepancies.double(), samples.double()
+    a = d / d.sum() if d.sum() > 0 else torch.zeros_like(d)
+    b = n / n.sum()
+    size = n if scale == "count" else b * len(n)
+    gate = torch.sigmoid(size - a * d + b)
+    # All gates at zero is possible for huge discrepancies: nothing then tells the clients apart.
+    return gate / gate.sum() if gate.sum() > 0 else torch.full_like(gate, 1 / len(gate))
+
+
+class GlobalDiscrepancy(Aggregator):
+    """GDA: clients whose knowledge is far from the global knowledge count for less.
+
+    Its weights depend on every client's knowledge, so it holds all of a round's uploads at once.
+
+    Args:
+        gda_scale: What stands for `N_k` in Eq. 4: the paper's `count`, or its `share`.
+        similar_clients: M of Eq. 1.
+        knowledge: Share this instance instead of making one from `similar_clients`.
+    """
+
+    def __init__(
+        self,
+        gda_scale: GdaScale = "count",
+        similar_clients: int = 1,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        self.gda_scale: GdaScale = gda_scale
+        self.structural = knowledge or StructuralKnowledge(similar_clients)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The structural knowledge."""
+        return (self.structural,)
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Keep every upload: Eq. 4 needs all of the knowledge before the first weight."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """`w_g = Σ e_k w_k`."""
+        local, held = stacked_knowledge(folded)
+        distances = discrepancy(local, held, knowledge[self.structural.name]["values"])
+        samples = torch.tensor([upload.n_samples for upload in folded])
+        weights = aggregation_weights(distances, samples, self.gda_scale)
+        return {"model": weighted_mean((u.message.section("model") for u in folded), weights.tolist())}
+
+
+# --- Global period review (GPR) ----------------------------------------------------------------------------------
+
+
+def review_ratio(now: Tensor, before: Tensor, known: Tensor, unbiased: bool = False) -> float:
+    """Eq. 5: `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`, over the classes known in both rounds.
+
+    Args:
+        now: This round's global knowledge `(C, C)`; `σ²` is the variance of a row.
+        before: The last round's.
+        known: `(C,)` bool, the classes known in both.
+        unbiased: Divide by `C - 1` instead of `C`, as the authors' code does.
+    """
+    rows_now, rows_before = now[known].double(), before[known].double()
+    now_var, before_var = (rows.var(dim=1, correction=int(unbiased)).sum() for rows in (rows_now, rows_before))
+    return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
+
+
+class GlobalPeriodReview(Aggregator):
+    """GPR: after another aggregator, correct this round's model by the last one's.
+
+    `w_r ← β w_r + (1-β) · ratio · (w_{r-1} - w_r)` is Eq. 5 read literally. It shrinks every weight by about β a
+    round, BatchNorm's statistics included; `review="convex"` keeps `w_r` whole and adds the correction alone,
+    `w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Either starts in round 2.
+
+    Args:
+        inner: The aggregator whose model is reviewed; the weighted mean by default.
+        beta: β, in [0, 1]; 1 leaves the model alone.
+        review: `literal` or `convex`.
+        similar_clients: M of Eq. 1.
+        reference: Use the unbiased variance, as the authors' code does.
+        knowledge: Share this instance instead of making one from `similar_clients`.
+
+    Raises:
+        ConfigError: `beta` is outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        inner: Aggregator | None = None,
+        beta: float = 0.95,
+        review: Review = "literal",
+        similar_clients: int = 1,
+        reference: bool = False,
+        knowledge: StructuralKnowledge | None = None,
+    ) -> None:
+        if not 0 <= beta <= 1:
+            raise ConfigError(f"algorithm.beta: {beta} is outside [0, 1]; the paper uses 0.95")
+        self.inner = inner or WeightedMean()
+        self.beta, self.review, self.reference = beta, review, reference
+        self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The structural knowledge, and what the inner aggregator asks for."""
+        return (self.structural, *self.inner.knowledge)
+
+    def fold(self, uploads: Iterable[Upload]) -> object:
+        """As the inner aggregator."""
+        return self.inner.fold(uploads)
+
+    def finish(self, folded: object, before: State, knowledge: State) -> State:
+        """The inner aggregator's model, reviewed."""
+        decided = self.inner.finish(folded, before, knowledge)
+        last, now = before[self.structural.name], knowledge[self.structural.name]
+        known = last["known"] & now["known"]
+        if not bool(known.any()):
+            return decided
+        ratio = review_ratio(now["values"], last["values"], known, unbiased=self.reference)
+        keep = self.beta if self.review == "literal" else 1.0
+        model = extrapolate(decided["model"], before["model"], keep, (1 - self.beta) * ratio)
+        return decided | {"model": model}
+
+
+# --- The method --------------------------------------------------------------------------------------------------
+
+
+class FedSKC(Algorithm):
+    """Contrastive local training, aggregation and review steered by class-wise structural knowledge.
+
+    With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
+
+    Args:
+        tau: Temperature τ of the contrastive loss (Eq. 3).
+        similar_clients: M, how many nearest clients join each client in Eq. 1.
+        beta: β of the period review (Eq. 5); 0.95 in the paper, 0.99 with `preset: reference`, unless set.
+        lcl: Local contrastive learning.
+        gda: Global discrepancy aggregation; off with `preset: reference`, whose code overwrites its result.
+        gpr: Global period review.
+        gda_scale: `count` (the paper) or `share`, see `aggregation_weights`.
+        review: `literal` (the paper) or `convex`, see `GlobalPeriodReview`.
+        preset: `paper`, or `reference` for what the authors' published code computes.
+        loss_terms: Loss terms of other papers, added to these.
+        aggregator: Replaces GDA and GPR.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.08,
+        similar_clients: int = 1,
+        beta: float | None = None,
+        lcl: bool = True,
+        gda: bool = True,
+        gpr: bool = True,
+        gda_scale: GdaScale = "count",
+        review: Review = "literal",
+        preset: Literal["paper", "reference"] = "paper",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        reference = preset == "reference"
+        shared = StructuralKnowledge(similar_clients, reference)
+        terms: list[LossTerm] = [LocalContrastive(tau, reference=reference, knowledge=shared)] if lcl else []
+        if aggregator is None:
+            aggregator = GlobalDiscrepancy(gda_scale, knowledge=shared) if gda and not reference else WeightedMean()
+            if gpr:
+                beta = beta if beta is not None else (0.99 if reference else 0.95)
+                aggregator = GlobalPeriodReview(aggregator, beta, review, reference=reference, knowledge=shared)
+        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)

@@ -1,0 +1,141 @@
+"""Checkpoints that survive a kill at any moment, say so when they are damaged, and run no code when loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, one folder a round: `round-000012/{state.pt, manifest.json}`.
+
+    Each is written beside its place, flushed to disk and renamed, so a folder that is there is whole; the manifest's
+    checksums find what went bad later.
+
+    Args:
+        path: The folder that holds them; made when first written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, round: int, state: dict[str, Any]) -> Path:
+        """Write one round's checkpoint; one that is there already for the round is replaced.
+
+        Args:
+            round: The last finished round.
+            state: Nested dicts and lists of tensors, numbers and strings.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        target = self._folder(round)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.path) as parent:
+                partial = Path(parent) / target.name
+                partial.mkdir()
+                torch.save(state, partial / "state.pt")
+                manifest = {"round": round, "files": {"state.pt": _checksum(partial / "state.pt")}}
+                (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+                for path in (partial / "state.pt", partial / MANIFEST, partial):
+                    _flush(path)
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+            _flush(self.path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoint {target}: {error}") from error
+        return target
+
+    def rounds(self) -> list[int]:
+        """Rounds that have a checkpoint, newest first."""
+        return sorted((int(p.name.removeprefix("round-")) for p in self.path.glob("round-*")), reverse=True)
+
+    def read(self, round: int) -> dict[str, Any]:
+        """Load one round's checkpoint, weights only.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+        """
+        folder = self._folder(round)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            for name, checksum in manifest["files"].items():
+                if _checksum(folder / name) != checksum:
+                    raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match its checksum")
+            return torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file can fail in as many ways as there are bytes
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"checkpoint {folder} is damaged: {reason}") from error
+
+    def newest(self, report: Callable[[str], None]) -> dict[str, Any] | None:
+        """Load the newest sound checkpoint, reporting each damaged one on the way; None if there is none at all.
+
+        Raises:
+            CheckpointError: There are checkpoints, and every one of them is damaged.
+        """
+        rounds = self.rounds()
+        for round in rounds:
+            try:
+                return self.read(round)
+            except CheckpointError as error:
+                report(f"{error}; using the one before it")
+        if rounds:
+            raise CheckpointError(f"every checkpoint in {self.path} is damaged: start the run again")
+        return None
+
+    def prune(self, keep: set[int]) -> None:
+        """Remove all checkpoints but those of the given rounds, and what a killed writer left behind."""
+        for round in set(self.rounds()) - keep:
+            shutil.rmtree(self._folder(round))
+        for leftover in self.path.glob(".writing-*"):
+            shutil.rmtree(leftover)
+
+    def _folder(self, round: int) -> Path:
+        return self.path / f"round-{round:06d}"
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file so that a reader, or a kill, sees the old content or the new, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.writing")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            yield block
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(path):
+        digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,241 @@
+"""A client's LightningModule, and the loss terms that papers add to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from fl_lightning.errors import ConfigError, NonFiniteError
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.models import Backbone
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass
+class Step:
+    """What one training step computed; a loss term takes from it what it needs.
+
+    Args:
+        logits: `(B, C)` outputs of the head.
+        targets: `(B,)` class indices.
+        features: `(B, d)` outputs of the encoder, where the model has one.
+        inputs: The batch itself.
+        backbone: The network that is being trained, for terms on its weights.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    features: Tensor | None = None
+    inputs: Tensor | None = None
+    backbone: nn.Module | None = None
+
+
+class LossTerm(nn.Module):
+    """One scalar to add to a client's loss, already multiplied by its coefficient.
+
+    Usable alone, in anybody's LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses
+    override `forward`, and `begin` where they need the weights that training starts from.
+
+    Attributes:
+        name: The term's name in logs, from the class name unless set.
+        knowledge: The shared knowledge the term reads, which then travels with the weights.
+        active: Whether the term counts in this fit; an inactive one is skipped, not multiplied by zero.
+    """
+
+    name: str = ""
+    active: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """Shared knowledge that must travel for this term."""
+        return ()
+
+    def begin(self, module: ClientModule) -> None:
+        """Called when a fit starts, with the received weights and knowledge loaded, on the training device."""
+
+    def forward(self, step: Step) -> Tensor:
+        """The scalar to add to the loss."""
+        raise NotImplementedError
+
+
+class ClientModule(L.LightningModule):
+    """A backbone, cross-entropy, and a list of extra loss terms: what one client trains.
+
+    Works under a plain `Trainer.fit` with no orchestrator, and logs there `train_<term>` once an epoch, `val_*` and
+    `test_*`.
+
+    Args:
+        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`.
+        loss_terms: Terms added to the cross-entropy, each with a name of its own.
+        knowledge: Shared knowledge that must travel beside what the terms ask for.
+        optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
+        lr_scheduler: Builds a scheduler from the optimizer, stepped once an epoch of the local fit.
+
+    Attributes:
+        round: The round, from 1; terms that change over rounds read it.
+        lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
+
+    Raises:
+        ConfigError: Two loss terms have one name.
+
+    Example:
+        >>> from fl_lightning.models import MLP
+        >>> module = ClientModule(MLP(in_shape=(1, 8, 8), num_classes=10))
+        >>> module(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        loss_terms: Sequence[LossTerm] = (),
+        knowledge: Sequence[SharedKnowledge] = (),
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> None:
+        super().__init__()
+        names = [term.name for term in loss_terms]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
+        self.backbone = backbone
+        self.loss_terms = nn.ModuleList(loss_terms)
+        self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = lr_scheduler
+        self.round = 1
+        self.lr_scale = 1.0
+        self._losses = LossRecord()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `(B, C)` of a batch."""
+        return cast(Tensor, self.backbone(x))
+
+    def on_fit_start(self) -> None:
+        """Start the loss record afresh and let each term look at the weights it starts from."""
+        self._losses = LossRecord()
+        for term in self.terms():
+            term.begin(self)
+
+    def terms(self) -> Iterator[LossTerm]:
+        """The loss terms, active or not."""
+        return (cast(LossTerm, term) for term in self.loss_terms)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Step:
+        """Run the backbone on a batch."""
+        x, y = batch
+        if isinstance(self.backbone, Backbone):
+            features = self.backbone.encoder(x)
+            return Step(self.backbone.head(features), y, features, x, self.backbone)
+        return Step(self(x), y, None, x, self.backbone)
+
+    def losses(self, step: Step) -> dict[str, Tensor]:
+        """Cross-entropy under `ce`, then each active term under its name."""
+        losses = {"ce": F.cross_entropy(step.logits, step.targets)}
+        losses |= {term.name: term(step) for term in self.terms() if term.active}
+        return losses
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Sum of cross-entropy and the terms, each recorded."""
+        step = self.step(batch)
+        losses = self.losses(step)
+        self._losses.add(losses)
+        for piece in self.knowledge:
+            cast(SharedKnowledge, piece).observe(step, self.current_epoch)
+        return torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["ce"]
+
+    def on_train_epoch_end(self) -> None:
+        """Stop at a loss that is not finite; log the means where somebody listens."""
+        self._losses.check()
+        if self.trainer.loggers:
+            self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
+
+    def train_losses(self) -> dict[str, float]:
+        """Mean over this fit's steps of the cross-entropy (`ce`), each term and their sum (`loss`)."""
+        return self._losses.means()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `val_loss` and `val_acc`."""
+        self._log_evaluation("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `test_loss` and `test_acc`."""
+        self._log_evaluation("test", batch)
+
+    def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        logits = self(x)
+        accuracy = multiclass_accuracy(logits, y, num_classes=logits.shape[1], average="micro")
+        self.log_dict({f"{stage}_loss": F.cross_entropy(logits, y), f"{stage}_acc": accuracy}, batch_size=len(y))
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over the backbone's parameters, at this round's learning rate, and its scheduler."""
+        parameters = self.backbone.parameters()
+        optimizer = (
+            self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
+        )
+        for group in optimizer.param_groups:
+            group["lr"] *= self.lr_scale
+        if self.scheduler_factory is None:
+            return optimizer
+        return [optimizer], [self.scheduler_factory(optimizer)]
+
+
+class LossRecord:
+    """Sums of one fit's losses, kept on the device so that no training step waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: Tensor | None = None
+        self._first_bad: Tensor | None = None
+        self._steps = 0
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        """Add one step's losses."""
+        values = torch.stack([value.detach().float() for value in losses.values()])
+        bad = ~torch.isfinite(values)
+        if self._sums is None or self._first_bad is None:
+            self._names, self._sums, self._first_bad = list(losses), values, bad
+        else:
+            self._sums = self._sums + values
+            self._first_bad = torch.where(self._first_bad.any(), self._first_bad, bad)
+        self._steps += 1
+
+    def check(self) -> None:
+        """Raise if any step's loss was not finite.
+
+        Raises:
+            NonFiniteError: Names the term that was the first to go.
+        """
+        if self._first_bad is not None and bool(self._first_bad.any()):
+            name = self._names[int(self._first_bad.int().argmax())]
+            raise NonFiniteError(f"loss term {name!r} is NaN or Inf: lower the learning rate or the term's coefficient")
+
+    def means(self) -> dict[str, float]:
+        """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
+        if self._sums is None:
+            return {}
+        values = (self._sums.double() / self._steps).tolist()
+        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
+
+
+def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
+    """Each piece of shared knowledge once, by name, in the order first met."""
+    by_name: dict[str, SharedKnowledge] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, piece)
+    return list(by_name.values())

@@ -1,0 +1,76 @@
+"""Batches cut by index from tensors in memory, and the LightningDataModule that feeds them to a client's fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from fl_lightning.data.transforms import BatchTransform
+
+
+class Batches:
+    """Batches of `(x, y)` at given indices, shuffled anew on each pass if a seed is given.
+
+    Args:
+        x: Inputs of the whole split.
+        y: Labels of the whole split.
+        index: Which samples, or None for all.
+        batch_size: Samples a batch; the last may be smaller.
+        seed: Shuffles with a generator of its own; None keeps the order of `index`.
+        min_batch: A last batch smaller than this is left out: BatchNorm cannot train on one sample.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor | None,
+        batch_size: int,
+        seed: int | None = None,
+        min_batch: int = 1,
+    ) -> None:
+        self.x, self.y = x, y
+        self.index = torch.arange(len(y)) if index is None else index
+        self.batch_size = batch_size
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        full, rest = divmod(len(self.index), batch_size)
+        self.length = full + (rest >= min_batch and rest > 0)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = self.index
+        if self.generator is not None:
+            order = order[torch.randperm(len(order), generator=self.generator)]
+        for start in range(0, self.length * self.batch_size, self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            yield self.x[chosen], self.y[chosen]
+
+
+class ClientDataModule(L.LightningDataModule):
+    """One fit's training batches, prepared and augmented on the device.
+
+    Args:
+        batches: The training batches as stored.
+        prepare: Turns a stored batch into what the network takes.
+        augment: Random change of prepared batches, or None.
+    """
+
+    def __init__(self, batches: Batches, prepare: BatchTransform, augment: BatchTransform | None) -> None:
+        super().__init__()
+        self.batches, self.prepare, self.augment = batches, prepare, augment
+
+    def train_dataloader(self) -> Batches:
+        """The training batches."""
+        return self.batches
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Prepare and augment a batch that has arrived on the device."""
+        x, y = batch
+        x = self.prepare(x)
+        return (self.augment(x) if self.augment else x), y

@@ -1,0 +1,59 @@
+"""Changes to whole batches, on the device the batch is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+BatchTransform = Callable[[Tensor], Tensor]
+
+
+class Normalize:
+    """`uint8` to 0-1, then `(x - mean) / std` a channel; floating-point batches skip the scaling.
+
+    Args:
+        mean: One number a channel, or none for no shift.
+        std: One number a channel, or none for no scaling.
+    """
+
+    def __init__(self, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.std = torch.tensor(std).view(-1, 1, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize a batch `(B, channels, height, width)`, or of any shape where there is no mean."""
+        if x.dtype == torch.uint8:
+            x = x.float().div_(255)
+        if not self.mean.numel():
+            return x
+        if self.mean.device != x.device:
+            self.mean, self.std = self.mean.to(x.device), self.std.to(x.device)
+        return (x - self.mean) / self.std
+
+
+class CropFlip:
+    """Random crop after zero padding, and horizontal flip with probability ½, for image batches.
+
+    Args:
+        padding: Pixels added on each side before the crop.
+        per_sample: Draw for each image; otherwise one draw serves the whole batch (FedSKC's published code does that).
+    """
+
+    def __init__(self, padding: int = 4, per_sample: bool = True) -> None:
+        self.padding, self.per_sample = padding, per_sample
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Augment a batch `(B, channels, height, width)`; draws from torch's global generator of its device."""
+        batch, _, height, width = x.shape
+        draws = batch if self.per_sample else 1
+        top, left = torch.randint(0, 2 * self.padding + 1, (2, draws), device=x.device)
+        flip = torch.rand(draws, device=x.device) < 0.5
+        rows = top[:, None] + torch.arange(height, device=x.device)
+        columns = left[:, None] + torch.arange(width, device=x.device)
+        columns = torch.where(flip[:, None], columns.flip(1), columns)
+        padded = torch.nn.functional.pad(x, [self.padding] * 4)
+        sample = torch.arange(batch, device=x.device)[:, None, None]
+        # Advanced indices around a slice put their axes first: (B, height, width, channels).
+        return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -1,0 +1,7 @@
+"""How a round's client fits are carried out; an engine changes speed, never results."""
+
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.worker import Result, Task, Worker
+
+__all__ = ["Engine", "Result", "SequentialEngine", "Task", "Worker"]

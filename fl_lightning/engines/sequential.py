@@ -1,0 +1,15 @@
+"""One client after another, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from fl_lightning.engines.worker import Result, Task, Worker
+
+
+class SequentialEngine:
+    """Fits clients one after another on the trainer's device; memory for one client at a time."""
+
+    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Run each task when its result is asked for."""
+        return map(worker.run, tasks)

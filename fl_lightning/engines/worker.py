@@ -1,0 +1,277 @@
+"""The unit of work of a round: one client's download in, its upload out, by one `Trainer.fit`.
+
+A `Task` and a `Worker` are picklable and hold all there is to know, so that an engine can run them in any process on
+any machine and get the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.algorithms.base import Algorithm, State
+from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory
+from fl_lightning.data import FederatedData
+from fl_lightning.data.loaders import Batches, ClientDataModule
+from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError
+from fl_lightning.evaluation import Score, evaluate
+from fl_lightning.message import Message, Tensors
+from fl_lightning.models import ModelFactory
+from fl_lightning.seeding import Stream, derive, seed_everything
+from fl_lightning.state import first_non_finite
+
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one client is to do in one round.
+
+    Args:
+        round: The round, from 1.
+        client: The client's id.
+        download: What the server sent.
+        memory: What the client kept from its last round.
+        lr_scale: Factor on the learning rates, from the round's schedule.
+        fit: Train and upload; False only evaluates the model as received.
+        evaluate: Score the client's model on its own test split.
+        evaluate_globally: Score the client's model on the global test set.
+    """
+
+    round: int
+    client: int
+    download: Message
+    memory: State
+    lr_scale: float = 1.0
+    fit: bool = True
+    evaluate: bool = False
+    evaluate_globally: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a task.
+
+    Args:
+        client: The client's id.
+        download_bytes: Size of what it was sent.
+        upload: What it sends, or None where the task was not to fit, or failed.
+        memory: What it keeps for its next round.
+        losses: Mean training loss a step: `loss`, `ce` and each term.
+        local: Score on its own test split, if asked for and not empty.
+        on_global: Score on the global test set, if asked for.
+        failure: Why there is no upload.
+    """
+
+    client: int
+    download_bytes: int
+    upload: Message | None = None
+    memory: State = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    local: Score | None = None
+    on_global: Score | None = None
+    failure: ClientFailure | None = None
+
+
+@dataclass
+class Worker:
+    """What all tasks of a run have in common; `run` carries one out.
+
+    Args:
+        seed: The run's seed.
+        algorithm: The method.
+        model: Builds the backbone.
+        data: The dataset and who holds what.
+        batch_size: Samples a training batch.
+        trainer: Keyword arguments of Lightning's `Trainer`; one local epoch unless it says otherwise.
+        optimizer: Builds each fit's optimizer.
+        lr_scheduler: Builds each fit's scheduler, or None.
+        eval_batch_size: Samples a batch where nothing is trained.
+    """
+
+    seed: int
+    algorithm: Algorithm
+    model: ModelFactory
+    data: FederatedData
+    batch_size: int = 64
+    trainer: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    eval_batch_size: int = 512
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only what the worker was built from: the rest is made again where it arrives."""
+        return {name: vars(self)[name] for name in self.__dataclass_fields__}
+
+    @cached_property
+    def template(self) -> ClientModule:
+        """The client module with the run's initial weights; every task trains a copy."""
+        seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
+        loaded = self.data.data
+        backbone = self.model(in_shape=loaded.in_shape, num_classes=loaded.num_classes)
+        return self.algorithm.client_module(backbone, self.optimizer, self.lr_scheduler)
+
+    @cached_property
+    def min_batch(self) -> int:
+        """Fewest samples a training batch may hold: BatchNorm has no variance of one."""
+        return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
+
+    @cached_property
+    def _setup(self) -> L.Trainer:
+        """A trainer that never fits, asked for the device and the precision."""
+        return self._quiet_trainer()
+
+    def check(self) -> None:
+        """Try what every task depends on, before the first round.
+
+        Raises:
+            ConfigError: The trainer's options, the model or the optimizer do not fit.
+        """
+        with blame("trainer"):
+            trainer = self._setup
+        with blame("model"):
+            module = self.module()
+        with blame("optimizer"):
+            module.configure_optimizers()
+        with blame("model"), self._inference(module, trainer):
+            x, _ = next(iter(self._ordered(None)))
+            logits = module(x)
+        classes = self.data.data.num_classes
+        if logits.shape != (len(x), classes):
+            raise ConfigError(
+                f"model: puts out {tuple(logits.shape[1:])} a sample, the dataset has {classes} classes; "
+                f"it needs one number a class"
+            )
+
+    def module(self) -> ClientModule:
+        """A fresh client module with the run's initial weights."""
+        return copy.deepcopy(self.template)
+
+    def run(self, task: Task) -> Result:
+        """Carry out a task. An error is part of the result: it names client and round, and holds its cause."""
+        try:
+            return self._run(task)
+        except Exception as error:
+            reason = str(error) if isinstance(error, FLError) else f"{type(error).__name__}: {error}"
+            failure = ClientFailure(task.client, task.round, " ".join(reason.split()))
+            failure.__cause__ = error
+            return Result(task.client, task.download.nbytes, failure=failure)
+
+    def score(self, weights: Tensors) -> Score:
+        """Score shared weights on the global test set."""
+        module = self.module()
+        module.backbone.load_state_dict(weights)
+        with self._inference(module, self._setup):
+            return evaluate(module, self._test_batches())
+
+    def _run(self, task: Task) -> Result:
+        seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
+        module = self.module()
+        module.round, module.lr_scale = task.round, task.lr_scale
+        self.algorithm.receive(module, task.download, task.memory)
+        if task.fit:
+            self._fit(module, task)
+        shard, classes = self.data.shards[task.client], self.data.data.num_classes
+        upload, memory, local, on_global = None, task.memory, None, None
+        with self._inference(module, self._setup):
+            if task.fit:
+                upload = self.algorithm.upload(module, self._ordered(shard.train), len(shard.train), classes)
+                memory = self.algorithm.remember(module)
+            if task.evaluate and len(shard.test):
+                local = evaluate(module, self._ordered(shard.test))
+            if task.evaluate_globally:
+                on_global = evaluate(module, self._test_batches())
+        if upload and (bad := first_non_finite(upload.tensors)):
+            raise NonFiniteError(f"the upload's {bad!r} is NaN or Inf: lower the learning rate")
+        return Result(
+            task.client,
+            task.download.nbytes,
+            upload,
+            memory,
+            module.train_losses() if task.fit else {},
+            local,
+            on_global,
+        )
+
+    def _fit(self, module: ClientModule, task: Task) -> None:
+        data, index = self.data.data, self.data.shards[task.client].train
+        seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
+        batches = Batches(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
+        if not len(batches):
+            raise ConfigError(
+                f"{len(index)} training sample(s) make no batch for a model with BatchNorm, "
+                f"which needs {self.min_batch}; use a model without it, or a larger scenario.partition.min_samples"
+            )
+        module.train()
+        trainer = self._quiet_trainer()
+        with lightning_silenced():
+            trainer.fit(module, datamodule=ClientDataModule(batches, data.prepare, data.augment))
+
+    def _quiet_trainer(self) -> L.Trainer:
+        options: dict[str, Any] = {"devices": 1, "limit_val_batches": 0, **self.trainer}
+        if options.get("max_epochs") is None:
+            options["max_epochs"] = 1 if options.get("max_steps", -1) == -1 else -1
+        options |= dict.fromkeys(QUIET, False)
+        with lightning_silenced():
+            return L.Trainer(**options)
+
+    @contextmanager
+    def _inference(self, module: ClientModule, trainer: L.Trainer) -> Iterator[None]:
+        """The module in eval mode on the trainer's device, in its precision, without gradients."""
+        with ExitStack() as stack:
+            module.to(trainer.strategy.root_device).eval()
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(trainer.precision_plugin.forward_context())
+            yield
+
+    def _ordered(self, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self.data.data
+        return self._prepared(Batches(data.x_train, data.y_train, index, self.eval_batch_size))
+
+    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self.data.data
+        return self._prepared(Batches(data.x_test, data.y_test, None, self.eval_batch_size))
+
+    def _prepared(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        device = self._setup.strategy.root_device
+        return ((self.data.data.prepare(x.to(device)), y.to(device)) for x, y in batches)
+
+
+@contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
+    try:
+        yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}".replace(f"{key}: {key}", key)) from error
+
+
+@contextmanager
+def lightning_silenced() -> Iterator[None]:
+    """Keep Lightning's per-fit messages ("GPU available", "stopped: max_epochs reached", ...) off the screen."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers += [logging.getLogger(f"{logger.name}.utilities.rank_zero") for logger in loggers]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

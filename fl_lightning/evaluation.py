@@ -1,0 +1,115 @@
+"""How good a model is, how fast it got there, and how fair it is to clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.errors import ConfigError
+
+Row = dict[str, float]
+"""One round's metrics by name."""
+
+
+class Score(NamedTuple):
+    """A model's result on one set of samples.
+
+    Args:
+        acc: Share classified correctly, in [0, 1].
+        loss: Mean cross-entropy.
+        n: Number of samples.
+    """
+
+    acc: float
+    loss: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured beside the global model on the global test set.
+
+    Args:
+        clients: Which model stands for a client on its own test split: the one it `trained` this round, for the
+            round's participants, or the one it has `received` after the aggregation, for all clients.
+        personal_on_global: Also score the participants' trained models on the global test set.
+        targets: Accuracies of the global model for which R_acc, the first round reaching it, is reported.
+
+    Raises:
+        ConfigError: A target is outside (0, 1].
+    """
+
+    clients: Literal["trained", "received"] = "trained"
+    personal_on_global: bool = False
+    targets: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            if not 0 < target <= 1:
+                raise ConfigError(f"evaluation.targets: {target} is outside (0, 1]; accuracies are shares, not percent")
+
+
+def evaluate(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+    """Score a module on batches, in the mode and on the device it is in."""
+    correct = loss = torch.zeros((), dtype=torch.float64)
+    n = 0
+    for x, y in batches:
+        logits = module(x).float()
+        correct = correct.to(y.device) + (logits.argmax(dim=1) == y).sum()
+        loss = loss.to(y.device) + F.cross_entropy(logits, y, reduction="sum")
+        n += len(y)
+    if not n:
+        raise ValueError("nothing to evaluate on: no batch")
+    return Score(float(correct) / n, float(loss) / n, n)
+
+
+def client_summary(scores: Sequence[Score]) -> Row:
+    """Over clients: mean accuracy, mean weighted by test samples, standard deviation, worst decile, mean loss.
+
+    The standard deviation is the population's; the worst decile is the mean over the worst tenth of the clients,
+    rounded up.
+    """
+    if not scores:
+        return {}
+    acc, loss, n = (np.array(values, dtype=np.float64) for values in zip(*scores, strict=True))
+    worst = np.sort(acc)[: math.ceil(len(acc) / 10)]
+    return {
+        "client/acc_mean": float(acc.mean()),
+        "client/acc_weighted": float(np.average(acc, weights=n)),
+        "client/acc_std": float(acc.std()),
+        "client/acc_worst_decile": float(worst.mean()),
+        "client/loss_mean": float(loss.mean()),
+    }
+
+
+def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has."""
+    series = [(row["round"], row[name]) for row in rows if name in row]
+    if not series:
+        return {}
+    best_round, best = max(series, key=lambda point: (point[1], -point[0]))
+    return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
+
+
+def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> int | None:
+    """R_acc: the first round in which a metric reached a target, or None."""
+    return next((int(row["round"]) for row in rows if row.get(name, -math.inf) >= target), None)
+
+
+def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
+    """A run's figures: best and last accuracies, R_acc for each target, bytes in all."""
+    summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
+    for name in ("global/acc", "client/acc_mean", "personal_on_global/acc_mean"):
+        summary |= {f"{name}_{what}": value for what, value in best_and_last(rows, name).items()}
+    for target in targets:
+        summary[f"R_{target:g}"] = rounds_to(rows, target)
+    for way in ("up", "down"):
+        summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
+    return summary

@@ -1,0 +1,32 @@
+"""Fully connected networks."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import nn
+
+from fl_lightning.models.base import Backbone
+
+
+class MLP(Backbone):
+    """Fully connected ReLU layers on the flattened input, then a linear head.
+
+    Args:
+        in_shape: Shape of one input, any number of dimensions.
+        num_classes: Number of classes, `C`.
+        hidden: Widths of the hidden layers; the last is the feature size.
+
+    Raises:
+        ValueError: `hidden` is empty or holds a width below 1.
+    """
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int, hidden: tuple[int, ...] = (128, 64)) -> None:
+        if not hidden or min(hidden) < 1:
+            raise ValueError(f"model.hidden needs at least one width, each 1 or more; got {list(hidden)}")
+        layers: list[nn.Module] = [nn.Flatten()]
+        width = prod(in_shape)
+        for size in hidden:
+            layers += [nn.Linear(width, size), nn.ReLU()]
+            width = size
+        super().__init__(nn.Sequential(*layers), nn.Linear(width, num_classes), width)

@@ -1,0 +1,395 @@
+"""`FederatedOrchestrator`: the round loop."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import yaml
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.loggers import Logger
+
+from fl_lightning.algorithms.base import Algorithm, State
+from fl_lightning.checkpoint import CheckpointFolder, write_atomically
+from fl_lightning.client import SchedulerFactory
+from fl_lightning.data import Scenario
+from fl_lightning.engines import Engine, Result, SequentialEngine, Task, Worker
+from fl_lightning.engines.base import in_client_order
+from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
+from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize
+from fl_lightning.interrupt import DeferredSignals
+from fl_lightning.loggers import MetricsCsv, WandbRoundLogger
+from fl_lightning.message import Upload
+from fl_lightning.models import ModelFactory
+from fl_lightning.report.tables import write_counts
+from fl_lightning.seeding import Stream, generator
+
+if TYPE_CHECKING:
+    from fl_lightning.callbacks import RoundCallback
+
+Summary = dict[str, Any]
+
+
+class FederatedOrchestrator:
+    """Runs an experiment: sample clients, send, fit, collect, aggregate, evaluate, log, checkpoint, round by round.
+
+    Args:
+        scenario: The dataset and who holds what.
+        model: Builds the backbone; its `in_shape` and `num_classes` come from the dataset.
+        algorithm: The federated method.
+        rounds: Communication rounds.
+        clients_per_round: How many clients take part in a round, drawn anew each time; all by default.
+        batch_size: Samples a training batch.
+        seed: Everything random derives from it.
+        optimizer: A torch optimizer; each client fit starts with a fresh one.
+        lr_scheduler: A torch scheduler within one client fit, stepped once an epoch.
+        round_lr_scheduler: A torch scheduler over rounds, given an optimizer of learning rate 1; what it makes of
+            that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
+        trainer: Keyword arguments of Lightning's `Trainer` for each client fit: `accelerator`, `precision`,
+            `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
+        engine: How a round's client fits are carried out; one after another by default.
+        evaluation: What is measured beside the global model.
+        evaluate_every: Rounds between evaluations; the last round always has one.
+        checkpoint_every: Rounds between checkpoints.
+        keep_checkpoints: How many of the newest checkpoints to keep, beside the best.
+        on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
+        min_clients: With `drop`, the fewest uploads a round may be left with.
+        logger: A Lightning logger beside `metrics.csv`.
+        log_clients: Log every client's own series; turn it off where there are many clients.
+        callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
+        run_dir: The folder the run leaves everything in; `runs/<config>/<time>-<id>` from the command line.
+
+    Attributes:
+        round: The last finished round.
+        state: The shared state after it.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: ModelFactory,
+        algorithm: Algorithm,
+        rounds: int = 10,
+        clients_per_round: int | None = None,
+        batch_size: int = 64,
+        seed: int = 0,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        round_lr_scheduler: LRSchedulerCallable | None = None,
+        trainer: dict[str, Any] | None = None,
+        engine: Engine | None = None,
+        evaluation: Evaluation = Evaluation(),
+        evaluate_every: int = 1,
+        checkpoint_every: int = 1,
+        keep_checkpoints: int = 2,
+        on_client_failure: Literal["raise", "drop"] = "raise",
+        min_clients: int = 1,
+        logger: Logger | None = None,
+        log_clients: bool = True,
+        callbacks: list[RoundCallback] | None = None,
+        run_dir: str = "runs/run",
+    ) -> None:
+        positive = {
+            "rounds": rounds,
+            "batch_size": batch_size,
+            "evaluate_every": evaluate_every,
+            "min_clients": min_clients,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ConfigError(f"{name}: {value} is below 1")
+        per_round = scenario.clients if clients_per_round is None else clients_per_round
+        if not 1 <= per_round <= scenario.clients:
+            raise ConfigError(
+                f"clients_per_round: {per_round} is not between 1 and scenario.clients, {scenario.clients}"
+            )
+        if seed < 0:
+            raise ConfigError(f"seed: {seed} is below 0")
+        self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
+        self.clients_per_round, self.seed = per_round, seed
+        self.round_lr_scheduler, self.engine = round_lr_scheduler, engine or SequentialEngine()
+        self.evaluation, self.evaluate_every = evaluation, evaluate_every
+        self.on_client_failure, self.min_clients = on_client_failure, min_clients
+        self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
+        self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
+        self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
+        self.csv = MetricsCsv(self.run_dir / "metrics.csv")
+        self.round = 0
+        self.state: State = {}
+        self.memory: dict[int, State] = {}
+        self._worker_options: dict[str, Any] = {
+            "model": model,
+            "batch_size": batch_size,
+            "trainer": trainer or {},
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+        }
+        self._signals = DeferredSignals()
+
+    # --- The loop ---
+
+    def fit(self, resume: bool = False, config: dict[str, Any] | None = None) -> Summary:
+        """Run the rounds, or go on after the last checkpoint.
+
+        Args:
+            resume: Go on with the run in `run_dir`.
+            config: The resolved config, for the logger.
+
+        Returns:
+            The run's figures, as in `final/summary.json`.
+
+        Raises:
+            ConfigError: Something in the experiment cannot work.
+            CheckpointError: There is nothing sound to resume from.
+            ClientFailure: A client failed and `on_client_failure` is `raise`.
+            Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
+        """
+        self._set_up(resume, config)
+        with self._running():
+            while not self.is_over:
+                metrics = self._run_round(self.round + 1)
+                self._notify("on_round_metrics", metrics)
+                self._log(metrics)
+                self._notify("on_round_end", metrics)
+            return self._finish()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are done, or a callback has ended the run."""
+        return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
+
+    def _run_round(self, round: int) -> Row:
+        started = time.monotonic()
+        participants = self.participants(round)
+        self._notify("on_round_start", participants)
+        results: list[Result] = []
+        self.state = self.algorithm.aggregate(self.state, self._uploads(round, participants, results))
+        self.memory |= {result.client: result.memory for result in results}
+        self.round = round
+        gc.collect()  # Lightning's trainers hold cycles, and each of those a model
+        fitted = time.monotonic()
+        metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
+        failed = len(participants) - len(results)
+        if self.on_client_failure == "drop":
+            metrics["client/failed"] = failed
+        return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
+
+    def participants(self, round: int) -> list[int]:
+        """Ids of the clients that take part in a round, ascending; the same for every method with this seed."""
+        rng = generator(self.seed, Stream.PARTICIPANTS, round)
+        return sorted(rng.choice(self.scenario.clients, self.clients_per_round, replace=False).tolist())
+
+    def _uploads(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Upload]:
+        """Fit the participants; yield uploads in ascending client id, leave the rest of each result in `results`."""
+        tasks = (self._task(round, client) for client in participants)
+        for result in in_client_order(self.engine.run(self.worker, tasks), participants):
+            if self._signals.received:
+                raise Interrupted(self._signals.received, self._how_to_go_on(self._signals.received))
+            self._notify("on_client_end", result)
+            if result.upload is None:
+                self._drop(result.failure)
+                continue
+            results.append(replace(result, upload=None))
+            yield Upload(result.client, result.upload)
+        if len(results) < self.min_clients:
+            left = f"{len(results)} of {len(participants)} clients were left"
+            raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
+
+    def _task(self, round: int, client: int, fit: bool = True) -> Task:
+        due, how = self._evaluation_due(round), self.evaluation
+        return Task(
+            round,
+            client,
+            self.algorithm.download(self.state, client),
+            self.memory.get(client, {}),
+            self.lr_scales[round - 1] if fit else 1.0,
+            fit,
+            evaluate=due and (not fit or how.clients == "trained"),
+            evaluate_globally=due and fit and how.personal_on_global,
+        )
+
+    def _drop(self, failure: ClientFailure | None) -> None:
+        assert failure is not None
+        if self.on_client_failure == "raise":
+            raise failure
+        warnings.warn(f"{failure}; dropped from this round", stacklevel=2)
+
+    # --- Evaluation and logging ---
+
+    def _evaluation_due(self, round: int) -> bool:
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+    def _evaluate(self, results: Sequence[Result]) -> Row:
+        if not self._evaluation_due(self.round):
+            return {}
+        scores = {r.client: r.local for r in results if r.local}
+        if self.evaluation.clients == "received":
+            scores = self._received_scores()
+        personal = [r.on_global.acc for r in results if r.on_global]
+        metrics = self._global_metrics() | client_summary(list(scores.values()))
+        if personal:
+            metrics["personal_on_global/acc_mean"] = sum(personal) / len(personal)
+        if self.log_clients:
+            metrics |= {f"client_{client}/acc": score.acc for client, score in scores.items()}
+            metrics |= {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
+        return metrics
+
+    def _global_metrics(self) -> Row:
+        score = self.worker.score(self.state["model"])
+        return {"global/acc": score.acc, "global/loss": score.loss}
+
+    def _received_scores(self) -> dict[int, Score]:
+        """Score on each client's own test split the model it would be sent now."""
+        clients = range(self.scenario.clients)
+        tasks = (self._task(self.round, client, fit=False) for client in clients)
+        scores = {}
+        for result in in_client_order(self.engine.run(self.worker, tasks), clients):
+            if result.failure:
+                raise result.failure
+            if result.local:
+                scores[result.client] = result.local
+        return scores
+
+    def _log(self, metrics: Row) -> None:
+        self.csv.append(metrics)
+        if self.logger:
+            self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
+
+    def _notify(self, moment: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *args)
+
+    # --- Start, stop, and start again ---
+
+    def load(self, round: int | None = None) -> None:
+        """Take up a checkpoint: of a given round, or the newest sound one; round 0 if there is none.
+
+        Raises:
+            CheckpointError: It is damaged; for the newest, every one is.
+        """
+        saved = self.checkpoints.read(round) if round else self.checkpoints.newest(report=self._warn)
+        self._build()
+        if saved is None:
+            return
+        self.round, self.state, self.memory = saved["round"], saved["state"], saved["memory"]
+        for callback in self.callbacks:
+            callback.load_state_dict(saved["callbacks"].get(type(callback).__name__, {}) or callback.state_dict())
+
+    def test(self) -> Row:
+        """Evaluate the loaded state: the global model, and what each client would receive on its own test split."""
+        scores = self._received_scores()
+        metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
+        return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the last finished round."""
+        callbacks = {type(callback).__name__: callback.state_dict() for callback in self.callbacks}
+        saved = {"round": self.round, "state": self.state, "memory": self.memory, "callbacks": callbacks}
+        self.checkpoints.write(self.round, saved)
+
+    def _build(self) -> None:
+        self.data = self.scenario.build(self.seed)
+        self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
+        self.worker.check()
+        self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
+        self.state = self.algorithm.initial_state(self.worker.template.backbone, self.data.data.num_classes)
+
+    def _set_up(self, resume: bool, config: dict[str, Any] | None) -> None:
+        if self.csv.path.exists() and not resume:
+            raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
+        self.load() if resume else self._build()
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            write_counts(self.run_dir / "partition.csv", self.data)
+            if config:
+                write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            self.csv.rewind(self.round)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
+        if isinstance(self.logger, WandbRoundLogger):
+            self.logger.attach(self.run_dir)
+        if self.logger and config:
+            self.logger.log_hyperparams(config)
+        if isinstance(self.logger, WandbRoundLogger):
+            self.logger.log_counts("partition", self.data.class_counts().tolist())
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Signals wait for a safe point; whatever ends the run, finished rounds are on disk and loggers closed."""
+        status = "failed"
+        self._signals = DeferredSignals()
+        gc.collect()
+        gc.freeze()  # what is here stays: each round then collects only what the round made
+        try:
+            with self._signals:
+                self._notify("on_fit_start")
+                yield
+            status = "success"
+        except BaseException:
+            if self.round and self.round not in self.checkpoints.rounds():
+                self.save_checkpoint()
+            raise
+        finally:
+            gc.unfreeze()
+            self._notify("on_fit_end")
+            if self.logger:
+                self.logger.finalize(status)
+
+    def _finish(self) -> Summary:
+        summary = summarize(self.csv.rows, self.evaluation.targets)
+        torch.save(self.state["model"], io := BytesIO())
+        write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
+        write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
+        if isinstance(self.logger, WandbRoundLogger):
+            self.logger.log_summary(summary)
+        return summary
+
+    def _how_to_go_on(self, signum: int) -> str:
+        done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
+        return f"{done}; go on with: fl-lightning fit --resume {self.run_dir}"
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        warnings.warn(message, stacklevel=2)
+
+
+def with_defaults(callbacks: list[RoundCallback], every: int, keep: int) -> list[RoundCallback]:
+    """The callbacks, and those that every run has unless there is one of their class; checkpointing comes last."""
+    from fl_lightning.callbacks import Checkpointing, CommunicationMeter, RoundProgress
+
+    defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
+    classes = tuple(type(callback) for callback in callbacks)
+    everyone = [*callbacks, *(default for default in defaults if not issubclass(type(default), classes))]
+    return sorted(everyone, key=lambda callback: isinstance(callback, Checkpointing))
+
+
+def train_metrics(results: Sequence[Result]) -> Row:
+    """Mean over a round's clients of the training loss and of each of its terms."""
+    names = dict.fromkeys(name for result in results for name in result.losses)
+    return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
+
+
+def lr_scales(scheduler: SchedulerFactory | None, rounds: int) -> list[float]:
+    """What a scheduler over rounds makes of a learning rate of 1, in each round."""
+    if scheduler is None:
+        return [1.0] * rounds
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    schedule, scales = scheduler(optimizer), []
+    for _ in range(rounds):
+        scales.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return scales

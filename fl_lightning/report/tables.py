@@ -1,0 +1,88 @@
+"""What a run and a scenario come to, as tables on the screen and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from fl_lightning.checkpoint import write_atomically
+from fl_lightning.data import FederatedData
+from fl_lightning.evaluation import Row
+
+SHADES = " ░▒▓█"
+
+
+def summary_table(summary: dict[str, Any], run_dir: Path) -> Table:
+    """The table a run ends with: accuracies last and best, R_acc, bytes, and where the run lies."""
+    table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds")
+    names = {
+        "global/acc": "global acc",
+        "client/acc_mean": "client acc",
+        "personal_on_global/acc_mean": "personal on global",
+    }
+    for name, label in names.items():
+        if f"{name}_last" in summary:
+            figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
+            table.add_row(label, *figures, str(summary[f"{name}_best_round"]))
+    table.add_section()
+    for name, value in summary.items():
+        if name.startswith("R_"):
+            table.add_row(f"{name} (global)", "not reached" if value is None else f"round {value}")
+    table.add_section()
+    table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
+    table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
+    table.caption = f"run: {run_dir}"
+    return table
+
+
+def test_table(metrics: Row) -> Table:
+    """What `test` prints: the global model and the clients' figures."""
+    table = Table("metric", "value", title=f"after round {int(metrics['round'])}")
+    for name, value in metrics.items():
+        if name != "round" and not name.startswith("client_"):
+            table.add_row(name, f"{value:.4f}")
+    return table
+
+
+def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
+    """Who holds what: training samples a client and class, shaded by their share of the largest cell.
+
+    Beyond 20 classes only the shades are shown.
+    """
+    wide = counts.shape[1] > 20
+    table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")
+    for label in range(counts.shape[1]):
+        table.add_column("" if wide else str(label), justify="right", no_wrap=True)
+    table.add_column(" train", justify="right", no_wrap=True)
+    table.add_column(" test", justify="right", no_wrap=True)
+    darkness = np.ceil(counts / max(counts.max(), 1) * (len(SHADES) - 1)).astype(int)
+    for client, row in enumerate(counts):
+        shades = (SHADES[level] for level in darkness[client])
+        cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
+        table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()))
+    return table
+
+
+def write_counts(path: Path, data: FederatedData) -> None:
+    """Write who holds what as CSV: client, split, and one column a class."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["client", "split", *(f"class_{j}" for j in range(data.data.num_classes))])
+    for split in ("train", "test"):
+        for client, row in enumerate(data.class_counts(split).tolist()):
+            writer.writerow([client, split, *row])
+    write_atomically(path, text.getvalue())
+
+
+def human_bytes(count: float) -> str:
+    """A byte count with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"

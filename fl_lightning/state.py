@@ -1,0 +1,85 @@
+"""Algebra on state dicts: what the aggregators of several papers share.
+
+Sums run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
+weights bit for bit, and half-precision training does not cost the average its digits. Integer entries (BatchNorm's
+`num_batches_tracked`) cannot be averaged; the largest is kept.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fl_lightning.message import Tensors
+
+
+class RunningMean:
+    """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
+
+    Example:
+        >>> mean = RunningMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, 1)
+        >>> mean.add({"w": torch.tensor([5.0])}, 3)
+        >>> mean.value()["w"]
+        tensor([4.])
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensors = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._weight = 0.0
+
+    def add(self, state: Tensors, weight: float) -> None:
+        """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1."""
+        if not self._dtypes:
+            self._dtypes = {name: value.dtype for name, value in state.items()}
+        if state.keys() != self._dtypes.keys():
+            odd = sorted(state.keys() ^ self._dtypes.keys())[0]
+            raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
+        self._weight += weight
+        for name, value in state.items():
+            held = self._sums.get(name)
+            if not value.is_floating_point():
+                self._sums[name] = value.clone() if held is None else torch.maximum(held, value)
+            elif held is None:
+                self._sums[name] = value.double() * weight
+            else:
+                held.add_(value.double(), alpha=weight)
+
+    def value(self) -> Tensors:
+        """The mean so far.
+
+        Raises:
+            ValueError: Nothing was added, or the weights sum to zero.
+        """
+        if not self._weight > 0:
+            raise ValueError("the mean of nothing: no state dict with a positive weight was added")
+        return {
+            name: (total / self._weight if total.is_floating_point() else total).to(self._dtypes[name])
+            for name, total in self._sums.items()
+        }
+
+
+def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
+    """`Σ a_k w_k / Σ a_k` over every floating-point entry."""
+    mean = RunningMean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, float(weight))
+    return mean.value()
+
+
+def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
+    """`keep · w + step · (v - w)` over every floating-point entry of `w = state`; integer entries stay `w`'s."""
+
+    def mixed(w: Tensor, v: Tensor) -> Tensor:
+        return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
+
+    return {name: mixed(w, other[name]) if w.is_floating_point() else w for name, w in state.items()}
+
+
+def first_non_finite(tensors: Tensors) -> str | None:
+    """Name of the first entry that holds NaN or Inf, or None."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return name
+    return None
