@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import secrets
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 from rich.console import Console
-from rich.table import Table
 
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.data import Scenario
@@ -27,7 +30,15 @@ from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.report.figures import partition_figure
 from fl_lightning.report.tables import partition_table, summary_table, test_table, write_counts
 
-KINDS = ("algorithms", "datasets", "models", "partitions", "callbacks", "configs")
+# What `list` lists: each kind's base class, and the config key that takes one.
+BASES = {
+    "algorithms": ("Algorithm", "algorithm"),
+    "datasets": ("Dataset", "scenario.dataset"),
+    "models": ("Backbone", "model"),
+    "partitions": ("Partition", "scenario.partition"),
+    "callbacks": ("RoundCallback", "callbacks"),
+}
+KINDS = (*BASES, "configs")
 
 # What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
 TRAINER_KEYS = {
@@ -57,6 +68,8 @@ FREE_KEYS = {
     "log_clients",
     "callbacks",
     "run_dir",
+    "scenario.dataset.data_dir",
+    "scenario.dataset.download",
     "trainer.accelerator",
     "trainer.devices",
 }
@@ -82,20 +95,32 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return _dispatch(words)
-    except (FLError, ArgumentError) as error:
+            code = _dispatch(words)
+        sys.stdout.flush()  # a closed pipe shows here, not when Python exits
+        return code
+    except SystemExit as end:  # --help has printed; rich found the pipe closed; Lightning took a second Ctrl-C
+        if not end.code:
+            raise
+        return 1
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
         if debug:
             raise
-        print(f"fl-lightning: error: {one_line(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, FLError) else 2
+        unforeseen = f"{type(error).__name__}: {one_line(error)}; --debug shows where"
+        code, message = (error.exit_code, one_line(error)) if isinstance(error, FLError) else (1, unforeseen)
+        print(f"fl-lightning: error: {message}", file=sys.stderr)
+        return code
 
 
 def _dispatch(words: list[str]) -> int:
-    words = with_config_paths(words)
-    if words[:1] == ["fit"] and "--help" not in words:
-        words = with_resumed_config(words)
+    words = with_config_paths(with_resumed_config(words))
     parser, subparsers = build_parser()
-    given = parser.parse_args(words)
+    with plainly():
+        given = parser.parse_args(words)
     command = given.subcommand
     commands = {"fit": fit, "test": test, "partition": partition, "list": list_things}
     return commands[command](given[command], subparsers[command])
@@ -110,6 +135,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         prog="fl-lightning",
         description="Federated learning with non-IID clients on PyTorch Lightning. --debug shows tracebacks.",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     commands = {
         "fit": (_fit_parser(), "Run an experiment, or go on with one."),
@@ -130,13 +156,8 @@ def _fit_parser() -> ArgumentParser:
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
-    parser.set_defaults(
-        {
-            "trainer.devices": 1,
-            "logger": {"class_path": "fl_lightning.loggers.WandbRoundLogger"},
-            "run_dir": None,
-        }
-    )
+    logger = {"class_path": "fl_lightning.loggers.WandbRoundLogger"}
+    parser.set_defaults({"trainer.devices": 1, "logger": logger, "run_dir": None})
     return parser
 
 
@@ -149,6 +170,7 @@ def _test_parser() -> ArgumentParser:
 
 def _partition_parser() -> ArgumentParser:
     parser = _fit_parser()
+    parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
     parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
     return parser
 
@@ -167,7 +189,7 @@ def fit(given: Namespace, parser: ArgumentParser) -> int:
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
-        refuse_another_experiment(saved_config(run_dir), config)
+        refuse_another_experiment(yaml.safe_load(Path(config_file(run_dir)).read_text()), config)
     else:
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
     orchestrator = build(given, parser, run_dir)
@@ -180,7 +202,9 @@ def test(given: Namespace, parser: ArgumentParser) -> int:
     """`test`: evaluate a checkpoint of a finished or half-finished run."""
     run_dir = Path(given.run)
     fit_parser = _fit_parser()
-    orchestrator = build(fit_parser.parse_args(["--config", str(config_file(run_dir))]), fit_parser, run_dir)
+    with plainly():
+        config = fit_parser.parse_args(["--config", config_file(run_dir), "--logger", "null"])
+    orchestrator = build(config, fit_parser, run_dir)
     orchestrator.load(chosen_round(given.checkpoint, run_dir))
     if not orchestrator.round:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet")
@@ -190,15 +214,19 @@ def test(given: Namespace, parser: ArgumentParser) -> int:
 
 def partition(given: Namespace, parser: ArgumentParser) -> int:
     """`partition`: print who holds what, and draw it."""
-    scenario: Scenario = parser.instantiate(given).scenario
+    with plainly():
+        scenario: Scenario = parser.instantiate(given).scenario
     data = scenario.build(given.seed)
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
     console = Console()
     console.print(partition_table(counts, test_counts), width=None if console.is_terminal else 1000, no_wrap=True)
     if given.out:
         out = Path(given.out)
-        partition_figure(counts, out / "partition.png")
-        write_counts(out / "partition.csv", data)
+        try:
+            partition_figure(counts, out / "partition.png")
+            write_counts(out / "partition.csv", data)
+        except OSError as error:
+            raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
     return 0
 
@@ -208,10 +236,9 @@ def list_things(given: Namespace, parser: ArgumentParser) -> int:
     if given.kind not in (None, *KINDS):
         raise ConfigError(f"list: there is no kind {given.kind!r}; there are {', '.join(KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:
-        table = Table(kind, "", box=None, pad_edge=False, header_style="bold")
-        for name, line in things(kind).items():
-            table.add_row(name, line)
-        Console().print(table)
+        lines = things(kind)
+        width = max(map(len, lines))
+        print(kind, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
     return 0
 
 
@@ -220,25 +247,24 @@ def list_things(given: Namespace, parser: ArgumentParser) -> int:
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
     """The orchestrator that a parsed command line describes."""
-    objects = parser.instantiate(given)
-    options = {name: value for name, value in objects.items(branches=True) if "." not in name}
-    for name in ("config", "resume", "out", "trainer", "run_dir"):
-        options.pop(name, None)
+    with plainly():
+        objects = parser.instantiate(given)
+    parameters = inspect.signature(FederatedOrchestrator).parameters
+    options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
+    for name, value in options.items():
+        if value is None and parameters[name].default is not None:
+            raise ConfigError(f"{name}: null is no value for it; leave it out to get {parameters[name].default}")
     return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
-    config = yaml.safe_load(parser.dump(given, skip_none=False))
+    config = yaml.safe_load(parser.dump(given, skip_unset=False))
     return {name: value for name, value in config.items() if name not in ("config", "resume", "run_dir")}
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """The command line with each `--config` a path: a file as named from here, else a shipped config of that name.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """The command line with each `--config` a path: a file as named from here, else a shipped config of that name."""
     found = list(words)
     for i, word in enumerate(words):
         if word in ("-c", "--config") and i + 1 < len(words):
@@ -249,41 +275,45 @@ def with_config_paths(words: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> str:
-    """A config file by path, or by the bare name of a shipped one."""
-    if Path(name).is_file():
-        return name
-    shipped = files("fl_lightning.configs") / name
-    if os.sep not in name and shipped.is_file():
-        return str(shipped)
-    raise ConfigError(
-        f"--config: {name} is neither a file here nor a shipped config; `fl-lightning list configs` names those"
-    )
+    """A config file by path, or by the bare name of a shipped one.
+
+    Raises:
+        ConfigError: There is none, or it is no YAML mapping.
+    """
+    path = Path(name)
+    if not path.is_file():
+        path = Path(str(files("fl_lightning.configs") / name))
+        if os.sep in name or not path.is_file():
+            hint = "`fl-lightning list configs` names those"
+            raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {hint}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else one_line(error)
+        raise ConfigError(f"--config: {name} is no readable YAML: {line}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {name} needs lines `key: value`, it holds {type(content).__name__}")
+    return str(path)
 
 
 def with_resumed_config(words: list[str]) -> list[str]:
     """The command line with the resumed run's own config, unless another is given."""
+    if words[:1] != ["fit"]:
+        return words
     resumed = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--resume"]
     resumed += [word.removeprefix("--resume=") for word in words if word.startswith("--resume=")]
     if not resumed or any(word in ("-c", "--config") or word.startswith("--config=") for word in words):
         return words
-    return ["fit", "--config", str(config_file(Path(resumed[-1]))), *words[1:]]
+    return ["fit", "--config", config_file(Path(resumed[-1])), *words[1:]]
 
 
-def config_file(run_dir: Path) -> Path:
-    """A run's `config.yaml`.
-
-    Raises:
-        ConfigError: The folder holds none.
-    """
+def config_file(run_dir: Path) -> str:
+    """A run's `config.yaml`; a folder without one is no run."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run: it holds no config.yaml")
-    return path
-
-
-def saved_config(run_dir: Path) -> dict[str, Any]:
-    """The resolved config that a run was started with."""
-    return yaml.safe_load(config_file(run_dir).read_text())
+    return config_path(str(path))
 
 
 def refuse_another_experiment(saved: dict[str, Any], config: dict[str, Any]) -> None:
@@ -293,13 +323,11 @@ def refuse_another_experiment(saved: dict[str, Any], config: dict[str, Any]) -> 
         ConfigError: A key that alters the maths has another value; the message names each.
     """
     before, now = flatten(saved), flatten(config)
-    changed = [
-        f"{key} ({before.get(key)} -> {now.get(key)})"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in FREE_KEYS)
-    ]
-    if changed:
-        raise ConfigError(f"--resume: another experiment: {', '.join(changed)}; leave them as they were, or start anew")
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    told = [k for k in sorted(changed - FREE_KEYS) if not any(k.startswith(f"{one}.") for one in FREE_KEYS | changed)]
+    if told:
+        changes = ", ".join(f"{key} ({before.get(key)} -> {now.get(key)})" for key in told)
+        raise ConfigError(f"--resume: another experiment: {changes}; leave them as they were, or start anew")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -329,8 +357,11 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
     if checkpoint == "last":
         return None
     if checkpoint == "best":
-        newest = folder.newest(report=lambda message: print(message, file=sys.stderr)) or {"callbacks": {}}
-        return newest["callbacks"].get("Checkpointing", {}).get("best_round")
+        newest = folder.newest(report=warnings.warn) or {"callbacks": {}}
+        best = newest["callbacks"].get("Checkpointing", {}).get("best_round")
+        if best is None:
+            raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")
+        return best
     if checkpoint.isdigit() and int(checkpoint) in folder.rounds():
         return int(checkpoint)
     held = ", ".join(map(str, folder.rounds())) or "none"
@@ -344,23 +375,74 @@ def things(kind: str) -> dict[str, str]:
         paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
         return {path.name: path.read_text().splitlines()[0].lstrip("# ") for path in paths}
     module = import_module(f"fl_lightning.{'data' if kind in ('datasets', 'partitions') else kind}")
-    bases = {
-        "algorithms": "Algorithm",
-        "datasets": "Dataset",
-        "models": "Backbone",
-        "partitions": "Partition",
-        "callbacks": "RoundCallback",
-    }
-    base = getattr(module, bases[kind])
+    base = getattr(module, BASES[kind][0])
     members = (getattr(module, name) for name in module.__all__)
     classes = [m for m in members if inspect.isclass(m) and issubclass(m, base) and m is not base]
-    return {cls.__name__: (inspect.getdoc(cls) or "").splitlines()[0] for cls in classes}
+    classes.sort(key=lambda cls: cls.__name__.lower())
+    return {cls.__name__: (inspect.getdoc(cls) or "").partition("\n")[0] for cls in classes}
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line."""
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Turn what jsonargparse, or a constructor that it calls, raises inside into a `ConfigError` of one plain line."""
+    try:
+        yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(readable(one_line(error))) from error
+
+
+def one_line(error: BaseException | str) -> str:
+    """An error's message, or any text, on one line."""
     return " ".join(str(error).split())
 
 
+def readable(message: str) -> str:
+    """A message of jsonargparse cut down to the key, what was given and what is expected."""
+    where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    prefix = f"{where}: " if where else ""
+    if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):
+        return f"{prefix}the arguments of a class_path stand under init_args, beside it"
+    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)", message):
+        paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
+        return f"{prefix}{unknown_key(unknown[1], paths[-1] if where and paths else None)}"
+    if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
+        names = re.sub(r"(?<!\S)(?:fit|partition|test)\.", "", missing[1])
+        return f"{prefix}{names} must be given, here or in a --config" if names != "run" else "run: which one?"
+    given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |\. Got value|$)", message)
+    types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
+    expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
+    expected.pop("NoneType", None)
+    if given and expected:
+        return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
+    kind = next((kind for kind, (_, key) in BASES.items() if key == where), None)
+    known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
+    if named := re.search(r"dot import path string: (\S+)", message):
+        return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
+    if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
+        return f"{prefix}{wrong[1].strip(chr(39)) or (given and given[1])} is no {wrong[2]}; {known}"
+    noise = (
+        r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
+        r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
+    )
+    return prefix + re.sub(noise, "", message)
+
+
+def unknown_key(name: str, class_path: str | None) -> str:
+    """What to say about a key that does not exist: at the top, or among a class's arguments."""
+    owner, keys = "the config", list(_fit_parser().get_defaults().keys())
+    if class_path:
+        module, _, owner = class_path.rpartition(".")
+        keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
+    near = get_close_matches(name, keys, 1) or [key for key in keys if key.startswith(f"{name}.")]
+    top = {key.partition(".")[0]: None for key in keys}
+    mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
+    return f"{owner} has no key {name!r}; {mend}"
+
+
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-    print(f"fl-lightning: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"fl-lightning: warning: {one_line(message)}", file=sys.stderr)

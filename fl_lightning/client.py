@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,11 +157,11 @@ class ClientModule(L.LightningModule):
         self._losses.add(losses)
         for piece in self.knowledge:
             cast(SharedKnowledge, piece).observe(step, self.current_epoch)
-        return torch.stack(list(losses.values())).sum() if len(losses) > 1 else losses["ce"]
+        return functools.reduce(torch.add, losses.values())
 
     def on_train_epoch_end(self) -> None:
         """Stop at a loss that is not finite; log the means where somebody listens."""
-        self._losses.check()
+        self._losses.settle()
         if self.trainer.loggers:
             self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
 
@@ -196,41 +197,41 @@ class ClientModule(L.LightningModule):
 
 
 class LossRecord:
-    """Sums of one fit's losses, kept on the device so that no training step waits for the GPU."""
+    """One fit's losses; they stay on the device for an epoch, so that no training step waits for the GPU."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._sums: Tensor | None = None
-        self._first_bad: Tensor | None = None
+        self._pending: list[Tensor] = []
+        self._sums = torch.zeros(0, dtype=torch.float64)
         self._steps = 0
 
     def add(self, losses: dict[str, Tensor]) -> None:
         """Add one step's losses."""
-        values = torch.stack([value.detach().float() for value in losses.values()])
-        bad = ~torch.isfinite(values)
-        if self._sums is None or self._first_bad is None:
-            self._names, self._sums, self._first_bad = list(losses), values, bad
-        else:
-            self._sums = self._sums + values
-            self._first_bad = torch.where(self._first_bad.any(), self._first_bad, bad)
-        self._steps += 1
+        self._names = list(losses)
+        self._pending.append(torch.stack([value.detach().float() for value in losses.values()]))
 
-    def check(self) -> None:
-        """Raise if any step's loss was not finite.
+    def settle(self) -> None:
+        """Fold the steps since the last call into the sums.
 
         Raises:
-            NonFiniteError: Names the term that was the first to go.
+            NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
         """
-        if self._first_bad is not None and bool(self._first_bad.any()):
-            name = self._names[int(self._first_bad.int().argmax())]
-            raise NonFiniteError(f"loss term {name!r} is NaN or Inf: lower the learning rate or the term's coefficient")
+        if not self._pending:
+            return
+        steps = torch.stack(self._pending).double().cpu()
+        self._pending = []
+        bad = ~torch.isfinite(steps)
+        if bool(bad.any()):
+            term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
+            raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
+        self._sums = steps.sum(dim=0) + (self._sums if self._steps else 0)
+        self._steps += len(steps)
 
     def means(self) -> dict[str, float]:
         """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
-        if self._sums is None:
-            return {}
-        values = (self._sums.double() / self._steps).tolist()
-        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
+        self.settle()
+        values = (self._sums / max(self._steps, 1)).tolist()
+        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))} if self._steps else {}
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:

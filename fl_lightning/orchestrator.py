@@ -350,7 +350,7 @@ class FederatedOrchestrator:
 
     def _finish(self) -> Summary:
         summary = summarize(self.csv.rows, self.evaluation.targets)
-        torch.save(self.state["model"], io := BytesIO())
+        torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
         write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
         if isinstance(self.logger, WandbRoundLogger):
@@ -371,9 +371,8 @@ def with_defaults(callbacks: list[RoundCallback], every: int, keep: int) -> list
     from fl_lightning.callbacks import Checkpointing, CommunicationMeter, RoundProgress
 
     defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
-    classes = tuple(type(callback) for callback in callbacks)
-    everyone = [*callbacks, *(default for default in defaults if not issubclass(type(default), classes))]
-    return sorted(everyone, key=lambda callback: isinstance(callback, Checkpointing))
+    missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
+    return sorted([*callbacks, *missing], key=lambda callback: isinstance(callback, Checkpointing))
 
 
 def train_metrics(results: Sequence[Result]) -> Row:

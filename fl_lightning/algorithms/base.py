@@ -122,7 +122,7 @@ class Algorithm:
 
     def initial_state(self, backbone: nn.Module, num_classes: int) -> State:
         """The shared state before round 1, from a freshly initialised backbone."""
-        state = {"model": {name: value.clone() for name, value in backbone.state_dict().items()}}
+        state = {"model": {name: value.clone() for name, value in self._shared(backbone).items()}}
         return state | {piece.name: piece.initial(num_classes) for piece in self.knowledge}
 
     def download(self, state: State, client: int) -> Message:
@@ -131,8 +131,7 @@ class Algorithm:
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Client: take in a download and what the client itself kept from its last round."""
-        weights = download.section("model") | memory.get("buffers", {})
-        module.backbone.load_state_dict(weights)
+        load_weights(module.backbone, download.section("model") | memory.get("buffers", {}))
         for piece in module.knowledge:
             assert isinstance(piece, SharedKnowledge)
             piece.load(download.section(piece.name))
@@ -170,12 +169,22 @@ class Algorithm:
 
         folded = self.aggregator.fold(arriving())
         knowledge = {piece.name: piece.merge(state[piece.name], seen) for piece in self.knowledge}
-        decided = self.aggregator.finish(folded, state, knowledge)
-        return state | knowledge | decided | {"model": state["model"] | decided["model"]}
+        return state | knowledge | self.aggregator.finish(folded, state, knowledge)
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         own = set() if self.buffers == "average" else buffer_names(backbone)
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
+
+
+def load_weights(backbone: nn.Module, weights: Tensors) -> None:
+    """Load what was shared; entries that are not shared stay as they are.
+
+    Raises:
+        ValueError: An entry is none of this backbone's.
+    """
+    strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
+    if strangers:
+        raise ValueError(f"{strangers[0]!r} is no entry of this model")
 
 
 def buffer_names(backbone: nn.Module) -> set[str]:

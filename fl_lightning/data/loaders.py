@@ -70,7 +70,8 @@ class ClientDataModule(L.LightningDataModule):
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Prepare and augment a batch that has arrived on the device."""
+        """Prepare and augment a batch that has arrived on the device, in the trainer's precision."""
         x, y = batch
         x = self.prepare(x)
-        return (self.augment(x) if self.augment else x), y
+        x = self.augment(x) if self.augment else x
+        return (self.trainer.precision_plugin.convert_input(x) if self.trainer else x), y

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.algorithms.base import Algorithm, State
+from fl_lightning.algorithms.base import Algorithm, State, load_weights
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import Batches, ClientDataModule
@@ -168,10 +168,15 @@ class Worker:
             failure.__cause__ = error
             return Result(task.client, task.download.nbytes, failure=failure)
 
+    def shared_module(self, weights: Tensors) -> ClientModule:
+        """A client module with shared weights; what is not shared is as it was initialised."""
+        module = self.module()
+        load_weights(module.backbone, weights)
+        return module
+
     def score(self, weights: Tensors) -> Score:
         """Score shared weights on the global test set."""
-        module = self.module()
-        module.backbone.load_state_dict(weights)
+        module = self.shared_module(weights)
         with self._inference(module, self._setup):
             return evaluate(module, self._test_batches())
 
@@ -230,7 +235,7 @@ class Worker:
     def _inference(self, module: ClientModule, trainer: L.Trainer) -> Iterator[None]:
         """The module in eval mode on the trainer's device, in its precision, without gradients."""
         with ExitStack() as stack:
-            module.to(trainer.strategy.root_device).eval()
+            trainer.precision_plugin.convert_module(module.to(trainer.strategy.root_device)).eval()
             stack.enter_context(torch.no_grad())
             stack.enter_context(trainer.precision_plugin.forward_context())
             yield
@@ -244,8 +249,9 @@ class Worker:
         return self._prepared(Batches(data.x_test, data.y_test, None, self.eval_batch_size))
 
     def _prepared(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-        device = self._setup.strategy.root_device
-        return ((self.data.data.prepare(x.to(device)), y.to(device)) for x, y in batches)
+        device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
+        prepare = self.data.data.prepare
+        return ((precision.convert_input(prepare(x.to(device))), y.to(device)) for x, y in batches)
 
 
 @contextmanager
@@ -264,14 +270,14 @@ def lightning_silenced() -> Iterator[None]:
     """Keep Lightning's per-fit messages ("GPU available", "stopped: max_epochs reached", ...) off the screen."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     loggers += [logging.getLogger(f"{logger.name}.utilities.rank_zero") for logger in loggers]
-    levels = [logger.level for logger in loggers]
+    before = [logger.disabled for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.disabled = True  # setting a level would empty the caches of every logger there is
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.")
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,57 @@
+"""FedSKC's contrastive loss (LCL) inside somebody else's LightningModule.
+
+python examples/loss_term_elsewhere.py
+"""
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import Step
+from fl_lightning.algorithms import LocalContrastive
+from fl_lightning.data import Digits
+
+
+class Stranger(L.LightningModule):
+    """A classifier that knows nothing of federated learning, with one loss term more."""
+
+    def __init__(self, class_logits: torch.Tensor) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        self.lcl = LocalContrastive(tau=0.5)
+        self.lcl.load(class_logits, known=torch.ones(10, dtype=torch.bool))
+
+    def training_step(self, batch, batch_idx):
+        """Cross-entropy and LCL."""
+        x, y = batch
+        logits = self.net(x)
+        return F.cross_entropy(logits, y) + self.lcl(Step(logits=logits, targets=y))
+
+    def configure_optimizers(self):
+        """Plain SGD."""
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def main() -> float:
+    """Train with one-hot targets as the knowledge; return the test accuracy."""
+    L.seed_everything(0, verbose=False)
+    digits = Digits().load()
+    module = Stranger(class_logits=10 * torch.eye(10))
+    trainer = L.Trainer(
+        max_epochs=10,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(digits.x_train, digits.y_train), batch_size=32, shuffle=True))
+    accuracy = float((module.net(digits.x_test).argmax(dim=1) == digits.y_test).float().mean())
+    print(f"test accuracy {accuracy:.3f}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Small experiments that several test files run."""
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from fl_lightning.callbacks import RoundProgress
+from torch import nn
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.algorithms import FedAvg
+from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.models import MLP, Backbone
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class NormMLP(Backbone):
+    """One hidden layer with BatchNorm."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(prod(in_shape), 16), nn.BatchNorm1d(16), nn.ReLU())
+        super().__init__(encoder, nn.Linear(16, num_classes), 16)
+
+
+class Silent(RoundProgress):
+    """Progress that shows nothing."""
+
+    def __init__(self) -> None:
+        self._bars = None
+
+    def on_fit_start(self, run):
+        pass
+
+    def on_round_end(self, run, metrics):
+        pass
+
+
+def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
+    return Scenario(Digits(), Dirichlet(alpha, min_samples=10), clients)
+
+
+def experiment(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrchestrator:
+    """Three rounds of digits with four of six clients, unless told otherwise."""
+    settings = {
+        "scenario": digits(),
+        "model": partial(MLP, hidden=(16,)),
+        "algorithm": algorithm or FedAvg(),
+        "rounds": 3,
+        "clients_per_round": 4,
+        "batch_size": 32,
+        "optimizer": SGD,
+        "trainer": {"accelerator": "cpu", "max_epochs": 2},
+        "run_dir": str(run_dir),
+    }
+    settings |= options
+    settings["callbacks"] = [Silent(), *options.get("callbacks", [])]
+    return FederatedOrchestrator(**settings)
+
+
+def weights_after(run_dir: Path, algorithm=None, **options: Any) -> dict[str, torch.Tensor]:
+    """The shared weights that an experiment ends with."""
+    run = experiment(run_dir, algorithm, **options)
+    run.fit()
+    return run.state["model"]
+
+
+def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and one[name].numpy().tobytes() == other[name].numpy().tobytes()
+        for name in one
+    )
+
+
+def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Rows of metrics less what a clock put there."""
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]

@@ -1,0 +1,131 @@
+"""Callbacks against what the rounds hold."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from experiments import experiment
+from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
+from rich.console import Console
+
+from fl_lightning.errors import ConfigError
+
+
+def test_the_meter_counts_every_message_and_goes_on_after_a_resume(tmp_path):
+    run = experiment(tmp_path, rounds=2)
+    sizes = []
+    task, upload = run._task, run.algorithm.upload
+
+    def sent(*args, **options):
+        made = task(*args, **options)
+        sizes.append(made.download.nbytes)
+        return made
+
+    def answered(*args):
+        message = upload(*args)
+        sizes.append(message.nbytes)
+        return message
+
+    run._task, run.algorithm.upload = sent, answered
+    run.fit()
+    assert run.csv.rows[-1]["comm/total_bytes"] == sum(sizes)
+    assert sum(run.csv.rows[0][f"comm/{way}_bytes"] for way in ("up", "down")) == sum(sizes[:8])
+    rest = experiment(tmp_path, rounds=3)
+    rest.fit(resume=True)
+    assert rest.csv.rows[-1]["comm/total_bytes"] == sum(sizes) * 3 / 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "patience", "min_delta", "values", "stops_after"),
+    [
+        ("max", 2, 0.0, [0.1, 0.3, 0.3, 0.2, 0.9], 4),
+        ("min", 1, 0.0, [3.0, 2.0, 2.5], 3),
+        ("max", 2, 0.1, [0.1, 0.15, 0.19, 0.9], 3),
+        ("max", 3, 0.0, [0.1, 0.2, 0.1, 0.3, 0.2, 0.2], None),
+    ],
+)
+def test_early_stopping_counts_evaluations_without_improvement(mode, patience, min_delta, values, stops_after):
+    callback = EarlyStopping("global/acc", mode, patience, min_delta)
+    stopped = None
+    for round, value in enumerate(values, start=1):
+        callback.on_round_metrics(None, {"global/acc": value})
+        callback.on_round_metrics(None, {"client/train_loss": 0.0})  # a round without an evaluation does not count
+        if callback.stops and stopped is None:
+            stopped = round
+    assert stopped == stops_after
+
+
+def test_early_stopping_on_an_unknown_metric_says_which_there_are(tmp_path):
+    run = experiment(tmp_path, callbacks=[EarlyStopping("global/f1")])
+    with pytest.raises(ConfigError, match=r"no metric 'global/f1'; there are round, .*global/acc"):
+        run.fit()
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+    class Scripted(RoundCallback):
+        def on_round_metrics(self, run, metrics):
+            metrics["score"] = [5, 9, 1, 3, 2, 4][run.round - 1]
+
+    keeper = Checkpointing(every=1, keep_last=2, monitor="score")
+    run = experiment(tmp_path, rounds=6, callbacks=[Scripted(), keeper])
+    run.fit()
+    assert run.checkpoints.rounds() == [6, 5, 2]
+    assert run.checkpoints.read(2)["round"] == 2
+
+
+def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):
+    run = experiment(tmp_path, rounds=5, checkpoint_every=2, keep_checkpoints=9)
+    run.fit()
+    assert run.checkpoints.rounds() == [5, 4, 2]
+
+
+@pytest.mark.parametrize("key", ["checkpoint_every", "keep_checkpoints"])
+def test_checkpoint_options_below_one_are_named(tmp_path, key):
+    with pytest.raises(ConfigError, match=f"{key}: 0 is below 1"):
+        experiment(tmp_path, **{key: 0})
+
+
+def test_defaults_are_there_unless_one_of_their_class_is_given(tmp_path):
+    given = [Checkpointing(every=3), CommunicationMeter()]
+    run = experiment(tmp_path, callbacks=given)
+    assert sum(isinstance(callback, Checkpointing) for callback in run.callbacks) == 1
+    assert sum(isinstance(callback, CommunicationMeter) for callback in run.callbacks) == 1
+    assert sum(isinstance(callback, RoundProgress) for callback in run.callbacks) == 1
+    assert run.callbacks[-1] is given[0]
+
+
+def shown(terminal, tmp_path):
+    screen = io.StringIO()
+    progress = RoundProgress(Console(file=screen, force_terminal=terminal, width=120))
+    run = experiment(tmp_path, rounds=2)
+    run.callbacks = [progress, *(c for c in run.callbacks if not isinstance(c, RoundProgress))]
+    run.fit()
+    return screen.getvalue(), run
+
+
+def test_progress_is_a_line_a_round_without_a_terminal(tmp_path):
+    text, run = shown(False, tmp_path)
+    lines = text.splitlines()
+    assert len(lines) == 2
+    for number, (line, row) in enumerate(zip(lines, run.csv.rows, strict=True), start=1):
+        assert line.startswith(f"round {number}/2  global acc {row['global/acc']:.4f}  client acc")
+    assert lines[-1].endswith("left 0 s")
+
+
+def test_progress_is_bars_on_a_terminal_and_takes_them_down(tmp_path):
+    text, run = shown(True, tmp_path)
+    assert "rounds" in text
+    assert "clients" in text
+    assert f"global acc {run.csv.rows[-1]['global/acc']:.4f}" in text
+    assert "\x1b[?25h" in text  # the cursor is back
+
+
+def test_progress_counts_a_rounds_clients():
+    progress = RoundProgress(Console(file=io.StringIO(), force_terminal=True))
+    run = SimpleNamespace(round=0, rounds=3)
+    progress.on_fit_start(run)
+    progress.on_round_start(run, [4, 7, 9])
+    progress.on_client_end(run, None)
+    clients = progress._bars.tasks[1]
+    assert (clients.completed, clients.total) == (1, 3)
+    progress.on_fit_end(run)

@@ -1,0 +1,151 @@
+"""ClientModule and LossTerm alone, under plain Lightning."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.client import ClientModule, LossRecord, LossTerm, Step
+from fl_lightning.errors import ConfigError, NonFiniteError
+from fl_lightning.models import MLP
+
+
+class WeightNorm(LossTerm):
+    """Half the squared norm of the weights, times a coefficient."""
+
+    def __init__(self, coefficient):
+        super().__init__()
+        self.coefficient = coefficient
+
+    def forward(self, step):
+        return self.coefficient * sum((p**2).sum() for p in step.backbone.parameters()) / 2
+
+
+def loader(n=20, batch_size=20):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def quiet_trainer(**options):
+    return L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def model():
+    torch.manual_seed(0)
+    return MLP(in_shape=(4,), num_classes=3, hidden=(5,))
+
+
+plain_lightning = pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+
+
+@plain_lightning
+def test_a_plain_fit_is_sgd_on_cross_entropy_plus_the_terms():
+    module = ClientModule(model(), [WeightNorm(0.3)], optimizer=partial(torch.optim.SGD, lr=0.1))
+    quiet_trainer(max_epochs=1).fit(module, loader())
+    by_hand = model()
+    ((x, y),) = loader()
+    (F.cross_entropy(by_hand(x), y) + 0.3 * sum((p**2).sum() for p in by_hand.parameters()) / 2).backward()
+    for trained, start in zip(module.backbone.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(trained, start - 0.1 * start.grad)
+
+
+@plain_lightning
+def test_losses_are_means_over_the_fits_steps():
+    module = ClientModule(model(), [WeightNorm(1.0)], optimizer=partial(torch.optim.SGD, lr=0.0))
+    quiet_trainer(max_epochs=2).fit(module, loader(batch_size=10))
+    ce = [F.cross_entropy(module(x), y).detach().item() for x, y in loader(batch_size=10)]
+    norm = sum((p**2).sum().detach().item() for p in module.parameters()) / 2
+    losses = module.train_losses()
+    assert losses == pytest.approx({"loss": sum(ce) / 2 + norm, "ce": sum(ce) / 2, "weight_norm": norm}, rel=1e-5)
+
+
+@plain_lightning
+def test_schedules_within_a_fit_and_over_rounds_multiply():
+    module = ClientModule(
+        model(),
+        optimizer=partial(torch.optim.SGD, lr=0.4),
+        lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1),
+    )
+    module.lr_scale = 0.5
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, loader())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4 * 0.5 * 0.1**2)
+
+
+@plain_lightning
+def test_validation_and_test_log_loss_and_accuracy():
+    module = ClientModule(model())
+    trainer = quiet_trainer(max_epochs=1)
+    (logged,) = trainer.test(module, loader(n=21, batch_size=10), verbose=False)
+    ((x, y),) = loader(n=21, batch_size=21)
+    assert logged["test_acc"] == pytest.approx(float((module(x).argmax(1) == y).float().mean()), rel=1e-6)
+    assert logged["test_loss"] == pytest.approx(F.cross_entropy(module(x), y).detach().item(), rel=1e-5)
+    (validated,) = trainer.validate(module, loader(n=21, batch_size=10), verbose=False)
+    assert validated["val_acc"] == logged["test_acc"]
+
+
+@plain_lightning
+def test_training_losses_reach_a_plain_trainers_logger(tmp_path):
+    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    module = ClientModule(model(), [WeightNorm(1.0)])
+    trainer.fit(module, loader())
+    assert {"train_loss", "train_ce", "train_weight_norm"} <= trainer.logged_metrics.keys()
+
+
+def test_only_the_backbone_is_optimized():
+    term = WeightNorm(1.0)
+    term.own = nn.Parameter(torch.ones(1))
+    optimizer = ClientModule(model(), [term]).configure_optimizers()
+    assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 4 * 5 + 5 + 5 * 3 + 3
+
+
+def test_inactive_terms_are_skipped_not_multiplied_by_zero():
+    class Broken(LossTerm):
+        active = False
+
+        def forward(self, step):
+            return step.logits.sum() * torch.nan
+
+    step = Step(torch.randn(2, 3), torch.tensor([0, 1]))
+    assert ClientModule(model(), [Broken()]).losses(step).keys() == {"ce"}
+
+
+def test_a_backbone_without_parts_works_and_has_no_features():
+    module = ClientModule(nn.Linear(4, 3))
+    step = module.step((torch.randn(2, 4), torch.tensor([0, 1])))
+    assert step.features is None
+    assert step.logits.shape == (2, 3)
+
+
+def test_two_terms_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="weight_norm, weight_norm: list each of them once"):
+        ClientModule(model(), [WeightNorm(1.0), WeightNorm(2.0)])
+
+
+def test_the_first_term_to_fail_is_named():
+    record = LossRecord()
+    for ce, term in ((1.0, 2.0), (1.0, float("inf")), (float("nan"), float("nan"))):
+        record.add({"ce": torch.tensor(ce), "moon": torch.tensor(term)})
+    with pytest.raises(NonFiniteError, match="loss term 'moon' is NaN or Inf"):
+        record.settle()

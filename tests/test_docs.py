@@ -1,0 +1,63 @@
+"""Commands in the README and the docs run; keys and files they name exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fl_lightning.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language):
+    for page in PAGES:
+        for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S):
+            yield page.name, block
+
+
+def commands():
+    for page, block in blocks("bash"):
+        for line in block.splitlines():
+            command = line.split("&&")[-1].strip()
+            if command.startswith("fl-lightning "):
+                yield pytest.param(command, id=f"{page}: {command}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[1:]
+    reads_only = {"--help", "--print_config", "--algorithm.help"} & set(words)
+    if words[0] == "fit" and not reads_only:
+        words += ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
+    if reads_only:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code in (0, None)
+    else:
+        assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert out
+    assert not err
+
+
+def test_the_readmes_yaml_is_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snippets = [block for page, block in blocks("yaml") if page == "README.md"]
+    assert snippets
+    for snippet in snippets:
+        assert yaml.safe_load(snippet)
+        Path("own.yaml").write_text(snippet)
+        reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
+        assert main(["fit", "--config", "digits_fedavg.yaml", "--config", "own.yaml", *reduced]) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target

@@ -1,0 +1,96 @@
+"""The unit of work stands alone: in another order, in another process, the bytes are the same."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, untimed
+
+from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.engines import SequentialEngine, Task
+from fl_lightning.engines.base import in_client_order
+
+
+class Backwards:
+    """Carries tasks out from the last to the first."""
+
+    def run(self, worker, tasks):
+        return map(worker.run, reversed(list(tasks)))
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
+def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
+    forth, back = (
+        experiment(tmp_path / type(e).__name__, algorithm(), engine=e) for e in (SequentialEngine(), Backwards())
+    )
+    forth.fit()
+    back.fit()
+    assert same_bytes(forth.state["model"], back.state["model"])
+    assert untimed(forth.csv.rows) == untimed(back.csv.rows)
+
+
+def test_results_are_put_in_client_order():
+    class Item:
+        def __init__(self, client):
+            self.client = client
+
+    arriving = (Item(client) for client in (7, 2, 9, 4))
+    assert [item.client for item in in_client_order(arriving, [2, 4, 7, 9])] == [2, 4, 7, 9]
+
+
+def test_uploads_are_folded_as_they_arrive(tmp_path):
+    events = []
+
+    class Watched:
+        def run(self, worker, tasks):
+            for task in tasks:
+                events.append(("fit", task.client))
+                yield worker.run(task)
+
+    run = experiment(tmp_path, engine=Watched(), rounds=1)
+    fold = run.algorithm.aggregator.fold
+
+    def watch(uploads):
+        return fold((events.append(("fold", u.client)), u)[1] for u in uploads)
+
+    run.algorithm.aggregator.fold = watch
+    run.fit()
+    clients = run.participants(1)
+    assert events == [(what, client) for client in clients for what in ("fit", "fold")]
+
+
+def carry_out(pickled):
+    """In the other process: unpickle worker and task, run, send the result back pickled."""
+    torch.set_num_threads(1)
+    worker, task = pickle.loads(pickled)
+    return pickle.dumps(worker.run(task))
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(buffers="local"), FedSKC()])
+def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
+    run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
+    run.fit()
+    client = run.participants(2)[0]
+    download, memory = algorithm.download(run.state, client), run.memory.get(client, {})
+    task = Task(3, client, download, memory, lr_scale=0.5, evaluate=True, evaluate_globally=True)
+    torch.set_num_threads(1)
+    here = run.worker.run(task)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pickle.loads(pool.apply(carry_out, (pickle.dumps((run.worker, task)),)))
+    assert here.failure is None
+    assert same_bytes(here.upload.tensors, there.upload.tensors)
+    assert here.upload.numbers == there.upload.numbers
+    assert here.memory.keys() == there.memory.keys()
+    assert all(same_bytes(here.memory[name], there.memory[name]) for name in here.memory)
+    assert (here.losses, here.local, here.on_global) == (there.losses, there.local, there.on_global)
+
+
+def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
+    run = experiment(tmp_path, FedSKC(), rounds=2)
+    run.fit()
+    task = run._task(2, run.participants(2)[0])
+    first = run.worker.run(task)
+    for other in run.participants(1):
+        run.worker.run(run._task(1, other))
+    assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)

@@ -1,0 +1,55 @@
+"""The examples do what they say."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import experiment
+
+from fl_lightning.engines import Task
+from fl_lightning.state import RunningMean
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+@pytest.mark.parametrize("name", ["plain_trainer", "loss_term_elsewhere"])
+def test_an_example_learns_the_digits(name, capsys):
+    assert load(name).main() > 0.9
+    assert "test accuracy 0.9" in capsys.readouterr().out
+
+
+def test_the_custom_algorithm_runs_by_class_path(tmp_path):
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "custom_algorithm.yaml"]
+    reduced = ["--rounds", "2", "--logger", "null", "--run_dir", str(tmp_path / "run")]
+    done = subprocess.run([*command, *reduced], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    header, first, *_ = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert float(dict(zip(header.split(","), first.split(","), strict=True))["client/train_anchor"]) > 0
+
+
+def test_the_custom_algorithm_is_short():
+    assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 40
+
+
+def test_the_custom_algorithm_weighs_by_loss(tmp_path):
+    run = experiment(tmp_path, load("custom_algorithm").FairProx(mu=0.2), rounds=1)
+    run.fit()
+    start = run.algorithm.initial_state(run.worker.template.backbone, 10)
+    mean = RunningMean()
+    for client in run.participants(1):
+        result = run.worker.run(Task(1, client, run.algorithm.download(start, client), {}))
+        mean.add(result.upload.section("model"), result.losses["loss"])
+    for name, value in mean.value().items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=0, atol=0)

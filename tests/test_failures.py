@@ -1,0 +1,174 @@
+"""What happens when a client fails."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes
+
+from fl_lightning.algorithms import Aggregator, FedAvg
+from fl_lightning.client import LossTerm
+from fl_lightning.data import Arrays, Partition, Scenario
+from fl_lightning.errors import ClientFailure, TooFewClients
+from fl_lightning.message import Message
+
+
+class Trouble(LossTerm):
+    """NaN, or an exception, in round 2."""
+
+    def __init__(self, kind="nan"):
+        super().__init__()
+        self.kind, self.bad = kind, False
+
+    def begin(self, module):
+        self.bad = module.round == 2
+
+    def forward(self, step):
+        if self.bad and self.kind == "exception":
+            raise RuntimeError("the disk\nis on fire")
+        return step.logits.sum() * (torch.nan if self.bad else 0.0)
+
+
+class BadUpload(FedAvg):
+    """One client's upload holds Inf."""
+
+    def upload(self, module, batches, n_samples, num_classes):
+        message = super().upload(module, batches, n_samples, num_classes)
+        if n_samples == self.victim:
+            message.tensors["model/head.bias"][0] = torch.inf
+        return message
+
+
+def test_a_nan_loss_names_client_round_and_term(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]))
+    with pytest.raises(ClientFailure, match=r"client \d, round 2: loss term 'trouble' is NaN or Inf"):
+        run.fit()
+
+
+def test_an_exception_names_client_and_round_on_one_line(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble("exception")]))
+    with pytest.raises(ClientFailure, match=r"client \d, round 2: RuntimeError: the disk is on fire$") as caught:
+        run.fit()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_finished_rounds_are_on_disk_after_a_failure(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]), checkpoint_every=3)
+    with pytest.raises(ClientFailure):
+        run.fit()
+    assert run.checkpoints.rounds() == [1]
+    again = experiment(tmp_path)
+    again.load()
+    assert again.round == 1
+
+
+def run_with_bad_upload(tmp_path, **options):
+    method = BadUpload()
+    run = experiment(tmp_path, method, rounds=1, **options)
+    run._build()
+    sizes = {client: len(run.data.shards[client].train) for client in run.participants(1)}
+    victim = max(sizes, key=sizes.get)
+    assert list(sizes.values()).count(sizes[victim]) == 1
+    method.victim = sizes[victim]
+    return run, victim
+
+
+def test_an_upload_that_is_not_finite_is_refused(tmp_path):
+    run, victim = run_with_bad_upload(tmp_path)
+    with pytest.raises(ClientFailure, match=f"client {victim}, round 1: the upload's 'model/head.bias' is NaN or Inf"):
+        run.fit()
+
+
+def test_dropping_goes_on_without_the_client(tmp_path):
+    run, victim = run_with_bad_upload(tmp_path / "drop", on_client_failure="drop")
+    with pytest.warns(UserWarning, match=rf"client {victim}, round 1: .*; dropped from this round"):
+        run.fit()
+    assert run.csv.rows[0]["client/failed"] == 1
+
+    class Without(FedAvg):
+        def aggregate(self, state, uploads):
+            return super().aggregate(state, (u for u in uploads if u.client != victim))
+
+    without = experiment(tmp_path / "without", Without(), rounds=1)
+    without.fit()
+    assert same_bytes(run.state["model"], without.state["model"])
+
+
+def test_too_few_clients_end_the_run(tmp_path):
+    run, _ = run_with_bad_upload(tmp_path, on_client_failure="drop", min_clients=4)
+    with (
+        pytest.warns(UserWarning, match="dropped"),
+        pytest.raises(TooFewClients, match="round 1: 3 of 4 clients were left, min_clients is 4"),
+    ):
+        run.fit()
+
+
+class Sizes(Partition):
+    """Clients with the numbers of samples one asks for."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def split(self, labels, clients, rng):
+        return np.split(np.arange(len(labels)), np.cumsum(self.sizes))[:clients]
+
+
+def arrays(tmp_path, *sizes):
+    n = sum(sizes)
+    x, y = np.random.default_rng(0).normal(size=(n, 4)), np.arange(n) % 3
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    return Scenario(Arrays(str(tmp_path / "data.npz")), Sizes(*sizes), len(sizes), local_test=0.0)
+
+
+def test_a_last_batch_of_one_is_left_out_before_batchnorm(tmp_path):
+    run = experiment(
+        tmp_path / "run", scenario=arrays(tmp_path, 9, 8), model=NormMLP, clients_per_round=None, batch_size=4, rounds=1
+    )
+    run.fit()
+    steps = [run.state["model"][name] for name in run.state["model"] if name.endswith("num_batches_tracked")]
+    assert steps == [torch.tensor(4)]  # 2 batches an epoch for each, 2 epochs
+
+
+def test_a_client_of_one_sample_cannot_train_batchnorm(tmp_path):
+    options = {"scenario": arrays(tmp_path, 8, 1), "clients_per_round": None, "rounds": 1}
+    run = experiment(tmp_path / "norm", model=NormMLP, **options)
+    with pytest.raises(ClientFailure, match=r"client 1, round 1: 1 training sample\(s\) make no batch .* without it"):
+        run.fit()
+    experiment(tmp_path / "plain", **options).fit()
+
+
+def test_messages_hold_tensors_and_numbers_only(tmp_path):
+    class Smuggler(FedAvg):
+        def upload(self, module, batches, n_samples, num_classes):
+            return Message({}, {"data": batches})
+
+    with pytest.raises(ClientFailure, match=r"Message.numbers\['data'\] is a generator, not a plain int or float"):
+        experiment(tmp_path, Smuggler()).fit()
+
+
+def test_an_aggregators_own_error_is_not_swallowed(tmp_path):
+    class Broken(Aggregator):
+        def fold(self, uploads):
+            return list(uploads)
+
+        def finish(self, folded, before, knowledge):
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        experiment(tmp_path, FedAvg(aggregator=Broken())).fit()
+
+
+def test_gradient_clipping_reaches_the_fit(tmp_path):
+    run = experiment(
+        tmp_path,
+        rounds=1,
+        clients_per_round=1,
+        batch_size=10_000,
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        trainer={"accelerator": "cpu", "max_steps": 1, "gradient_clip_val": 1e-3},
+    )
+    run.fit()
+    start = run.worker.template.backbone.state_dict()
+    moved = torch.cat([(run.state["model"][name] - start[name]).flatten() for name in start]).norm()
+    assert float(moved) == pytest.approx(1e-3, rel=1e-3)

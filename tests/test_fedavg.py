@@ -1,0 +1,137 @@
+"""FedAvg through the orchestrator against a plain PyTorch loop, and what one seed fixes."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, same_bytes, untimed, weights_after
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.models import MLP
+
+
+def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
+    seed, rounds, epochs, batch_size, lr, momentum = 3, 3, 2, 32, 0.1, 0.9
+
+    def spawned(*key):
+        return np.random.SeedSequence(seed, spawn_key=key)
+
+    data = digits().build(seed)
+    x, y = data.data.x_train, data.data.y_train
+    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0] >> 1))
+    model = MLP(in_shape=(1, 8, 8), num_classes=10, hidden=(16,))
+    for round in range(1, rounds + 1):
+        chosen = np.random.default_rng(spawned(3, round)).choice(6, 4, replace=False)
+        sums, total = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in model.state_dict().items()}, 0
+        for client in sorted(chosen.tolist()):
+            local = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(local.parameters(), lr=lr, momentum=momentum)
+            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0] >> 1)
+            shuffle = torch.Generator().manual_seed(order_seed)
+            own = data.shards[client].train
+            for _ in range(epochs):
+                order = own[torch.randperm(len(own), generator=shuffle)]
+                for batch in order.split(batch_size):
+                    optimizer.zero_grad()
+                    F.cross_entropy(local(x[batch]), y[batch]).backward()
+                    optimizer.step()
+            for name, weight in local.state_dict().items():
+                sums[name] += len(own) * weight.double()
+            total += len(own)
+        model.load_state_dict({name: (value / total).float() for name, value in sums.items()})
+
+    assert same_bytes(weights_after(tmp_path, seed=seed), dict(model.state_dict()))
+
+
+def test_one_full_batch_step_of_everybody_is_one_central_step(tmp_path):
+    scenario = digits()
+    options = {
+        "clients_per_round": None,
+        "rounds": 1,
+        "batch_size": 10_000,
+        "trainer": {"accelerator": "cpu", "max_epochs": 1},
+        "optimizer": partial(torch.optim.SGD, lr=0.5),
+    }
+    run = experiment(tmp_path, scenario=scenario, **options)
+    run.fit()
+    central = copy.deepcopy(run.worker.template.backbone)
+    everybody = torch.cat([shard.train for shard in run.data.shards])
+    x, y = run.data.data.x_train[everybody], run.data.data.y_train[everybody]
+    F.cross_entropy(central(x), y).backward()
+    for name, parameter in central.named_parameters():
+        torch.testing.assert_close(run.state["model"][name], parameter.detach() - 0.5 * parameter.grad)
+
+
+def test_uniform_weighting_is_the_plain_mean(tmp_path):
+    run = experiment(tmp_path, FedAvg(weighting="uniform"), rounds=1)
+    seen = []
+    aggregate = run.algorithm.aggregate
+
+    def watch(state, uploads):
+        seen.extend(uploads)
+        return aggregate(state, seen)
+
+    run.algorithm.aggregate = watch
+    run.fit()
+    for name, value in run.state["model"].items():
+        mean = torch.stack([u.message.section("model")[name].double() for u in seen]).mean(dim=0)
+        torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_one_participant_keeps_its_weights_bit_for_bit(tmp_path, model):
+    run = experiment(tmp_path, rounds=1, clients_per_round=1, model=model)
+    uploads = []
+    upload = run.algorithm.upload
+    run.algorithm.upload = lambda *args: uploads.append(upload(*args)) or uploads[-1]
+    run.fit()
+    assert same_bytes(run.state["model"], uploads[0].section("model"))
+
+
+def test_one_seed_one_result(tmp_path):
+    first, second = (experiment(tmp_path / name) for name in ("first", "second"))
+    first.fit()
+    second.fit()
+    assert same_bytes(first.state["model"], second.state["model"])
+    assert untimed(first.csv.rows) == untimed(second.csv.rows)
+    assert not same_bytes(first.state["model"], weights_after(tmp_path / "third", seed=1))
+
+
+def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
+    runs = [experiment(tmp_path / type(a).__name__, a, seed=5) for a in (FedAvg(), FedSKC())]
+    for run in runs:
+        run.fit()
+    one, other = runs
+    for mine, theirs in zip(one.data.shards, other.data.shards, strict=True):
+        assert torch.equal(mine.train, theirs.train)
+        assert torch.equal(mine.test, theirs.test)
+    assert same_bytes(
+        dict(one.worker.template.backbone.state_dict()), dict(other.worker.template.backbone.state_dict())
+    )
+    assert [one.participants(r) for r in range(1, 9)] == [other.participants(r) for r in range(1, 9)]
+
+
+@pytest.mark.parametrize("buffers", ["local", "drop"])
+def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
+    run = experiment(tmp_path, FedAvg(buffers=buffers), rounds=2, model=NormMLP, batch_size=64)
+    run.fit()
+    backbone = run.worker.template.backbone
+    names = set(dict(backbone.named_buffers()))
+    assert set(run.algorithm.download(run.state, 0).section("model")) == set(backbone.state_dict()) - names
+    kept = [set(memory.get("buffers", {})) for memory in run.memory.values()]
+    assert all(own == (names if buffers == "local" else set()) for own in kept)
+    assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())
+
+
+def test_local_buffers_come_back_to_their_client(tmp_path):
+    run = experiment(tmp_path, FedAvg(buffers="local"), rounds=1, clients_per_round=1, model=NormMLP, batch_size=64)
+    run.fit()
+    (client,) = run.memory
+    module = run.worker.module()
+    run.algorithm.receive(module, run.algorithm.download(run.state, client), run.memory[client])
+    own = dict(module.backbone.named_buffers())
+    assert same_bytes({name: own[name] for name in own}, run.memory[client]["buffers"])
+    assert all(int(value) > 0 for name, value in own.items() if name.endswith("num_batches_tracked"))

@@ -1,0 +1,425 @@
+"""FedSKC's equations against brute force, and its identities (spec: 1. FedSKC)."""
+
+import math
+
+import pytest
+import torch
+from experiments import experiment, same_bytes, weights_after
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
+from fl_lightning.algorithms import fedskc as skc
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+
+C = 5
+
+
+def knowledge(clients, seed=0, holders=None):
+    generator = torch.Generator().manual_seed(seed)
+    local = torch.randn(clients, C, C, generator=generator)
+    held = torch.ones(clients, C, dtype=torch.bool) if holders is None else torch.tensor(holders)
+    return local * held[:, :, None], held
+
+
+def upload(client, model, values, known, n):
+    return Upload(client, Message.pack({"model": model, "structural": {"values": values, "known": known}}, n_samples=n))
+
+
+# --- Section III-A and Eq. 1 ---
+
+
+def test_local_knowledge_is_silu_of_the_class_means():
+    logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # nobody holds class C - 1
+    sums, counts = skc.class_sums(logits, targets)
+    result = skc.local_knowledge(sums, counts)
+    for j in range(C - 1):
+        mean = logits[targets == j].mean(dim=0)
+        torch.testing.assert_close(result[j], mean / (1 + torch.exp(-mean)))
+    assert not result[C - 1].any()
+    assert counts.tolist() == [int((targets == j).sum()) for j in range(C)]
+
+
+def brute_force_global(local, held, m):
+    clients, merged, known = len(local), [[0.0] * C for _ in range(C)], [False] * C
+    for j in range(C):
+        holders = [k for k in range(clients) if held[k, j]]
+        known[j] = bool(holders)
+        for k1 in holders:
+            others = sorted((math.dist(local[k1, j].tolist(), local[k, j].tolist()), k) for k in holders if k != k1)
+            group = [k1] + [k for _, k in others[: min(m, len(holders) - 1)]]
+            for c in range(C):
+                merged[j][c] += sum(float(local[k, j, c]) for k in group) / len(group) / len(holders)
+    return torch.tensor(merged), known
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 4), st.integers(0, 1000), st.data())
+def test_eq1_equals_a_brute_force_loop(clients, m, seed, data):
+    row = st.lists(st.booleans(), min_size=C, max_size=C)
+    local, held = knowledge(clients, seed, [data.draw(row) for _ in range(clients)])
+    merged, known = skc.global_knowledge(local, held, m)
+    expected, expected_known = brute_force_global(local, held, m)
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
+    assert known.tolist() == expected_known
+
+
+def test_eq1_without_neighbours_is_the_plain_mean_over_holders():
+    holders = [[True] * C, [True] * (C - 1) + [False], [True] * (C - 1) + [False]]
+    local, held = knowledge(3, holders=holders)
+    merged, _ = skc.global_knowledge(local, held, 0)
+    torch.testing.assert_close(merged[: C - 1], local.mean(dim=0)[: C - 1])
+    torch.testing.assert_close(merged[C - 1], local[0, C - 1])
+
+
+def test_a_class_that_nobody_holds_keeps_its_last_knowledge():
+    piece = skc.StructuralKnowledge()
+    previous = {"values": torch.randn(C, C), "known": torch.tensor([True] * (C - 1) + [False])}
+    local, held = knowledge(2, holders=[[False, True, True, True, False]] * 2)
+    merged = piece.merge(previous, [upload(k, {}, local[k], held[k], 1) for k in range(2)])
+    assert torch.equal(merged["values"][0], previous["values"][0])
+    assert not torch.equal(merged["values"][1], previous["values"][1])
+    assert merged["known"].tolist() == [True] * (C - 1) + [False]
+    forgetful = skc.StructuralKnowledge(reference=True)
+    assert forgetful.merge(previous, [upload(0, {}, local[0], held[0], 1)])["known"].tolist() == held[0].tolist()
+
+
+# --- Eq. 2 and 3: LCL ---
+
+
+def brute_force_lcl(logits, targets, values, known, tau):
+    total = 0.0
+    for i, y in enumerate(targets.tolist()):
+        if not known[y]:
+            continue
+        scores = {}
+        for j in range(C):
+            if known[j]:
+                spread = sum(math.dist(row.tolist(), values[j].tolist()) for row in logits) / len(logits)
+                dot = float(logits[i] @ values[j])
+                cosine = dot / (float(logits[i].norm()) * float(values[j].norm()))
+                scores[j] = cosine / spread / tau
+        total -= math.log(math.exp(scores[y]) / sum(map(math.exp, scores.values())))
+    return total / len(targets)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.lists(st.booleans(), min_size=C, max_size=C))
+def test_lcl_equals_a_brute_force_loop(seed, known):
+    torch.manual_seed(seed)
+    logits, values = torch.randn(7, C, dtype=torch.float64), torch.randn(C, C, dtype=torch.float64)
+    targets, known = torch.randint(0, C, (7,)), torch.tensor(known)
+    loss = skc.local_contrastive_loss(logits, targets, values, known, tau=0.5)
+    assert float(loss) == pytest.approx(brute_force_lcl(logits, targets, values, known, 0.5), rel=1e-9, abs=1e-12)
+
+
+def test_eq3_in_its_two_forms_agree():
+    """-log(exp(s_y) / Σ exp(s_j)) = log(1 + Σ_{j≠y} exp(s_j - s_y))."""
+    logits, values, targets = torch.randn(9, C), torch.randn(C, C), torch.randint(0, C, (9,))
+    known = torch.ones(C, dtype=torch.bool)
+    scores = skc.similarity(logits, values) / 0.08
+    positive = scores.gather(1, targets[:, None])
+    others = torch.exp(scores - positive).scatter(1, targets[:, None], 0.0)
+    second_form = torch.log1p(others.sum(dim=1)).mean()
+    torch.testing.assert_close(skc.local_contrastive_loss(logits, targets, values, known, 0.08), second_form)
+
+
+def test_lcl_gradient_treats_the_spread_as_a_constant():
+    torch.manual_seed(0)
+    logits = torch.randn(4, C, dtype=torch.float64, requires_grad=True)
+    values, targets = torch.randn(C, C, dtype=torch.float64), torch.arange(4)
+    known = torch.ones(C, dtype=torch.bool)
+    skc.local_contrastive_loss(logits, targets, values, known, 0.3).backward()
+    spread = torch.stack([(logits.detach() - v).norm(dim=1).mean() for v in values])
+    copy = logits.detach().clone().requires_grad_()
+    cosines = torch.stack([F.cosine_similarity(copy, v[None], dim=1) for v in values], dim=1)
+    F.cross_entropy(cosines / spread / 0.3, targets).backward()
+    torch.testing.assert_close(logits.grad, copy.grad)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("case", ["zero logits", "zero knowledge", "equal", "one sample", "cold", "nothing known"])
+def test_lcl_is_finite_in_every_corner(case, reference):
+    logits, values = torch.randn(6, C), torch.randn(C, C)
+    known, tau = torch.ones(C, dtype=torch.bool), 0.08
+    if case == "zero logits":
+        logits = torch.zeros(6, C)
+    elif case == "zero knowledge":
+        values = torch.zeros(C, C)
+    elif case == "equal":
+        values = logits[:1].expand(C, C).clone()
+    elif case == "one sample":
+        logits = logits[:1]
+    elif case == "cold":
+        tau = 1e-4
+    else:
+        known = torch.zeros(C, dtype=torch.bool)
+    logits.requires_grad_()
+    term = LocalContrastive(tau, reference=reference)
+    term.load(values, known)
+    loss = term(Step(logits, torch.arange(len(logits)) % C))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logits.grad).all()
+    if case == "nothing known" and not reference:
+        assert loss == 0
+        assert not logits.grad.any()
+
+
+def test_lcl_runs_in_float32_under_mixed_precision():
+    term = LocalContrastive()
+    term.load(torch.randn(C, C), torch.ones(C, dtype=torch.bool))
+    logits, targets = torch.randn(8, C), torch.randint(0, C, (8,))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = term(Step(logits, targets))
+    assert mixed.dtype == torch.float32
+    assert mixed == term(Step(logits, targets))
+
+
+def test_lcl_is_off_while_nothing_is_known():
+    module = FedSKC().client_module(nn.Linear(3, C))
+    (term,) = module.terms()
+    term.structural.load(term.structural.initial(C))
+    term.begin(module)
+    assert list(module.losses(Step(torch.randn(2, C), torch.tensor([0, 1])))) == ["ce"]
+    term.load(torch.randn(C, C), torch.ones(C, dtype=torch.bool))
+    term.begin(module)
+    assert list(module.losses(Step(torch.randn(2, C), torch.tensor([0, 1])))) == ["ce", "lcl"]
+
+
+# --- Eq. 4: GDA ---
+
+
+def test_eq4_equals_a_brute_force_loop():
+    d, n = [0.3, 1.7, 0.9], [3, 1, 2]
+    gates = [1 / (1 + math.exp(-(n[k] - d[k] / sum(d) * d[k] + n[k] / sum(n)))) for k in range(3)]
+    expected = [gate / sum(gates) for gate in gates]
+    assert skc.aggregation_weights(torch.tensor(d), torch.tensor(n)).tolist() == pytest.approx(expected, rel=1e-6)
+    shares = [3 * n[k] / sum(n) for k in range(3)]
+    gates = [1 / (1 + math.exp(-(shares[k] - d[k] / sum(d) * d[k] + n[k] / sum(n)))) for k in range(3)]
+    expected = [gate / sum(gates) for gate in gates]
+    assert skc.aggregation_weights(torch.tensor(d), torch.tensor(n), "share").tolist() == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_discrepancy_sums_over_the_classes_a_client_holds():
+    local, held = knowledge(2, holders=[[True, False, True, False, True], [False] * C])
+    merged = torch.randn(C, C)
+    expected = sum(math.dist(local[0, j].tolist(), merged[j].tolist()) for j in (0, 2, 4))
+    assert skc.discrepancy(local, held, merged).tolist() == pytest.approx([expected, 0.0])
+
+
+@pytest.mark.parametrize("scale", ["count", "share"])
+@pytest.mark.parametrize("clients", [1, 4])
+def test_identical_clients_count_the_same(clients, scale):
+    weights = skc.aggregation_weights(torch.full((clients,), 0.7), torch.full((clients,), 20), scale)
+    assert weights.tolist() == pytest.approx([1 / clients] * clients, rel=1e-12)
+
+
+def test_raw_counts_saturate_and_shares_do_not():
+    d, n = torch.tensor([0.5, 6.0]), torch.tensor([2500, 2400])
+    assert skc.aggregation_weights(d, n).tolist() == [0.5, 0.5]
+    near, far = skc.aggregation_weights(d, n, "share").tolist()
+    assert near > 0.9 > 0.1 > far
+
+
+def test_gda_weighs_every_floating_entry_by_eq4():
+    local, held = knowledge(3)
+    models = [{"w": torch.randn(2), "mean": torch.randn(1), "steps": torch.tensor(k)} for k in (4, 9, 6)]
+    uploads = [upload(k, models[k], local[k], held[k], 2 + k) for k in range(3)]
+    aggregator = GlobalDiscrepancy(gda_scale="share")
+    merged = aggregator.structural.merge(aggregator.structural.initial(C), uploads)
+    result = aggregator.finish(aggregator.fold(iter(uploads)), {}, {"structural": merged})["model"]
+    d = skc.discrepancy(local, held, merged["values"])
+    e = skc.aggregation_weights(d, torch.tensor([2, 3, 4]), "share").tolist()
+    for name in ("w", "mean"):
+        torch.testing.assert_close(result[name], sum(e[k] * models[k][name] for k in range(3)))
+    assert result["steps"] == 9
+
+
+# --- Eq. 5: GPR ---
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_review_ratio_equals_a_brute_force_loop(unbiased):
+    now, before = torch.randn(C, C), torch.randn(C, C)
+    known = torch.tensor([True, False, True, True, False])
+
+    def variances(rows):
+        for j in (0, 2, 3):
+            row = rows[j].tolist()
+            mean = sum(row) / C
+            yield sum((value - mean) ** 2 for value in row) / (C - unbiased)
+
+    expected = (sum(variances(now)) - sum(variances(before))) / sum(variances(before))
+    assert skc.review_ratio(now, before, known, unbiased) == pytest.approx(expected, rel=1e-5)
+
+
+def test_review_ratio_of_flat_knowledge_is_zero():
+    assert skc.review_ratio(torch.randn(C, C), torch.ones(C, C), torch.ones(C, dtype=torch.bool)) == 0.0
+
+
+def reviewed(review, beta, before_known=True):
+    local, held = knowledge(2, seed=1)
+    last = {"values": torch.randn(C, C), "known": torch.full((C,), before_known)}
+    models = [{"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 4.0])}]
+    uploads = [upload(k, models[k], local[k], held[k], 1) for k in range(2)]
+    aggregator = GlobalPeriodReview(beta=beta, review=review)
+    merged = aggregator.structural.merge(last, uploads)
+    before = {"model": {"w": torch.tensor([10.0, 20.0])}, "structural": last}
+    result = aggregator.finish(aggregator.fold(iter(uploads)), before, {"structural": merged})["model"]["w"]
+    return result, skc.review_ratio(merged["values"], last["values"], torch.ones(C, dtype=torch.bool))
+
+
+def test_eq5_literal_and_convex():
+    mean, last = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
+    for review, keep in (("literal", 0.9), ("convex", 1.0)):
+        result, ratio = reviewed(review, 0.9)
+        assert ratio != 0
+        torch.testing.assert_close(result, keep * mean + 0.1 * ratio * (last - mean))
+
+
+def test_beta_one_leaves_the_model_alone():
+    for review in ("literal", "convex"):
+        assert reviewed(review, 1.0)[0].tolist() == [2.0, 1.0]
+
+
+def test_review_starts_when_knowledge_is_known_twice():
+    assert reviewed("literal", 0.5, before_known=False)[0].tolist() == [2.0, 1.0]
+
+
+# --- The method ---
+
+
+def test_all_parts_off_is_fedavg_bit_for_bit(tmp_path):
+    off = FedSKC(lcl=False, gda=False, gpr=False)
+    assert same_bytes(weights_after(tmp_path / "off", off), weights_after(tmp_path / "avg", FedAvg()))
+
+
+def test_beta_one_in_a_run_is_the_method_without_review(tmp_path):
+    one = weights_after(tmp_path / "one", FedSKC(beta=1.0))
+    assert same_bytes(one, weights_after(tmp_path / "none", FedSKC(gpr=False)))
+
+
+@pytest.mark.parametrize("part", ["lcl", "gda", "gpr"])
+def test_each_part_changes_the_result_alone(tmp_path, part):
+    off = dict.fromkeys(("lcl", "gda", "gpr"), False)
+    alone = weights_after(tmp_path / part, FedSKC(**(off | {part: True}), gda_scale="share"))
+    assert not same_bytes(alone, weights_after(tmp_path / "none", FedSKC(**off)))
+
+
+def test_what_travels_is_weights_knowledge_mask_and_count(tmp_path):
+    run = experiment(tmp_path, FedSKC(), rounds=1)
+    run.fit()
+    parameters = sum(p.numel() for p in run.worker.template.backbone.parameters())
+    knowledge_bytes = 10 * 10 * 4 + 10  # float32 values, one byte a class of mask
+    row, clients = run.csv.rows[0], 4
+    assert row["comm/down_bytes"] == clients * (4 * parameters + knowledge_bytes)
+    assert row["comm/up_bytes"] == clients * (4 * parameters + knowledge_bytes + 8)  # and N_k
+
+
+def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
+    run = experiment(tmp_path, FedSKC(similar_clients=2), rounds=1)
+    uploads = []
+    one_upload = run.algorithm.upload
+
+    def watch(module, batches, n, c):
+        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+        logits = module(x)
+        values, held = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bool)
+        for j in y.unique().tolist():
+            mean = logits[y == j].mean(dim=0)
+            values[j], held[j] = mean * torch.sigmoid(mean), True
+        uploads.append((values, held))
+        return one_upload(module, [(x, y)], n, c)
+
+    run.algorithm.upload = watch
+    run.fit()
+    local, held = (torch.stack(part) for part in zip(*uploads, strict=True))
+    merged, known = skc.global_knowledge(local, held, 2)
+    torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-4, atol=1e-5)
+    assert torch.equal(run.state["structural"]["known"], known)
+
+
+def test_parts_compose_with_other_methods(tmp_path):
+    parts = FedAvg(loss_terms=[LocalContrastive(0.1, similar_clients=2)], aggregator=GlobalDiscrepancy("share", 2))
+    whole = FedSKC(tau=0.1, similar_clients=2, gpr=False, gda_scale="share")
+    assert same_bytes(weights_after(tmp_path / "parts", parts), weights_after(tmp_path / "whole", whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tau": 0.0}, "algorithm.tau: 0.0 is not above 0"),
+        ({"beta": 1.5}, r"algorithm.beta: 1.5 is outside \[0, 1\]"),
+        ({"similar_clients": -1}, "algorithm.similar_clients: -1 is below 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedSKC(**options)
+
+
+# --- preset: reference ---
+
+
+def test_reference_lcl_equals_a_brute_force_loop():
+    torch.manual_seed(1)
+    logits, values, targets = torch.randn(6, C), torch.randn(C, C), torch.tensor([0, 1, 2, 3, 4, 0])
+    known = torch.tensor([True, True, True, True, False])
+    total = 0.0
+    for i, y in enumerate(targets.tolist()):
+        cosines = [float(F.cosine_similarity(logits[i], values[j], dim=0)) for j in range(C)]
+        positive = cosines[y] if known[y] else 1.0
+        negatives = [math.exp(cosines[j] / 0.1) for j in range(C) if known[j]]
+        total -= math.log(math.exp(positive / 0.1) / (math.exp(positive / 0.1) + sum(negatives)))
+    loss = skc.reference_contrastive_loss(logits, targets, values, known, 0.1)
+    assert float(loss) == pytest.approx(total / 6, rel=1e-5)
+
+
+def test_reference_scales_lcl_by_the_round():
+    term = LocalContrastive(reference=True)
+    term.load(torch.randn(C, C), torch.ones(C, dtype=torch.bool))
+    step = Step(torch.randn(3, C), torch.arange(3))
+    module = ClientModule(nn.Linear(3, C), [term])
+    losses = []
+    for round in (25, 100, 180):
+        module.round = round
+        term.begin(module)
+        losses.append(float(term(step)))
+    assert losses[0] == pytest.approx(losses[1] / 4)
+    assert losses[1] == losses[2]
+
+
+def test_reference_knowledge_is_the_last_epochs_training_logits():
+    piece = skc.StructuralKnowledge(reference=True)
+    batches = [(epoch, torch.randn(4, C), torch.tensor([0, 1, 1, 3])) for epoch in (0, 0, 1, 1)]
+    for epoch, logits, targets in batches:
+        piece.observe(Step(logits, targets), epoch)
+    summary = piece.summarize(None, [], C)
+    logits, targets = torch.cat([batch[1] for batch in batches[2:]]), torch.cat([batch[2] for batch in batches[2:]])
+    for j in (0, 1, 3):
+        torch.testing.assert_close(summary["values"][j], logits[targets == j].mean(dim=0))
+    assert summary["known"].tolist() == [True, True, False, True, False]
+
+
+def test_reference_preset_binds_what_the_code_does():
+    method = FedSKC(preset="reference")
+    (term,) = method.loss_terms
+    review = method.aggregator
+    assert term.reference
+    assert term.structural.reference
+    assert isinstance(review, GlobalPeriodReview)
+    assert (review.beta, review.reference, type(review.inner).__name__) == (0.99, True, "WeightedMean")
+    assert FedSKC(preset="reference", beta=0.9).aggregator.beta == 0.9
+    assert FedSKC().aggregator.beta == 0.95
+
+
+def test_reference_runs_and_differs_from_the_paper(tmp_path):
+    reference = weights_after(tmp_path / "reference", FedSKC(preset="reference"))
+    assert not same_bytes(reference, weights_after(tmp_path / "paper", FedSKC()))

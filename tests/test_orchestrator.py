@@ -1,0 +1,168 @@
+"""The round loop: participants, schedules, evaluation, precision, what is logged."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, untimed
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.orchestrator import lr_scales
+
+
+def accuracy_and_loss(module, x, y):
+    with torch.no_grad():
+        logits = module.eval()(x)
+    return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
+
+
+def test_participants_are_a_uniform_draw_without_replacement(tmp_path):
+    run = experiment(tmp_path, clients_per_round=2)
+    drawn = [run.participants(round) for round in range(1, 3001)]
+    assert all(len(set(clients)) == 2 and clients == sorted(clients) for clients in drawn)
+    shares = np.bincount(np.concatenate(drawn), minlength=6) / 3000
+    np.testing.assert_allclose(shares, 2 / 6, atol=0.04)  # 4.6 standard deviations
+    assert experiment(tmp_path, clients_per_round=None).participants(7) == list(range(6))
+
+
+def test_schedule_over_rounds_is_the_torch_schedule():
+    assert lr_scales(None, 3) == [1.0] * 3
+    exponential = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.95)
+    assert lr_scales(exponential, 4) == pytest.approx([0.95**r for r in range(4)])
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10)
+    assert lr_scales(cosine, 10) == pytest.approx([(1 + np.cos(np.pi * r / 10)) / 2 for r in range(10)])
+
+
+def test_schedule_over_rounds_reaches_the_clients(tmp_path):
+    """A rate that falls to zero after round 1 leaves the weights of round 1."""
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1)}
+    step = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.0)
+    falling = experiment(tmp_path / "falling", round_lr_scheduler=step, rounds=3, **options)
+    falling.fit()
+    one = experiment(tmp_path / "one", rounds=1, **options)
+    one.fit()
+    assert same_bytes(falling.state["model"], one.state["model"])
+
+
+def test_global_metrics_are_those_of_the_shared_model(tmp_path):
+    run = experiment(tmp_path, model=NormMLP)
+    run.fit()
+    module = run.worker.module()
+    module.backbone.load_state_dict(run.state["model"])
+    acc, loss = accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)
+    assert run.csv.rows[-1]["global/acc"] == acc
+    assert run.csv.rows[-1]["global/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
+    run = experiment(tmp_path, evaluation=Evaluation(clients="received"), clients_per_round=2)
+    run.fit()
+    module = run.worker.module()
+    module.backbone.load_state_dict(run.state["model"])
+    row, expected = run.csv.rows[-1], []
+    for client, shard in enumerate(run.data.shards):
+        acc, _ = accuracy_and_loss(module, run.data.data.x_train[shard.test], run.data.data.y_train[shard.test])
+        assert row[f"client_{client}/acc"] == acc
+        expected.append(acc)
+    assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
+
+
+def test_trained_models_are_the_participants_own(tmp_path):
+    run = experiment(tmp_path, evaluation=Evaluation(personal_on_global=True), clients_per_round=2, rounds=1)
+    trained = {}
+    upload = run.algorithm.upload
+
+    def watch(module, *data):
+        loaded = run.data.data
+        client = run.participants(1)[len(trained)]
+        own = run.data.shards[client].test
+        trained[client] = (
+            accuracy_and_loss(module, loaded.x_train[own], loaded.y_train[own])[0],
+            accuracy_and_loss(module, loaded.x_test, loaded.y_test)[0],
+        )
+        return upload(module, *data)
+
+    run.algorithm.upload = watch
+    run.fit()
+    row = run.csv.rows[0]
+    assert {name: value for name, value in row.items() if name.endswith("/acc") and name.startswith("client_")} == {
+        f"client_{client}/acc": own for client, (own, _) in trained.items()
+    }
+    assert row["personal_on_global/acc_mean"] == pytest.approx(np.mean([both for _, both in trained.values()]))
+
+
+def test_evaluation_is_thinned_and_the_last_round_always_has_one(tmp_path):
+    run = experiment(tmp_path, rounds=5, evaluate_every=2)
+    run.fit()
+    assert [row["round"] for row in run.csv.rows if "global/acc" in row] == [2, 4, 5]
+    assert all("client/train_loss" in row for row in run.csv.rows)
+    often = experiment(tmp_path / "often", rounds=5)
+    often.fit()
+    assert same_bytes(run.state["model"], often.state["model"])
+
+
+def test_client_series_can_be_turned_off(tmp_path):
+    run = experiment(tmp_path, log_clients=False, rounds=1)
+    run.fit()
+    assert not [name for name in run.csv.rows[0] if name.startswith("client_")]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-5)])
+def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, precision, tolerance):
+    options = {"rounds": 2, "optimizer": partial(torch.optim.SGD, lr=0.05)}
+    runs = []
+    for name in (precision, "32-true"):
+        trainer = {"accelerator": "cpu", "max_epochs": 1, "precision": name}
+        runs.append(experiment(tmp_path / name, FedSKC(gpr=False), trainer=trainer, **options))
+        runs[-1].fit()
+    run, full = runs
+    expected = torch.float64 if precision == "64-true" else torch.float32
+    assert {value.dtype for value in run.state["model"].values()} == {expected}
+    assert run.csv.rows[-1]["client/train_lcl"] == pytest.approx(full.csv.rows[-1]["client/train_lcl"], rel=tolerance)
+    for name, value in full.state["model"].items():
+        torch.testing.assert_close(run.state["model"][name].float(), value, rtol=0, atol=tolerance)
+    assert not same_bytes({n: v.float() for n, v in run.state["model"].items()}, full.state["model"])
+
+
+def test_summary_holds_the_figures_of_the_rounds(tmp_path):
+    run = experiment(tmp_path, rounds=4, evaluation=Evaluation(targets=[0.2, 1.0]))
+    summary = run.fit()
+    acc = [row["global/acc"] for row in run.csv.rows]
+    assert (summary["global/acc_last"], summary["global/acc_best"]) == (acc[-1], max(acc))
+    assert summary["global/acc_best_round"] == 1 + acc.index(max(acc))
+    assert summary["R_0.2"] == 1 + next(i for i, value in enumerate(acc) if value >= 0.2)
+    assert summary["R_1"] is None
+    assert summary["comm/total_up_bytes"] == sum(row["comm/up_bytes"] for row in run.csv.rows)
+    assert json.loads((tmp_path / "final" / "summary.json").read_text()) == summary
+
+
+def test_final_weights_are_a_plain_state_dict(tmp_path):
+    run = experiment(tmp_path, model=NormMLP)
+    run.fit()
+    weights = torch.load(tmp_path / "final" / "model.pt", weights_only=True)
+    NormMLP((1, 8, 8), 10).load_state_dict(weights)
+    assert same_bytes(weights, run.state["model"])
+
+
+def test_a_run_folder_is_never_written_over(tmp_path):
+    experiment(tmp_path, rounds=1).fit()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"run_dir: .* holds a run already; resume it, or choose another folder"):
+        experiment(tmp_path, rounds=1).fit()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_the_global_random_state_of_the_caller_does_not_matter(tmp_path):
+    rows = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        run = experiment(tmp_path / str(seed), FedAvg())
+        run.fit()
+        rows.append(untimed(run.csv.rows))
+    assert rows[0] == rows[1]

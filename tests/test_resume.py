@@ -1,0 +1,164 @@
+"""Kill it anywhere, resume, same bytes."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from experiments import experiment, same_bytes, untimed
+from fl_lightning.callbacks import EarlyStopping
+
+from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.cli import main
+from fl_lightning.errors import CheckpointError, Interrupted
+from fl_lightning.loggers import MetricsCsv
+
+RUN = ["--config", "digits_fedskc.yaml", "--rounds", "6", "--logger", "null"]
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    csv = MetricsCsv(run_dir / "metrics.csv")
+    csv.rewind(6)
+    return untimed(csv.rows)
+
+
+@pytest.mark.parametrize("method", [FedSKC, lambda: FedAvg(buffers="local")])
+@pytest.mark.parametrize("checkpoint_every", [1, 2])
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method, checkpoint_every):
+    options = {"checkpoint_every": checkpoint_every, "callbacks": []}
+    whole = experiment(tmp_path / "whole", method(), rounds=5, **options)
+    whole.fit()
+    experiment(tmp_path / "parts", method(), rounds=3, **options).fit()
+    rest = experiment(tmp_path / "parts", method(), rounds=5, **options)
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+    model = Path("final") / "model.pt"
+    assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
+
+
+def test_early_stopping_keeps_its_patience_over_a_resume(tmp_path):
+    def callbacks():
+        return [EarlyStopping(monitor="global/loss", mode="max", patience=4)]
+
+    whole = experiment(tmp_path / "whole", rounds=12, callbacks=callbacks())
+    whole.fit()
+    assert 4 < whole.round < 12
+    experiment(tmp_path / "parts", rounds=3, callbacks=callbacks()).fit()
+    rest = experiment(tmp_path / "parts", rounds=12, callbacks=callbacks())
+    rest.fit(resume=True)
+    assert rest.round == whole.round
+    over = experiment(tmp_path / "parts", rounds=12, callbacks=callbacks())
+    over.fit(resume=True)
+    assert over.round == whole.round
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "no manifest"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_path, harm):
+    whole = experiment(tmp_path / "run", rounds=4)
+    whole.fit()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    newest = tmp_path / "copy" / "checkpoints" / "round-000004"
+    content = bytearray((newest / "state.pt").read_bytes())
+    if harm == "no manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        (newest / "state.pt").write_bytes(content[: len(content) // 2] if harm == "truncate" else content)
+    again = experiment(tmp_path / "copy", rounds=4)
+    with pytest.warns(UserWarning, match=r"round-000004 is damaged: .*; using the one before it"):
+        again.fit(resume=True)
+    assert same_bytes(whole.state["model"], again.state["model"])
+    assert untimed(whole.csv.rows) == untimed(again.csv.rows)
+
+
+def test_nothing_is_resumed_where_every_checkpoint_is_damaged(tmp_path):
+    run = experiment(tmp_path, rounds=2)
+    run.fit()
+    for path in tmp_path.glob("checkpoints/*/state.pt"):
+        path.write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: start the run again"),
+    ):
+        experiment(tmp_path, rounds=3).fit(resume=True)
+
+
+class Interrupter:
+    """Sends this process a signal in the middle of a round."""
+
+    def __init__(self, round, signum):
+        self.round, self.signum = round, signum
+
+    def run(self, worker, tasks):
+        for task in tasks:
+            result = worker.run(task)
+            if task.round == self.round and task.fit:
+                signal.raise_signal(self.signum)
+                self.round = None
+            yield result
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_path, signum):
+    whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
+    whole.fit()
+    handler = signal.getsignal(signum)
+    options = {"rounds": 4, "checkpoint_every": 10}
+    stopped = experiment(tmp_path / "parts", FedSKC(), engine=Interrupter(3, signum), **options)
+    with pytest.raises(
+        Interrupted, match=rf"stopped by {signum.name} after round 2 of 4; go on with: .*--resume"
+    ) as stop:
+        stopped.fit()
+    assert stop.value.exit_code == 128 + signum
+    assert signal.getsignal(signum) == handler
+    assert stopped.checkpoints.rounds() == [2]
+    rest = experiment(tmp_path / "parts", FedSKC(), **options)
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+
+
+def kill_and_resume(folder: Path, delay: float) -> bool:
+    """Kill a run after a delay, then resume it; False if it had already ended by then."""
+    command = [sys.executable, "-m", "fl_lightning", "fit", *RUN, "--run_dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout
+    while not (folder / "config.yaml").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.kill()
+    killed = process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    assert main(["fit", "--resume", str(folder)]) == 0
+    return killed
+
+
+def survive_kills(tmp_path: Path, kills: int) -> None:
+    whole = tmp_path / "whole"
+    started = time.monotonic()
+    assert main(["fit", *RUN, "--run_dir", str(whole)]) == 0
+    duration = time.monotonic() - started
+    chance, survived, tried = random.Random(0), 0, 0
+    while survived < kills:
+        tried += 1
+        folder = tmp_path / f"killed-{tried}"
+        survived += kill_and_resume(folder, chance.uniform(0, duration))
+        for name in ("final/model.pt", "final/summary.json"):
+            assert (folder / name).read_bytes() == (whole / name).read_bytes()
+        assert metrics(folder) == metrics(whole)
+        assert tried < 3 * kills + 5, "the run ends before it can be killed"
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
+    survive_kills(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path):
+    survive_kills(tmp_path, 20)

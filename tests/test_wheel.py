@@ -1,0 +1,59 @@
+"""The wheel, in an environment of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A fresh environment with the wheel in it; the dependencies are this environment's own, by path."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "data.npz")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source")]
+    subprocess.run([*pip, *build], check=True)
+    venv.create(folder / "env", with_pip=False)
+    python = folder / "env" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    query = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    own = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
+    # A path in a .pth file is searched after `own`, and its .pth files (an editable install's) are not read.
+    (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder / "env", own
+
+
+def run(environment, *command, cwd):
+    env, _ = environment
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [env / "bin" / command[0], *command[1:]], cwd=cwd, env=clean, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_top_level_folders_are_in_it(environment, tmp_path):
+    _, own = environment
+    code = "import fl_lightning as f, fl_lightning.{0} as m; print(f.__file__); print(m.__file__)"
+    for name in ("callbacks", "configs", "sweeps"):
+        for path in run(environment, "python", "-c", code.format(name), cwd=tmp_path).split():
+            assert Path(path).is_relative_to(own)
+    shipped = sorted(path.name for path in (own / "fl_lightning" / "configs").glob("*.yaml"))
+    assert shipped == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert (own / "fl_lightning" / "py.typed").exists()
+
+
+def test_an_experiment_runs_from_it(environment, tmp_path):
+    reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null", "--run_dir", "run"]
+    table = run(environment, "fl-lightning", "fit", "--config", "digits_fedskc.yaml", *reduced, cwd=tmp_path)
+    assert "global acc" in table
+    assert (tmp_path / "run" / "final" / "model.pt").exists()
