@@ -147,9 +147,8 @@ def memory_ratio() -> None:
     for clients in (10, 100):
         command = [sys.executable, __file__, "--peak", str(clients)]
         peaks.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
-    print(
-        f"peak memory: 10 clients a round {peaks[0]:.0f} MiB, 100 clients {peaks[1]:.0f} MiB, ratio {peaks[1] / peaks[0]:.3f}"
-    )
+    few, many = peaks
+    print(f"peak memory: 10 clients a round {few:.0f} MiB, 100 clients {many:.0f} MiB, ratio {many / few:.3f}")
 
 
 def main() -> None:

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning.errors import ConfigError
+
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
     from fl_lightning.evaluation import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+def monitored(metrics: Row, name: str, owner: str) -> float | None:
+    """A round's value of a metric that a callback watches; None in a round that was not evaluated.
+
+    Raises:
+        ConfigError: The round was evaluated, and there is no such metric; the message says which there are.
+    """
+    if name not in metrics and "global/acc" in metrics:
+        raise ConfigError(f"callbacks: {owner}.monitor: there is no metric {name!r}; there are {', '.join(metrics)}")
+    return metrics.get(name)
 
 
 class RoundCallback:

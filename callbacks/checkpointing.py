@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.base import RoundCallback, monitored
 
 from fl_lightning.errors import ConfigError
 
@@ -23,7 +23,7 @@ class Checkpointing(RoundCallback):
         mode: Whether more (`max`) or less (`min`) of it is better.
 
     Raises:
-        ConfigError: `every` or `keep_last` is below 1.
+        ConfigError: `every` or `keep_last` is below 1, or a round is evaluated and has no such metric.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Checkpointing(RoundCallback):
         """Write a checkpoint if one is due."""
         if run.round % self.every and not run.is_over:
             return
-        value = metrics.get(self.monitor)
+        value = monitored(metrics, self.monitor, "Checkpointing")
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
         run.save_checkpoint()

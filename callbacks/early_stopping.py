@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.base import RoundCallback, monitored
 
 from fl_lightning.errors import ConfigError
 
@@ -41,13 +41,10 @@ class EarlyStopping(RoundCallback):
 
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """Compare an evaluated round with the best so far."""
-        if "global/acc" not in metrics and self.monitor not in metrics:
-            return  # not an evaluated round
-        if self.monitor not in metrics:
-            raise ConfigError(
-                f"callbacks: EarlyStopping.monitor: there is no metric {self.monitor!r}; there are {', '.join(metrics)}"
-            )
-        value = metrics[self.monitor] * (1 if self.mode == "max" else -1)
+        watched = monitored(metrics, self.monitor, "EarlyStopping")
+        if watched is None:
+            return
+        value = watched if self.mode == "max" else -watched
         if self.best is None or value > self.best + self.min_delta:
             self.best, self.waited = value, 0
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -52,16 +53,18 @@ class CheckpointFolder:
                 (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
                 for path in (partial / "state.pt", partial / MANIFEST, partial):
                     _flush(path)
-                shutil.rmtree(target, ignore_errors=True)
+                if target.exists():
+                    target.rename(Path(parent) / "replaced")
                 partial.rename(target)
             _flush(self.path)
-        except OSError as error:
-            raise CheckpointError(f"cannot write checkpoint {target}: {error}") from error
+        except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+            raise CheckpointError(f"cannot write checkpoint {target}: {' '.join(str(error).split())}") from error
         return target
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, newest first."""
-        return sorted((int(p.name.removeprefix("round-")) for p in self.path.glob("round-*")), reverse=True)
+        names = (re.fullmatch(r"round-(\d+)", path.name) for path in self.path.glob("round-*"))
+        return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def read(self, round: int) -> dict[str, Any]:
         """Load one round's checkpoint, weights only.
@@ -101,7 +104,7 @@ class CheckpointFolder:
     def prune(self, keep: set[int]) -> None:
         """Remove all checkpoints but those of the given rounds, and what a killed writer left behind."""
         for round in set(self.rounds()) - keep:
-            shutil.rmtree(self._folder(round))
+            self._folder(round).rename(self.path / f".writing-pruned-{round}")  # at once, whatever a kill interrupts
         for leftover in self.path.glob(".writing-*"):
             shutil.rmtree(leftover)
 

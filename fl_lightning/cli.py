@@ -98,10 +98,10 @@ def main(args: Sequence[str] | None = None) -> int:
             code = _dispatch(words)
         sys.stdout.flush()  # a closed pipe shows here, not when Python exits
         return code
-    except SystemExit as end:  # --help has printed; rich found the pipe closed; Lightning took a second Ctrl-C
-        if not end.code:
+    except SystemExit as end:
+        if end.code == 0:  # --help and --print_config
             raise
-        return 1
+        return 1  # rich found the pipe closed, or a signal made Lightning exit
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -194,7 +194,8 @@ def fit(given: Namespace, parser: ArgumentParser) -> int:
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
     orchestrator = build(given, parser, run_dir)
     summary = orchestrator.fit(resume=bool(given.resume), config=config)
-    Console().print(summary_table(summary, run_dir))
+    Console().print(summary_table(summary))
+    print(f"run: {run_dir}")
     return 0
 
 
@@ -390,7 +391,7 @@ def plainly() -> Iterator[None]:
     """Turn what jsonargparse, or a constructor that it calls, raises inside into a `ConfigError` of one plain line."""
     try:
         yield
-    except FLError:
+    except (FLError, BrokenPipeError):
         raise
     except Exception as error:
         raise ConfigError(readable(one_line(error))) from error

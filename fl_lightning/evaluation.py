@@ -24,12 +24,14 @@ class Score(NamedTuple):
     Args:
         acc: Share classified correctly, in [0, 1].
         loss: Mean cross-entropy.
-        n: Number of samples.
+        n: Number of samples, or of episodes.
+        interval: Half the width of the accuracy's 95 % interval, where the score is a mean over episodes.
     """
 
     acc: float
     loss: float
     n: int
+    interval: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def evaluate(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Sco
     correct = loss = torch.zeros((), dtype=torch.float64)
     n = 0
     for x, y in batches:
-        logits = module(x).float()
+        logits = module(x).detach().float()
         correct = correct.to(y.device) + (logits.argmax(dim=1) == y).sum()
         loss = loss.to(y.device) + F.cross_entropy(logits, y, reduction="sum")
         n += len(y)
@@ -78,7 +80,7 @@ def client_summary(scores: Sequence[Score]) -> Row:
     """
     if not scores:
         return {}
-    acc, loss, n = (np.array(values, dtype=np.float64) for values in zip(*scores, strict=True))
+    acc, loss, n = (np.array(values, dtype=np.float64) for values in zip(*(score[:3] for score in scores), strict=True))
     worst = np.sort(acc)[: math.ceil(len(acc) / 10)]
     return {
         "client/acc_mean": float(acc.mean()),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fl_lightning.message import Tensors, Upload
 
@@ -49,3 +51,19 @@ class SharedKnowledge(nn.Module):
             uploads: The messages less their weights; `upload.message.section(self.name)` is a client's `summarize`.
         """
         raise NotImplementedError
+
+
+def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Sum of `(B, d)` values by class, `(C, d)` in float32, and samples a class, `(C,)`."""
+    members = F.one_hot(targets, num_classes).float()  # a product, not index_add: deterministic on CUDA
+    with torch.autocast(values.device.type, enabled=False):
+        return members.T @ values.float(), members.sum(dim=0)
+
+
+def class_sums_over(
+    batches: Iterable[tuple[Tensor, Tensor]], values: Callable[[Tensor], Tensor], num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """`class_sums` of `values(x)` over all batches `(x, y)`."""
+    parts = [class_sums(values(x), y, num_classes) for x, y in batches]
+    sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
+    return sums, counts

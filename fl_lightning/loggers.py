@@ -42,12 +42,12 @@ class MetricsCsv:
         Raises:
             CheckpointError: The file does not hold every round up to that one.
         """
-        text = self.path.read_text() if self.path.exists() else ""
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
         rows = [_parse(row) for row in csv.DictReader(io.StringIO(text))]
         self.rows = [row for row in rows if 0 < row.get("round", 0) <= round]
         if [row["round"] for row in self.rows] != list(range(1, round + 1)):
             raise CheckpointError(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")
-        self._columns = []
         self._rewrite()
 
     def append(self, row: Row) -> None:
@@ -118,13 +118,16 @@ class WandbRoundLogger(LightningWandbLogger):
     @property
     @override
     def experiment(self) -> Any:
-        """The W&B run; made at the first call."""
-        fresh = self._experiment is None
-        run = super().experiment
-        if fresh:
-            run.define_metric("round")
-            run.define_metric("*", step_metric="round")  # takes the place of Lightning's trainer/global_step
-        return run
+        """The W&B run; made at the first call.
+
+        Not by Lightning's property: that makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
+        for whatever else this process may run.
+        """
+        if self._experiment is None:
+            self._experiment = wandb.init(mode="offline" if self._offline else None, **self._wandb_init)
+            self._experiment.define_metric("round")
+            self._experiment.define_metric("*", step_metric="round")
+        return self._experiment
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from fl_lightning.client import SchedulerFactory
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, Result, SequentialEngine, Task, Worker
 from fl_lightning.engines.base import in_client_order
+from fl_lightning.engines.worker import blame
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
 from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize
 from fl_lightning.interrupt import DeferredSignals
@@ -116,6 +118,8 @@ class FederatedOrchestrator:
             raise ConfigError(
                 f"clients_per_round: {per_round} is not between 1 and scenario.clients, {scenario.clients}"
             )
+        if min_clients > per_round:
+            raise ConfigError(f"min_clients: {min_clients} is above the {per_round} clients of a round")
         if seed < 0:
             raise ConfigError(f"seed: {seed} is below 0")
         self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
@@ -197,7 +201,7 @@ class FederatedOrchestrator:
         tasks = (self._task(round, client) for client in participants)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             if self._signals.received:
-                raise Interrupted(self._signals.received, self._how_to_go_on(self._signals.received))
+                raise self._interrupted(self._signals.received)
             self._notify("on_client_end", result)
             if result.upload is None:
                 self._drop(result.failure)
@@ -208,17 +212,16 @@ class FederatedOrchestrator:
             left = f"{len(results)} of {len(participants)} clients were left"
             raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
 
-    def _task(self, round: int, client: int, fit: bool = True) -> Task:
+    def _task(self, round: int, client: int) -> Task:
         due, how = self._evaluation_due(round), self.evaluation
         return Task(
             round,
             client,
             self.algorithm.download(self.state, client),
             self.memory.get(client, {}),
-            self.lr_scales[round - 1] if fit else 1.0,
-            fit,
-            evaluate=due and (not fit or how.clients == "trained"),
-            evaluate_globally=due and fit and how.personal_on_global,
+            self.lr_scales[round - 1],
+            evaluate=due and how.clients == "trained",
+            evaluate_globally=due and how.personal_on_global,
         )
 
     def _drop(self, failure: ClientFailure | None) -> None:
@@ -249,12 +252,17 @@ class FederatedOrchestrator:
 
     def _global_metrics(self) -> Row:
         score = self.worker.score(self.state["model"])
-        return {"global/acc": score.acc, "global/loss": score.loss}
+        metrics = {"global/acc": score.acc, "global/loss": score.loss}
+        return metrics if score.interval is None else metrics | {"global/acc_interval": score.interval}
 
     def _received_scores(self) -> dict[int, Score]:
         """Score on each client's own test split the model it would be sent now."""
         clients = range(self.scenario.clients)
-        tasks = (self._task(self.round, client, fit=False) for client in clients)
+        download, memory = self.algorithm.download, self.memory
+        tasks = (
+            Task(self.round, client, download(self.state, client), memory.get(client, {}), fit=False, evaluate=True)
+            for client in clients
+        )
         scores = {}
         for result in in_client_order(self.engine.run(self.worker, tasks), clients):
             if result.failure:
@@ -285,8 +293,9 @@ class FederatedOrchestrator:
         if saved is None:
             return
         self.round, self.state, self.memory = saved["round"], saved["state"], saved["memory"]
-        for callback in self.callbacks:
-            callback.load_state_dict(saved["callbacks"].get(type(callback).__name__, {}) or callback.state_dict())
+        for name, callback in self._named_callbacks():
+            if name in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][name])
 
     def test(self) -> Row:
         """Evaluate the loaded state: the global model, and what each client would receive on its own test split."""
@@ -296,15 +305,24 @@ class FederatedOrchestrator:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round."""
-        callbacks = {type(callback).__name__: callback.state_dict() for callback in self.callbacks}
+        callbacks = {name: callback.state_dict() for name, callback in self._named_callbacks()}
         saved = {"round": self.round, "state": self.state, "memory": self.memory, "callbacks": callbacks}
         self.checkpoints.write(self.round, saved)
+
+    def _named_callbacks(self) -> Iterator[tuple[str, RoundCallback]]:
+        """Each callback under its class's name, numbered from the second of a class on."""
+        seen: Counter[str] = Counter()
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name}-{seen[name]}", callback
 
     def _build(self) -> None:
         self.data = self.scenario.build(self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
-        self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
+        with blame("round_lr_scheduler"):
+            self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
         self.state = self.algorithm.initial_state(self.worker.template.backbone, self.data.data.num_classes)
 
     def _set_up(self, resume: bool, config: dict[str, Any] | None) -> None:
@@ -322,7 +340,8 @@ class FederatedOrchestrator:
         if isinstance(self.logger, WandbRoundLogger):
             self.logger.attach(self.run_dir)
         if self.logger and config:
-            self.logger.log_hyperparams(config)
+            with blame("logger"):
+                self.logger.log_hyperparams(config)
         if isinstance(self.logger, WandbRoundLogger):
             self.logger.log_counts("partition", self.data.class_counts().tolist())
 
@@ -338,9 +357,11 @@ class FederatedOrchestrator:
                 self._notify("on_fit_start")
                 yield
             status = "success"
-        except BaseException:
-            if self.round and self.round not in self.checkpoints.rounds():
+        except BaseException as error:
+            if len(self.csv.rows) == self.round and self.round not in {0, *self.checkpoints.rounds()}:
                 self.save_checkpoint()
+            if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit
+                raise self._interrupted(self._signals.received) from error
             raise
         finally:
             gc.unfreeze()
@@ -357,9 +378,9 @@ class FederatedOrchestrator:
             self.logger.log_summary(summary)
         return summary
 
-    def _how_to_go_on(self, signum: int) -> str:
+    def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
-        return f"{done}; go on with: fl-lightning fit --resume {self.run_dir}"
+        return Interrupted(signum, f"{done}; go on with: fl-lightning fit --resume {self.run_dir}")
 
     @staticmethod
     def _warn(message: str) -> None:

@@ -1,6 +1,6 @@
 """Algebra on state dicts: what the aggregators of several papers share.
 
-Sums run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
+Means run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
 weights bit for bit, and half-precision training does not cost the average its digits. Integer entries (BatchNorm's
 `num_batches_tracked`) cannot be averaged; the largest is kept.
 """
@@ -25,39 +25,42 @@ class RunningMean:
     """
 
     def __init__(self) -> None:
-        self._sums: Tensors = {}
+        self._means: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
 
     def add(self, state: Tensors, weight: float) -> None:
-        """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1."""
+        """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1.
+
+        Raises:
+            ValueError: It has other entries than the ones before it.
+        """
         if not self._dtypes:
             self._dtypes = {name: value.dtype for name, value in state.items()}
         if state.keys() != self._dtypes.keys():
             odd = sorted(state.keys() ^ self._dtypes.keys())[0]
             raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
+        if not weight > 0:
+            return
         self._weight += weight
         for name, value in state.items():
-            held = self._sums.get(name)
-            if not value.is_floating_point():
-                self._sums[name] = value.clone() if held is None else torch.maximum(held, value)
-            elif held is None:
-                self._sums[name] = value.double() * weight
+            held = self._means.get(name)
+            if held is None:
+                self._means[name] = value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+            elif value.is_floating_point():
+                held.add_(value.double() - held, alpha=weight / self._weight)
             else:
-                held.add_(value.double(), alpha=weight)
+                torch.maximum(held, value, out=held)
 
     def value(self) -> Tensors:
         """The mean so far.
 
         Raises:
-            ValueError: Nothing was added, or the weights sum to zero.
+            ValueError: Nothing was added, or nothing with a positive weight.
         """
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
-        return {
-            name: (total / self._weight if total.is_floating_point() else total).to(self._dtypes[name])
-            for name, total in self._sums.items()
-        }
+        return {name: mean.to(self._dtypes[name], copy=True) for name, mean in self._means.items()}
 
 
 def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:

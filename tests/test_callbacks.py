@@ -4,7 +4,7 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from experiments import experiment
+from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
@@ -55,8 +55,38 @@ def test_early_stopping_counts_evaluations_without_improvement(mode, patience, m
     assert stopped == stops_after
 
 
-def test_early_stopping_on_an_unknown_metric_says_which_there_are(tmp_path):
-    run = experiment(tmp_path, callbacks=[EarlyStopping("global/f1")])
+def test_two_callbacks_of_a_class_keep_their_own_state(tmp_path):
+    def callbacks():
+        return [EarlyStopping("global/acc", patience=9), EarlyStopping("global/loss", "min", patience=9)]
+
+    first = experiment(tmp_path, rounds=2, callbacks=callbacks())
+    first.fit()
+    again = experiment(tmp_path, rounds=2, callbacks=callbacks())
+    again.load()
+    states = [[c.state_dict() for c in run.callbacks if isinstance(c, EarlyStopping)] for run in (first, again)]
+    assert states[0] == states[1]
+    assert states[0][0]["best"] != states[0][1]["best"]
+
+
+def test_a_run_that_fails_after_its_round_was_computed_can_go_on(tmp_path):
+    class Breaks(RoundCallback):
+        def on_round_metrics(self, run, metrics):
+            if run.round == 3:
+                raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        experiment(tmp_path / "parts", rounds=4, checkpoint_every=9, callbacks=[Breaks()]).fit()
+    rest = experiment(tmp_path / "parts", rounds=4)
+    rest.fit(resume=True)
+    whole = experiment(tmp_path / "whole", rounds=4)
+    whole.fit()
+    assert same_bytes(rest.state["model"], whole.state["model"])
+    assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping("global/f1"), Checkpointing(monitor="global/f1")])
+def test_an_unknown_metric_says_which_there_are(tmp_path, callback):
+    run = experiment(tmp_path, callbacks=[callback])
     with pytest.raises(ConfigError, match=r"no metric 'global/f1'; there are round, .*global/acc"):
         run.fit()
 

@@ -21,7 +21,7 @@ def blocks(language):
 
 def commands():
     for page, block in blocks("bash"):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             command = line.split("&&")[-1].strip()
             if command.startswith("fl-lightning "):
                 yield pytest.param(command, id=f"{page}: {command}")
@@ -45,15 +45,13 @@ def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     assert not err
 
 
-def test_the_readmes_yaml_is_a_config(tmp_path, monkeypatch):
+@pytest.mark.parametrize("snippet", [pytest.param(block, id=page) for page, block in blocks("yaml")])
+def test_documented_yaml_is_a_config(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    snippets = [block for page, block in blocks("yaml") if page == "README.md"]
-    assert snippets
-    for snippet in snippets:
-        assert yaml.safe_load(snippet)
-        Path("own.yaml").write_text(snippet)
-        reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
-        assert main(["fit", "--config", "digits_fedavg.yaml", "--config", "own.yaml", *reduced]) == 0
+    assert yaml.safe_load(snippet)
+    Path("own.yaml").write_text(snippet)
+    reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
+    assert main(["fit", "--config", "digits_fedavg.yaml", "--config", "own.yaml", *reduced]) == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

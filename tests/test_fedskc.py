@@ -14,6 +14,7 @@ from fl_lightning.algorithms import FedAvg, FedSKC, GlobalDiscrepancy, GlobalPer
 from fl_lightning.algorithms import fedskc as skc
 from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import class_sums
 from fl_lightning.message import Message, Upload
 
 C = 5
@@ -35,7 +36,7 @@ def upload(client, model, values, known, n):
 
 def test_local_knowledge_is_silu_of_the_class_means():
     logits, targets = torch.randn(40, C), torch.randint(0, C - 1, (40,))  # nobody holds class C - 1
-    sums, counts = skc.class_sums(logits, targets)
+    sums, counts = class_sums(logits, targets, C)
     result = skc.local_knowledge(sums, counts)
     for j in range(C - 1):
         mean = logits[targets == j].mean(dim=0)

@@ -106,6 +106,18 @@ def test_evaluation_is_thinned_and_the_last_round_always_has_one(tmp_path):
     assert same_bytes(run.state["model"], often.state["model"])
 
 
+def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
+    run = experiment(tmp_path, rounds=4, evaluate_every=4, keep_checkpoints=9)
+    run.fit()
+    again = experiment(tmp_path, rounds=4, evaluate_every=4)
+    again.load(3)
+    tested = again.test()
+    assert tested["round"] == 3
+    assert sum(name.startswith("client_") for name in tested) == 6
+    module = again.worker.shared_module(run.checkpoints.read(3)["state"]["model"])
+    assert tested["global/acc"] == accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)[0]
+
+
 def test_client_series_can_be_turned_off(tmp_path):
     run = experiment(tmp_path, log_clients=False, rounds=1)
     run.fit()

@@ -14,6 +14,7 @@ from fl_lightning.callbacks import EarlyStopping
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.cli import main
+from fl_lightning.client import LossTerm
 from fl_lightning.errors import CheckpointError, Interrupted
 from fl_lightning.loggers import MetricsCsv
 
@@ -101,6 +102,36 @@ class Interrupter:
                 signal.raise_signal(self.signum)
                 self.round = None
             yield result
+
+
+class SignalInAStep(LossTerm):
+    """Sends this process a signal in the middle of a client's fit."""
+
+    def __init__(self, round, signum):
+        super().__init__()
+        self.round, self.signum = round, signum
+
+    def begin(self, module):
+        self.active = module.round == self.round
+
+    def forward(self, step):
+        self.active = False
+        signal.raise_signal(self.signum)
+        return step.logits.sum() * 0.0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_fit_does_the_same(tmp_path, signum):
+    method = FedAvg(loss_terms=[SignalInAStep(3, signum)])
+    stopped = experiment(tmp_path / "parts", method, rounds=4, checkpoint_every=10)
+    with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 2 of 4"):
+        stopped.fit()
+    assert stopped.checkpoints.rounds() == [2]
+    rest = experiment(tmp_path / "parts", rounds=4)
+    rest.fit(resume=True)
+    whole = experiment(tmp_path / "whole", rounds=4)
+    whole.fit()
+    assert same_bytes(whole.state["model"], rest.state["model"])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,8 @@
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, State, WeightedMean
 from fl_lightning.algorithms.fedavg import FedAvg
+from fl_lightning.algorithms.feddw import DistillingWeights, FedDW, SoftLabels
+from fl_lightning.algorithms.fedprox import FedProx, Proximal
 from fl_lightning.algorithms.fedskc import (
     FedSKC,
     GlobalDiscrepancy,
@@ -13,11 +15,16 @@ from fl_lightning.algorithms.fedskc import (
 __all__ = [
     "Aggregator",
     "Algorithm",
+    "DistillingWeights",
     "FedAvg",
+    "FedDW",
+    "FedProx",
     "FedSKC",
     "GlobalDiscrepancy",
     "GlobalPeriodReview",
     "LocalContrastive",
+    "Proximal",
+    "SoftLabels",
     "State",
     "StructuralKnowledge",
     "WeightedMean",

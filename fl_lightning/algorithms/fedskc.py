@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.state import extrapolate, weighted_mean
 
@@ -101,7 +101,7 @@ class StructuralKnowledge(SharedKnowledge):
     def observe(self, step: Step, epoch: int) -> None:
         """Reference only: sum the last epoch's training logits by class."""
         if self.reference:
-            sums, counts = class_sums(step.logits.detach(), step.targets)
+            sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
             if self._observed and self._observed[0] == epoch:
                 sums, counts = sums + self._observed[1], counts + self._observed[2]
             self._observed = (epoch, sums, counts)
@@ -111,8 +111,7 @@ class StructuralKnowledge(SharedKnowledge):
         if self.reference and self._observed:
             _, sums, counts = self._observed
         else:
-            parts = [class_sums(module(x), y) for x, y in batches]
-            sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
+            sums, counts = class_sums_over(batches, module, num_classes)
         return {"values": local_knowledge(sums, counts, silu=not self.reference), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -123,13 +122,6 @@ class StructuralKnowledge(SharedKnowledge):
             return {"values": values, "known": known}
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
-
-
-def class_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the logits by class `(C, C)`, in float32, and samples a class `(C,)`."""
-    members = F.one_hot(targets, logits.shape[1]).float()  # a product, not index_add: deterministic on CUDA
-    with torch.autocast(logits.device.type, enabled=False):
-        return members.T @ logits.float(), members.sum(dim=0)
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:

@@ -1,32 +1,56 @@
 """Datasets, how they are split among clients, and the batches cut from them."""
 
-from fl_lightning.data.datasets import (
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.few_shot import FC100, FewShot
+from fl_lightning.data.images import (
     CIFAR10,
     CIFAR100,
+    EMNIST,
     MNIST,
-    Arrays,
-    Dataset,
+    SVHN,
     Digits,
     FashionMNIST,
-    LoadedData,
+    PathMNIST,
+    TinyImageNet,
 )
-from fl_lightning.data.partitions import IID, Dirichlet, Partition, Pathological
+from fl_lightning.data.partitions import (
+    IID,
+    Dirichlet,
+    DisjointClasses,
+    Partition,
+    Pathological,
+    QuantitySkew,
+    Shards,
+)
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
+from fl_lightning.data.text import IMDB, AGNews
 
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "EMNIST",
+    "FC100",
     "IID",
+    "IMDB",
     "MNIST",
+    "SVHN",
+    "AGNews",
     "Arrays",
     "Dataset",
     "Digits",
     "Dirichlet",
+    "DisjointClasses",
     "FashionMNIST",
     "FederatedData",
+    "FewShot",
     "LoadedData",
     "Partition",
+    "PathMNIST",
     "Pathological",
+    "QuantitySkew",
     "Scenario",
     "Shard",
+    "Shards",
+    "TinyImageNet",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import numpy as np
 
@@ -38,14 +39,21 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Label skew: each class is dealt out in proportions drawn from Dirichlet(alpha) over the clients.
+    """Label skew: classes dealt out in proportions drawn from Dirichlet(alpha); small alpha skews most.
 
-    The usual form of Hsu et al. 2019 and Yurochkin et al. 2019: small alpha gives few clients most of a class. The
-    draw is repeated until every client has `min_samples`.
+    Three forms are met in the papers and their code, and every sample is used in each:
+
+    - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is cut among the clients in
+      drawn proportions, so that sizes differ too. Drawn again until every client has `min_samples`.
+    - `balanced` (Hsu et al. 2019): all clients hold equally many samples, whose classes are drawn in proportions of
+      the client's own.
+    - `groups` (FedSKC's published code): the samples are shared out among groups of ten clients, cut within a group
+      as in `class`, and the result is cut again into equal sizes.
 
     Args:
-        alpha: Concentration, above 0.
+        alpha: Concentration, above 0; in `balanced`, that of a class of average size.
         min_samples: Fewest samples a client may hold.
+        form: `class`, `balanced` or `groups`.
 
     Raises:
         ConfigError: `alpha` is not above 0 or `min_samples` below 1.
@@ -53,26 +61,62 @@ class Dirichlet(Partition):
 
     draws = 1000
 
-    def __init__(self, alpha: float = 0.5, min_samples: int = 10) -> None:
+    def __init__(
+        self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
+    ) -> None:
         if not alpha > 0 or not np.isfinite(alpha):
             raise ConfigError(f"scenario.partition.alpha: {alpha} is not above 0; small values such as 0.1 skew most")
         if min_samples < 1:
             raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1; a client needs data")
-        self.alpha, self.min_samples = alpha, min_samples
+        self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Draw proportions until every client has enough; every sample is used."""
-        by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-        sizes = np.array([len(members) for members in by_class])
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
+        forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
+        return forms[self.form](labels, clients, rng)
+
+    def _by_class(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        sizes = np.unique(labels, return_counts=True)[1]
         for _ in range(self.draws):
-            shares = rng.dirichlet(np.full(clients, self.alpha), size=len(by_class))
-            cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
-            counts = np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
+            counts = cut_by_shares(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes)
             if counts.sum(axis=0).min() >= self.min_samples:
-                return self._deal(by_class, cuts, rng)
+                return deal(labels, counts.T, rng)
         raise self._error(clients, f"{self.draws} draws with alpha {self.alpha} did not")
+
+    def _balanced(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        left = np.unique(labels, return_counts=True)[1]
+        concentration = self.alpha * len(left) * left / len(labels)
+        counts = np.zeros((clients, len(left)), dtype=np.int64)
+        # Late clients get what is left: a random order keeps that from being always the same ones.
+        for client, size in zip(rng.permutation(clients), equal_sizes(len(labels), clients), strict=True):
+            counts[client] = draw_classes(rng.dirichlet(concentration), left, size, rng)
+            left = left - counts[client]
+        return deal(labels, counts, rng)
+
+    def _in_groups(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        members = [10] * (clients // 10) + [clients % 10] * (clients % 10 > 0)
+        borders = np.cumsum(members)[:-1] * len(labels) // clients
+        pieces = []
+        for group, own in zip(np.split(rng.permutation(len(labels)), borders), members, strict=True):
+            parts = deal(labels[group], self._group_counts(labels[group], own, clients, rng).T, rng)
+            pieces += [group[part[np.argsort(labels[group][part], kind="stable")]] for part in parts]
+        return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
+
+    def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Samples a class and client of one group, `(C, members)`; each client has half an equal share or more."""
+        sizes = np.unique(labels, return_counts=True)[1]
+        share = len(labels) / members
+        for _ in range(self.draws):
+            counts = np.zeros((len(sizes), members), dtype=np.int64)
+            for j, shares in enumerate(rng.dirichlet(np.full(members, self.alpha), size=len(sizes))):
+                open_shares = shares * (counts.sum(axis=0) < share)  # who has an equal share gets no more
+                if open_shares.sum() > 0:
+                    counts[j] = cut_by_shares(open_shares[None] / open_shares.sum(), sizes[j : j + 1])[0]
+            if counts.sum(axis=0).min() >= int(share / 2) and counts.sum() == len(labels):
+                return counts
+        raise self._error(clients, f"{self.draws} draws with alpha {self.alpha} left one below half an equal share")
 
     def _error(self, clients: int, why: str) -> ConfigError:
         return ConfigError(
@@ -80,10 +124,88 @@ class Dirichlet(Partition):
             "lower min_samples or scenario.clients, or raise alpha"
         )
 
-    @staticmethod
-    def _deal(by_class: list[np.ndarray], cuts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        parts = [np.split(rng.permutation(members), cut) for members, cut in zip(by_class, cuts, strict=True)]
-        return [np.sort(np.concatenate(own)) for own in zip(*parts, strict=True)]
+
+class Shards(Partition):
+    """Samples sorted by class and cut into equal shards, of which each client gets a few (McMahan et al. 2017).
+
+    Args:
+        per_client: Shards a client; 2 in the paper, so that most clients hold two classes.
+
+    Raises:
+        ConfigError: `per_client` is below 1.
+    """
+
+    def __init__(self, per_client: int = 2) -> None:
+        if per_client < 1:
+            raise ConfigError(f"scenario.partition.per_client: {per_client} is below 1")
+        self.per_client = per_client
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Sort, cut and deal; every sample is used."""
+        count = clients * self.per_client
+        if count > len(labels):
+            raise ConfigError(
+                f"scenario.partition.per_client: {count} shards of {len(labels)} samples leave some empty; "
+                "lower per_client or scenario.clients"
+            )
+        shards = np.array_split(np.concatenate(by_class(labels)), count)
+        dealt = rng.permutation(count).reshape(clients, self.per_client)
+        return [np.sort(np.concatenate([shards[i] for i in own])) for own in dealt]
+
+
+class QuantitySkew(Partition):
+    """Sizes drawn from Dirichlet(alpha) over the clients, classes in the same proportions everywhere.
+
+    The quantity skew of Li et al. 2022 (NIID-Bench). Drawn again until every client has `min_samples`.
+
+    Args:
+        alpha: Concentration, above 0; small values give few clients most of the data.
+        min_samples: Fewest samples a client may hold.
+
+    Raises:
+        ConfigError: `alpha` is not above 0 or `min_samples` below 1.
+    """
+
+    def __init__(self, alpha: float = 0.5, min_samples: int = 10) -> None:
+        self.sizes = Dirichlet(alpha, min_samples)
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """A Dirichlet split that sees one class only; every sample is used."""
+        return self.sizes.split(np.zeros_like(labels), clients, rng)
+
+
+class DisjointClasses(Partition):
+    """A few classes a client, and no class in common between groups of clients: UA-PDFL's extreme split (Fig. 8).
+
+    The classes, in random order, are cut into blocks; each block belongs to one group of clients, who share it
+    equally. With fewer clients than blocks, the classes of the blocks left over stay unused.
+
+    Args:
+        classes_per_client: Most classes a client holds; blocks differ by at most one class.
+
+    Raises:
+        ConfigError: `classes_per_client` is below 1.
+    """
+
+    def __init__(self, classes_per_client: int = 2) -> None:
+        if classes_per_client < 1:
+            raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")
+        self.classes_per_client = classes_per_client
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deal each class out equally among the clients of its block."""
+        sizes = np.unique(labels, return_counts=True)[1]
+        blocks = np.array_split(rng.permutation(len(sizes)), -(-len(sizes) // self.classes_per_client))
+        groups = np.array_split(rng.permutation(clients), len(blocks))
+        counts = np.zeros((clients, len(sizes)), dtype=np.int64)
+        for block, group in zip(blocks, groups, strict=True):
+            for j in block if len(group) else ():
+                counts[group, j] = np.roll(equal_sizes(sizes[j], len(group)), rng.integers(len(group)))
+        if counts.sum(axis=1).min() < 1:
+            raise ConfigError(
+                f"scenario.partition: {len(labels)} samples are too few for {clients} clients; lower scenario.clients"
+            )
+        return deal(labels, counts, rng)
 
 
 class Pathological(Partition):
@@ -123,3 +245,71 @@ class Pathological(Partition):
             for owner, shard in zip(owners, np.array_split(members, max(len(owners), 1)), strict=False):
                 parts[owner].append(shard)
         return [np.sort(np.concatenate(own)) for own in parts]
+
+
+# --- What the partitions are made of ---------------------------------------------------------------------------------
+
+
+def by_class(labels: np.ndarray) -> list[np.ndarray]:
+    """Indices of each class's samples, ascending; one array a class that occurs, in the order of `np.unique`."""
+    sizes = np.unique(labels, return_counts=True)[1]
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deal samples out at random so that each client gets given numbers of each class.
+
+    Args:
+        labels: Class of each sample, `(n,)`.
+        counts: `(clients, C)` whole numbers, a column a class that occurs; what a column falls short of its class
+            stays unused.
+        rng: The only source of chance.
+
+    Returns:
+        One ascending array of sample indices a client.
+    """
+    clients = len(counts)
+    owner = np.full(len(labels), clients)
+    for members, sizes in zip(by_class(labels), counts.T, strict=True):
+        owner[rng.permutation(members)[: sizes.sum()]] = np.repeat(np.arange(clients), sizes)
+    return np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=clients)))[:clients]
+
+
+def cut_by_shares(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Cut each class where the running sum of its clients' shares says.
+
+    Args:
+        shares: `(C, clients)`, rows sum to 1.
+        sizes: Samples a class, `(C,)`.
+
+    Returns:
+        `(C, clients)` whole numbers, rows sum to `sizes`.
+    """
+    cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
+    return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
+
+
+def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw the classes of `size` samples in given shares; where a class runs out, go on with the others.
+
+    Args:
+        shares: `(C,)` probabilities.
+        left: `(C,)` samples still there, `size` or more in all.
+        size: How many to draw.
+        rng: The only source of chance.
+
+    Returns:
+        `(C,)` whole numbers that sum to `size`, none above `left`.
+    """
+    drawn = np.zeros_like(left)
+    while missing := size - drawn.sum():
+        weights = np.where(drawn < left, shares, 0)
+        if weights.sum() < np.finfo(float).tiny:  # every class it has a share in is used up
+            weights = left - drawn
+        drawn = np.minimum(drawn + rng.multinomial(missing, weights / weights.sum()), left)
+    return drawn
+
+
+def equal_sizes(total: int, parts: int) -> np.ndarray:
+    """`total` cut into `parts` whole numbers that differ by at most one, the larger first."""
+    return np.arange(total + parts - 1, total - 1, -1) // parts

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.partitions import Partition
+from fl_lightning.data.partitions import Partition, deal
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
 
@@ -32,7 +33,8 @@ class FederatedData:
     """A loaded dataset and each client's share of it.
 
     Args:
-        data: The whole dataset; its test split is the global test set.
+        data: The whole dataset; its test split is the global test set. Where clients are tested on a share of that
+            (`local_test: official`), its samples also follow the training samples in `x_train` and `y_train`.
         shards: One a client, by client id.
     """
 
@@ -53,23 +55,30 @@ class Scenario:
         dataset: What is learnt.
         partition: How its training samples are dealt out to clients.
         clients: Number of clients, `K`.
-        local_test: Share of each client's samples kept for its own test split, in [0, 1); stratified by class as far
-            as whole samples allow.
+        local_test: What a client's own test split is. A number in [0, 1): that share of the samples the client was
+            dealt, stratified by class as far as whole samples allow (0.25 in cwFedAvg, 0.2 in UA-PDFL's code).
+            `official`: of each class of the official test set the share that the client has of the class's training
+            samples, so that it trains on all it was dealt.
+        long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
+            the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
 
     Raises:
-        ConfigError: `clients` is below 1 or `local_test` outside [0, 1).
+        ConfigError: `clients` is below 1, `local_test` outside [0, 1) or `long_tail` below 1.
     """
 
     dataset: Dataset
     partition: Partition
     clients: int = 10
-    local_test: float = 0.25
+    local_test: float | Literal["official"] = 0.25
+    long_tail: float | None = None
 
     def __post_init__(self) -> None:
         if self.clients < 1:
             raise ConfigError(f"scenario.clients: {self.clients} is below 1")
-        if not 0 <= self.local_test < 1:
-            raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1)")
+        if self.local_test != "official" and not 0 <= self.local_test < 1:
+            raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1); or use official")
+        if self.long_tail is not None and not 1 <= self.long_tail < np.inf:
+            raise ConfigError(f"scenario.long_tail: {self.long_tail} is below 1; the papers use 10, 50 and 100")
 
     def build(self, seed: int) -> FederatedData:
         """Load the data and deal it out.
@@ -79,20 +88,85 @@ class Scenario:
                 training sample.
         """
         data = self.dataset.load()
+        if self.long_tail is not None:
+            # A key of its own beside the partition's: the same tail for every way to deal it out.
+            data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
         labels = data.y_train.numpy()
         parts = self.partition.split(labels, self.clients, generator(seed, Stream.PARTITION))
+        for client, part in enumerate(parts):
+            if not len(part):
+                raise ConfigError(
+                    f"scenario.partition: client {client} holds no data; use fewer scenario.clients, or a partition "
+                    "with min_samples"
+                )
+        if self.local_test == "official":
+            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT))
         shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(parts)]
         return FederatedData(data, shards)
 
     def _split_locally(self, labels: np.ndarray, part: np.ndarray, seed: int, client: int) -> Shard:
-        if not len(part):
-            raise ConfigError(
-                f"scenario.partition: client {client} holds no data; use fewer scenario.clients, or a partition "
-                "with min_samples"
-            )
+        assert self.local_test != "official"
         rng = generator(seed, Stream.LOCAL_SPLIT, client)
         test = stratified_sample(labels[part], self.local_test, rng)
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
+
+
+# --- The long tail ---------------------------------------------------------------------------------------------------
+
+
+def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
+    """Samples a class keeps, `floor(largest · ρ^(-j / (C - 1)))` for class j (Cao et al. 2019, exponential form).
+
+    Args:
+        largest: Samples of the largest class, which class 0 keeps.
+        classes: Number of classes, `C`.
+        rho: Imbalance ρ, the size of the first class over that of the last.
+
+    Returns:
+        `(C,)` whole numbers.
+    """
+    exact = largest * rho ** (-np.arange(classes) / max(classes - 1, 1))
+    return np.floor(exact + 1e-9).astype(np.int64)  # 500 · 100^-1 is a little below 5 in floating point
+
+
+def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
+    """The dataset with a long-tailed training set; which samples stay is drawn, the test set stays whole.
+
+    Raises:
+        ConfigError: A class would keep no sample.
+    """
+    labels = data.y_train.numpy()
+    held = np.bincount(labels, minlength=data.num_classes)
+    sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
+    if (held > 0)[sizes == 0].any():
+        raise ConfigError(f"scenario.long_tail: {rho:g} leaves the last classes empty; lower it")
+    kept = torch.from_numpy(deal(labels, sizes[held > 0][None], rng)[0])
+    return replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept])
+
+
+# --- Local test data -------------------------------------------------------------------------------------------------
+
+
+def share_official_test(data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator) -> FederatedData:
+    """Deal the official test set out in the proportions of the training data, class by class.
+
+    Args:
+        data: The loaded dataset.
+        parts: Each client's training samples.
+        rng: The only source of chance.
+
+    Returns:
+        Shards that train on all of `parts`. They index one table, so the test samples follow the training samples.
+    """
+    y_train, y_test = data.y_train.numpy(), data.y_test.numpy()
+    held = np.stack([np.bincount(y_train[part], minlength=data.num_classes) for part in parts])
+    present, sizes = np.unique(y_test, return_counts=True)
+    counts = np.stack([apportion(size, held[:, j], rng) for j, size in zip(present, sizes, strict=True)], axis=1)
+    tests = deal(y_test, counts, rng)
+    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    n = len(y_train)
+    shards = [Shard(torch.from_numpy(own), torch.from_numpy(test + n)) for own, test in zip(parts, tests, strict=True)]
+    return FederatedData(replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:]), shards)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -109,13 +183,23 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
         Boolean mask `(n,)` of the chosen samples.
     """
     classes, counts = np.unique(labels, return_counts=True)
-    wanted = min(round(share * len(labels)), len(labels) - 1)
-    exact = wanted * counts / len(labels)
-    quota = np.floor(exact).astype(np.int64)
-    # Ties are settled by chance: a fixed order would always favour the low classes.
-    order = np.lexsort((rng.random(len(classes)), -(exact - quota)))
-    quota[order[: wanted - quota.sum()]] += 1
+    quota = apportion(min(round(share * len(labels)), len(labels) - 1), counts, rng)
     chosen = np.zeros(len(labels), dtype=bool)
     for label, size in zip(classes, quota, strict=True):
         chosen[rng.permutation(np.flatnonzero(labels == label))[:size]] = True
     return chosen
+
+
+def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Whole numbers in proportion to weights, by largest remainder; none where every weight is zero.
+
+    Args:
+        total: What they sum to.
+        weights: `(n,)` whole numbers.
+        rng: Settles ties: a fixed order would always favour the first.
+    """
+    exact = total * weights / max(weights.sum(), 1)
+    quota = np.floor(exact).astype(np.int64)
+    order = np.lexsort((rng.random(len(weights)), -(exact - quota)))
+    quota[order[: round(exact.sum()) - quota.sum()]] += 1
+    return quota

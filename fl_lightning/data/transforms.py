@@ -19,14 +19,15 @@ class Normalize:
     """
 
     def __init__(self, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.std = torch.tensor(std).view(-1, 1, 1)
+        self.mean = torch.tensor(mean or [0.0]).view(-1, 1, 1)
+        self.std = torch.tensor(std or [1.0]).view(-1, 1, 1)
+        self.changes = bool(mean or std)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a batch `(B, channels, height, width)`, or of any shape where there is no mean."""
+        """Normalize a batch `(B, channels, height, width)`, or of any shape where there is neither mean nor std."""
         if x.dtype == torch.uint8:
             x = x.float().div_(255)
-        if not self.mean.numel():
+        if not self.changes:
             return x
         if self.mean.device != x.device:
             self.mean, self.std = self.mean.to(x.device), self.std.to(x.device)

@@ -140,9 +140,13 @@ class Worker:
         """
         with blame("trainer"):
             trainer = self._setup
+        check_local_work(trainer)
         with blame("model"):
             module = self.module()
         with blame("optimizer"):
+            if self.optimizer:
+                self.optimizer(module.backbone.parameters())
+        with blame("lr_scheduler"):
             module.configure_optimizers()
         with blame("model"), self._inference(module, trainer):
             x, _ = next(iter(self._ordered(None)))
@@ -178,7 +182,7 @@ class Worker:
         """Score shared weights on the global test set."""
         module = self.shared_module(weights)
         with self._inference(module, self._setup):
-            return evaluate(module, self._test_batches())
+            return self.data.data.evaluate(module, self._test_batches())
 
     def _run(self, task: Task) -> Result:
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
@@ -196,7 +200,7 @@ class Worker:
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:
-                on_global = evaluate(module, self._test_batches())
+                on_global = self.data.data.evaluate(module, self._test_batches())
         if upload and (bad := first_non_finite(upload.tensors)):
             raise NonFiniteError(f"the upload's {bad!r} is NaN or Inf: lower the learning rate")
         return Result(
@@ -212,7 +216,7 @@ class Worker:
     def _fit(self, module: ClientModule, task: Task) -> None:
         data, index = self.data.data, self.data.shards[task.client].train
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
-        batches = Batches(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
+        batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
         if not len(batches):
             raise ConfigError(
                 f"{len(index)} training sample(s) make no batch for a model with BatchNorm, "
@@ -254,6 +258,21 @@ class Worker:
         return ((precision.convert_input(prepare(x.to(device))), y.to(device)) for x, y in batches)
 
 
+def check_local_work(trainer: L.Trainer) -> None:
+    """Refuse a trainer whose fit would take no step, never end, or start processes of its own.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if trainer.world_size > 1:
+        raise ConfigError("trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th")
+    for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
+        if getattr(trainer, name) == 0:
+            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
+    if trainer.max_epochs == trainer.max_steps == -1:
+        raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
+
+
 @contextmanager
 def blame(key: str) -> Iterator[None]:
     """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
@@ -269,15 +288,14 @@ def blame(key: str) -> Iterator[None]:
 def lightning_silenced() -> Iterator[None]:
     """Keep Lightning's per-fit messages ("GPU available", "stopped: max_epochs reached", ...) off the screen."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    loggers += [logging.getLogger(f"{logger.name}.utilities.rank_zero") for logger in loggers]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True  # setting a level would empty the caches of every logger there is
+    before = [(logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:  # not setLevel: that empties the caches of every logger there is
+        logger.handlers, logger.propagate = [logging.NullHandler()], False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.")
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
             yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate

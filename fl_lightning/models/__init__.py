@@ -1,8 +1,32 @@
 """Backbones: an `encoder` that gives features and a `head` that gives logits, one family a file."""
 
 from fl_lightning.models.base import Backbone, ModelFactory
-from fl_lightning.models.cnn import CNN
+from fl_lightning.models.cnn import CNN, CNN4, LeNet
+from fl_lightning.models.heads import CosineLinear, Head
 from fl_lightning.models.mlp import MLP
-from fl_lightning.models.resnet import ResNet8
+from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
+from fl_lightning.models.resnet import ResNet8, ResNet18, ResNet50
+from fl_lightning.models.text import BiLSTM, FastText, TextCNN
+from fl_lightning.models.vgg import VGG11
+from fl_lightning.models.wrapped import FromModule
 
-__all__ = ["CNN", "MLP", "Backbone", "ModelFactory", "ResNet8"]
+__all__ = [
+    "CNN",
+    "CNN4",
+    "MLP",
+    "VGG11",
+    "Backbone",
+    "BiLSTM",
+    "CosineLinear",
+    "FastText",
+    "FromModule",
+    "Head",
+    "LeNet",
+    "MobileNetV2",
+    "ModelFactory",
+    "ResNet8",
+    "ResNet18",
+    "ResNet50",
+    "ShuffleNetV2",
+    "TextCNN",
+]

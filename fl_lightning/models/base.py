@@ -10,17 +10,29 @@ from torch import Tensor, nn
 class Backbone(nn.Module):
     """A network in two parts, logits = head(encoder(x)).
 
+    The encoder is all convolutional (or recurrent) layers and whatever maps their output to features; the head is the
+    rest. Methods that share one part and keep the other (FedPer, FedRep, FedBABU, UA-PDFL) cut here.
+
     Args:
         encoder: Maps a batch of inputs to features `(B, feature_dim)`.
         head: Maps features to logits `(B, C)`.
         feature_dim: Size `d` of a feature.
+        predictor: Maps features to predictions of the same size, for siamese losses; it takes no part in the logits.
     """
 
-    def __init__(self, encoder: nn.Module, head: nn.Module, feature_dim: int) -> None:
+    def __init__(
+        self, encoder: nn.Module, head: nn.Module, feature_dim: int, predictor: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.head = head
         self.feature_dim = feature_dim
+        self.predictor = predictor
+
+    @property
+    def classifier(self) -> nn.Module:
+        """The classification layer: the head, or the last layer of one that has several; `weight` is `(C, ...)`."""
+        return self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(B, C)` of a batch of inputs."""

@@ -7,6 +7,7 @@ from math import prod
 from torch import nn
 
 from fl_lightning.models.base import Backbone
+from fl_lightning.models.heads import Head
 
 
 class MLP(Backbone):
@@ -16,12 +17,19 @@ class MLP(Backbone):
         in_shape: Shape of one input, any number of dimensions.
         num_classes: Number of classes, `C`.
         hidden: Widths of the hidden layers; the last is the feature size.
+        head: What comes after the features.
 
     Raises:
         ValueError: `hidden` is empty or holds a width below 1.
     """
 
-    def __init__(self, in_shape: tuple[int, ...], num_classes: int, hidden: tuple[int, ...] = (128, 64)) -> None:
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        num_classes: int,
+        hidden: tuple[int, ...] = (128, 64),
+        head: Head = Head(),
+    ) -> None:
         if not hidden or min(hidden) < 1:
             raise ValueError(f"model.hidden needs at least one width, each 1 or more; got {list(hidden)}")
         layers: list[nn.Module] = [nn.Flatten()]
@@ -29,4 +37,4 @@ class MLP(Backbone):
         for size in hidden:
             layers += [nn.Linear(width, size), nn.ReLU()]
             width = size
-        super().__init__(nn.Sequential(*layers), nn.Linear(width, num_classes), width)
+        super().__init__(*head.attach(nn.Sequential(*layers), width, num_classes))

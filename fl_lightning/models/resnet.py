@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
+from torch import nn
+from torchvision.models import resnet18, resnet50
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from fl_lightning.models.base import Backbone
-from fl_lightning.models.cnn import image_shape
+from fl_lightning.models.heads import Head
+from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, initialise_convolutions, with_norm
 
 
 class ResNet8(Backbone):
@@ -20,28 +21,71 @@ class ResNet8(Backbone):
     Args:
         in_shape: `(channels, height, width)`, height and width at least 4.
         num_classes: Number of classes, `C`.
+        norm: `batch` or `group`.
+        head: What comes after the features.
 
     Raises:
         ValueError: The input is no image or smaller than 4x4.
     """
 
-    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int, norm: Norm = "batch", head: Head = Head()) -> None:
         channels, _, _ = image_shape(in_shape, smallest=4)
         stem = [nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
         stages = [_stage(64, 64, 1), _stage(64, 128, 2), _stage(128, 256, 2)]
-        encoder = nn.Sequential(*stem, *stages, GlobalAveragePool())
-        super().__init__(encoder, nn.Linear(256, num_classes), 256)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        encoder = with_norm(nn.Sequential(*stem, *stages, GlobalAveragePool()), norm)
+        super().__init__(*head.attach(encoder, 256, num_classes))
+        initialise_convolutions(self)
 
 
-class GlobalAveragePool(nn.Module):
-    """`(B, d, h, w)` to `(B, d)`; unlike adaptive pooling, deterministic on CUDA."""
+class _SmallImageResNet(Backbone):
+    build: Callable[..., ResNet]
+    width: int
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mean over height and width."""
-        return cast(Tensor, torch.mean(x, dim=(2, 3)))
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int, norm: Norm = "batch", head: Head = Head()) -> None:
+        channels, _, _ = image_shape(in_shape, smallest=8)
+        encoder = type(self).build(num_classes=1)
+        encoder.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        encoder.maxpool = encoder.fc = nn.Identity()
+        initialise_convolutions(encoder)
+        super().__init__(*head.attach(with_norm(encoder, norm), self.width, num_classes))
+
+
+class ResNet18(_SmallImageResNet):
+    """torchvision's ResNet-18 with the stem for small images: one 3x3 convolution, no pooling.
+
+    11,173,962 parameters for colour images and 10 classes.
+
+    Args:
+        in_shape: `(channels, height, width)`, height and width at least 8.
+        num_classes: Number of classes, `C`.
+        norm: `batch` or `group`.
+        head: What comes after the features.
+
+    Raises:
+        ValueError: The input is no image or smaller than 8x8.
+    """
+
+    build = staticmethod(resnet18)
+    width = 512
+
+
+class ResNet50(_SmallImageResNet):
+    """torchvision's ResNet-50 with the stem for small images: one 3x3 convolution, no pooling.
+
+    23,520,842 parameters for colour images and 10 classes.
+
+    Args:
+        in_shape: `(channels, height, width)`, height and width at least 8.
+        num_classes: Number of classes, `C`.
+        norm: `batch` or `group`.
+        head: What comes after the features.
+
+    Raises:
+        ValueError: The input is no image or smaller than 8x8.
+    """
+
+    build = staticmethod(resnet50)
+    width = 2048
 
 
 def _stage(channels: int, width: int, stride: int) -> BasicBlock:

@@ -17,8 +17,8 @@ from fl_lightning.evaluation import Row
 SHADES = " ░▒▓█"
 
 
-def summary_table(summary: dict[str, Any], run_dir: Path) -> Table:
-    """The table a run ends with: accuracies last and best, R_acc, bytes, and where the run lies."""
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The table a run ends with: accuracies last and best, R_acc, and bytes."""
     table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds")
     names = {
         "global/acc": "global acc",
@@ -36,7 +36,6 @@ def summary_table(summary: dict[str, Any], run_dir: Path) -> Table:
     table.add_section()
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
-    table.caption = f"run: {run_dir}"
     return table
 
 
@@ -82,7 +81,7 @@ def write_counts(path: Path, data: FederatedData) -> None:
 def human_bytes(count: float) -> str:
     """A byte count with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1000
     return f"{count:.3g} TB"

@@ -1,0 +1,276 @@
+"""FedDW: the classification layer is regularised towards what all clients together know of the classes.
+
+"FedDW: Distilling Weights through Consistency Optimization in Heterogeneous Federated Learning", 2024. Sections and
+equations below are the paper's.
+
+Each client uploads the mean softmax output of its classes (the soft-label matrix, SL). The server averages them, and
+clients pull the class-relation matrix of their classification layer, `ω ωᵀ`, towards the result. The term is a module
+of its own, `DistillingWeights`, for any other method's `loss_terms`; it brings its shared knowledge with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import SharedKnowledge, class_sums_over
+from fl_lightning.message import Tensors, Upload
+from fl_lightning.models import Backbone
+
+# --- Section III: the two matrices --------------------------------------------------------------------------------
+
+
+def class_relations(weight: Tensor) -> Tensor:
+    """Eq. 3: the CR matrix `ω ωᵀ`, `(C, C)`, of a classification layer's weights `(C, d)`."""
+    return weight @ weight.T
+
+
+def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
+    """Eq. 4: row i is the mean softmax output over the client's samples of class i.
+
+    Args:
+        sums: `(C, C)`, row i the sum of the softmax outputs of class i.
+        counts: `(C,)` samples a class.
+
+    Returns:
+        `(C, C)`; rows of classes the client does not hold are zero.
+    """
+    return sums / counts.clamp(min=1)[:, None]
+
+
+def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
+    """Eq. 7: `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants.
+
+    Args:
+        local: `(K, C, C)` SL matrices.
+        counts: `(K, C)` samples a client and class.
+        previous: `(C, C)`, what a class that nobody holds keeps.
+    """
+    total = counts.sum(dim=0).double()
+    shares = counts.double() / total.clamp(min=1)
+    merged = torch.einsum("kc,kcj->cj", shares, local.double()).to(previous.dtype)
+    return torch.where((total > 0)[:, None], merged, previous)
+
+
+class SoftLabels(SharedKnowledge):
+    """The SL matrix: uploaded with the client's class counts, averaged by Eq. 7, broadcast with the counts' totals.
+
+    The extra cost is `C + C²` numbers a client each way, the paper's `2 (C + C²)` (Section V-D). Round 1 broadcasts the
+    identity. A class that nobody holds keeps its row.
+
+    Args:
+        reference: As the authors' code: every round so far counts in the average, a class that nobody has held has the
+            identity's row, and `Ω` is the mean of the old one and that average.
+    """
+
+    name = "soft_labels"
+
+    def __init__(self, reference: bool = False) -> None:
+        super().__init__()
+        self.reference = reference
+        self.values: Tensor | None
+        self.register_buffer("values", None, persistent=False)
+
+    def initial(self, num_classes: int) -> Tensors:
+        """The identity, and no sample seen."""
+        return {"values": torch.eye(num_classes), "counts": torch.zeros(num_classes)}
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """The client's SL matrix (Eq. 4) and its samples a class."""
+        sums, counts = class_sums_over(batches, lambda x: module(x).float().softmax(dim=1), num_classes)
+        return {"values": soft_label_matrix(sums, counts), "counts": counts}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Eq. 7."""
+        sections = [upload.message.section(self.name) for upload in uploads]
+        local, counts = (torch.stack([section[name] for section in sections]) for name in ("values", "counts"))
+        if self.reference:
+            return self._merge_all_rounds(previous, local, counts)
+        return {"values": merge_soft_labels(local, counts, previous["values"]), "counts": counts.sum(dim=0)}
+
+    def _merge_all_rounds(self, previous: Tensors, local: Tensor, counts: Tensor) -> Tensors:
+        identity = torch.eye(len(previous["values"]))
+        earlier, seen = previous.get("mean", identity), previous["counts"]
+        mean = merge_soft_labels(torch.cat([earlier[None], local]), torch.cat([seen[None], counts]), identity)
+        return {"values": (previous["values"] + mean) / 2, "mean": mean, "counts": seen + counts.sum(dim=0)}
+
+
+# --- The regulariser ----------------------------------------------------------------------------------------------
+
+
+def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
+    """Eq. 11: `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
+
+    Args:
+        soft_labels: `Ω`, `(C, C)`, rows sum to 1.
+        weight: `ω`, `(C, d)`.
+    """
+    return F.mse_loss(class_relations(weight).softmax(dim=1), soft_labels)
+
+
+def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
+    """Eq. 26-30: `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²`, convex in `A = ωᵀ`.
+
+    Equals `||Ω - AᵀA||_F²`, the term without its softmax, where `A = A0`.
+
+    Args:
+        soft_labels: `Ω`, `(C, C)`.
+        weight: `ω = Aᵀ`, `(C, d)`.
+        anchor: `A0ᵀ`, `(C, d)`, the point that `AᵀA` is linearised at; it has no gradient.
+    """
+    cross = anchor @ weight.T
+    return (soft_labels - cross - cross.T + class_relations(anchor)).square().sum()
+
+
+def classification_layer(backbone: nn.Module) -> nn.Linear:
+    """The layer whose weights are `ω`: a backbone's classifier, or any other module's last linear layer.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    layers = [backbone.classifier] if isinstance(backbone, Backbone) else list(backbone.modules())
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise ConfigError("model: FedDW needs a linear classification layer, and this model ends with none")
+    return linear[-1]
+
+
+class DistillingWeights(LossTerm):
+    """DW: `μ` times the distance between the SL matrix and the softmax of the CR matrix; it touches `ω` alone.
+
+    Args:
+        mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100.
+        linearize_every: Use the convex surrogate of Eq. 26-30, with `A0` taken anew every so many steps.
+        reference: As the authors' code: μ falls to a tenth every 9 rounds, and see `SoftLabels`.
+        allow_bias: Let the classification layer have a bias, which the method has no place for.
+
+    Raises:
+        ConfigError: `mu` is below 0, `linearize_every` below 1, or a fit begins with a classification layer that has a
+            bias and `allow_bias` is off.
+
+    Example:
+        >>> term = DistillingWeights(mu=0.1)
+        >>> term.load(torch.eye(3))
+        >>> net = nn.Linear(4, 3, bias=False)
+        >>> term(Step(torch.zeros(1, 3), torch.tensor([0]), backbone=net)).item() > 0
+        True
+    """
+
+    name = "dw"
+
+    def __init__(
+        self,
+        mu: float = 0.1,
+        linearize_every: int | None = None,
+        reference: bool = False,
+        allow_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not mu >= 0:
+            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.01 to 100")
+        if linearize_every is not None and linearize_every < 1:
+            raise ConfigError(f"algorithm.linearize_every: {linearize_every} is below 1")
+        self.mu, self.linearize_every, self.active = mu, linearize_every, mu > 0
+        self.reference, self.allow_bias = reference, allow_bias
+        self.soft_labels = SoftLabels(reference)
+        self.scale = mu
+        self._anchor: Tensor | None = None
+        self._steps = 0
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The SL matrix."""
+        return (self.soft_labels,)
+
+    def load(self, values: Tensor) -> None:
+        """Set the SL matrix `(C, C)` by hand."""
+        self.soft_labels.load({"values": values})
+
+    def begin(self, module: ClientModule) -> None:
+        """Check the layer, and start the round's μ and linearisation."""
+        if classification_layer(module.backbone).bias is not None and not self.allow_bias:
+            raise ConfigError(
+                "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
+                "or allow_bias true for the term"
+            )
+        self.scale = self.mu * 0.1 ** ((module.round - 1) // 9) if self.reference else self.mu
+        self._steps = 0
+
+    def forward(self, step: Step) -> Tensor:
+        """Eq. 11 or its surrogate for the weights as they are; zero where no SL matrix is known."""
+        soft_labels = self.soft_labels.values
+        if soft_labels is None or step.backbone is None:
+            return step.logits.new_zeros(())
+        weight = classification_layer(step.backbone).weight
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = weight.float()
+            if self.linearize_every is None:
+                return self.scale * consistency_loss(soft_labels, weight)
+            return self.scale * linearized_consistency_loss(soft_labels, weight, self._linearized_at(weight))
+
+    def _linearized_at(self, weight: Tensor) -> Tensor:
+        if self._anchor is None or self._steps % (self.linearize_every or 1) == 0:
+            self._anchor = weight.detach().clone()
+        self._steps += 1
+        return self._anchor
+
+
+# --- The method ---------------------------------------------------------------------------------------------------
+
+
+class FedDW(Algorithm):
+    """FedAvg whose clients regularise their classification layer towards the classes' average soft labels.
+
+    With `mu` 0 this is FedAvg with a bias-free classification layer, bit for bit.
+
+    Args:
+        mu: μ of Eq. 12, the weight of the regulariser.
+        linearize_every: Use the convex surrogate, linearised anew every so many steps.
+        drop_bias: Take the bias of the model's classification layer away; otherwise it must have none.
+        preset: `paper`, or `reference` for what the authors' published code computes, which keeps the bias.
+        loss_terms: Loss terms of other papers, added to this one.
+        aggregator: Any paper's aggregator in place of the weighted mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range, or the classification layer has a bias and `drop_bias` is off.
+    """
+
+    def __init__(
+        self,
+        mu: float = 0.1,
+        linearize_every: int | None = None,
+        drop_bias: bool = True,
+        preset: Literal["paper", "reference"] = "paper",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        self.keeps_bias = preset == "reference"
+        self.drop_bias = drop_bias
+        term = DistillingWeights(mu, linearize_every, reference=preset == "reference", allow_bias=self.keeps_bias)
+        super().__init__([term, *(loss_terms or [])], aggregator, buffers)
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """A client's module whose classification layer has no bias."""
+        layer = classification_layer(backbone)
+        if layer.bias is not None and not self.keeps_bias:
+            if not self.drop_bias:
+                raise ConfigError(
+                    "model.head.classifier: FedDW needs a classification layer without bias; set bias_free, or "
+                    "algorithm.drop_bias true"
+                )
+            layer.register_parameter("bias", None)
+        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -1,0 +1,70 @@
+"""FedProx: local training is held near the shared model.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+
+
+def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
+    """Eq. 2: `||w - w^t||²` over all trainable parameters."""
+    parts = [(w - anchor).square().sum() for w, anchor in zip(weights, anchors, strict=True)]
+    return sum(parts[1:], start=parts[0])
+
+
+class Proximal(LossTerm):
+    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+
+    Raises:
+        ConfigError: `mu` is below 0.
+    """
+
+    def __init__(self, mu: float = 0.01) -> None:
+        super().__init__()
+        if not mu >= 0:
+            raise ConfigError(f"algorithm.mu: {mu} is below 0")
+        self.mu, self.active = mu, mu > 0
+        self._anchors: list[Tensor] = []
+
+    def begin(self, module: ClientModule) -> None:
+        """Note the received weights."""
+        self._anchors = [p.detach().clone() for p in module.backbone.parameters()]
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        if not self._anchors or step.backbone is None:
+            return step.logits.new_zeros(())
+        return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)
+
+
+class FedProx(Algorithm):
+    """FedAvg whose clients are held near the shared model by a proximal term.
+
+    With `mu` 0 this is FedAvg, bit for bit.
+
+    Args:
+        mu: μ, the weight of the proximal term.
+        loss_terms: Loss terms of other papers, added to this one.
+        aggregator: Any paper's aggregator in place of the weighted mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+    """
+
+    def __init__(
+        self,
+        mu: float = 0.01,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__([Proximal(mu), *(loss_terms or [])], aggregator, buffers)

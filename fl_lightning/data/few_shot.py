@@ -1,0 +1,182 @@
+"""Few-shot learning: FC100, and episodes of a few classes with a few samples each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.images import CIFAR100, Augment
+from fl_lightning.data.loaders import Batches
+from fl_lightning.data.partitions import by_class
+from fl_lightning.data.transforms import CropFlip, Normalize
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Score
+
+# CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018; class numbers are the alphabet's.
+SUPERCLASSES = {
+    "train": {
+        "fish": "aquarium_fish flatfish ray shark trout",
+        "flowers": "orchid poppy rose sunflower tulip",
+        "food_containers": "bottle bowl can cup plate",
+        "fruit_and_vegetables": "apple mushroom orange pear sweet_pepper",
+        "household_electrical_devices": "clock keyboard lamp telephone television",
+        "household_furniture": "bed chair couch table wardrobe",
+        "large_man-made_outdoor_things": "bridge castle house road skyscraper",
+        "large_natural_outdoor_scenes": "cloud forest mountain plain sea",
+        "reptiles": "crocodile dinosaur lizard snake turtle",
+        "trees": "maple_tree oak_tree palm_tree pine_tree willow_tree",
+        "vehicles_1": "bicycle bus motorcycle pickup_truck train",
+        "vehicles_2": "lawn_mower rocket streetcar tank tractor",
+    },
+    "val": {
+        "large_carnivores": "bear leopard lion tiger wolf",
+        "large_omnivores_and_herbivores": "camel cattle chimpanzee elephant kangaroo",
+        "non-insect_invertebrates": "crab lobster snail spider worm",
+        "small_mammals": "hamster mouse rabbit shrew squirrel",
+    },
+    "test": {
+        "aquatic_mammals": "beaver dolphin otter seal whale",
+        "insects": "bee beetle butterfly caterpillar cockroach",
+        "medium_mammals": "fox porcupine possum raccoon skunk",
+        "people": "baby boy girl man woman",
+    },
+}
+
+
+def fc100_classes(part: str) -> list[int]:
+    """CIFAR-100's fine labels that belong to a part of FC100, ascending: 60 of `train`, 20 of `val` and of `test`."""
+    members = {name: " ".join(groups.values()).split() for name, groups in SUPERCLASSES.items()}
+    alphabet = sorted(name for names in members.values() for name in names)
+    return [alphabet.index(name) for name in sorted(members[part])]
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """What an episode is, and how many of them a model is tested on.
+
+    Args:
+        ways: Classes an episode.
+        shots: Support samples a class, which make its prototype.
+        queries: Samples a class to be classified.
+        episodes: Test episodes; the same ones for every model.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    ways: int = 5
+    shots: int = 5
+    queries: int = 15
+    episodes: int = 600
+
+    def __post_init__(self) -> None:
+        for name, least in (("ways", 2), ("shots", 1), ("queries", 1), ("episodes", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"scenario.dataset.few_shot.{name}: {getattr(self, name)} is below {least}")
+
+    def cut(self, x: Tensor, y: Tensor, index: Tensor, batch_size: int, seed: int, min_batch: int) -> EpisodeBatches:
+        """A client's training batches, each an episode whatever the batch size."""
+        return EpisodeBatches(x, y, index, self, seed)
+
+    def evaluate(self, module: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+        """Score a client module's encoder on the test episodes."""
+        from fl_lightning.few_shot import few_shot_score  # which needs this file first
+
+        return few_shot_score(module.backbone.encoder, batches, self)
+
+
+class FC100(CIFAR100):
+    """FC100 (Oreshkin et al. 2018): CIFAR-100 for few-shot learning, 60 classes to train on and 20 others to test on.
+
+    Its parts share no superclass. All 600 images of a class are used. Labels count from 0 within each part, so the
+    model's `C` is 60.
+
+    Args:
+        data_dir: Folder that holds CIFAR-100's own folder.
+        download: Fetch the files when they are missing.
+        augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
+        evaluate_on: Classes of the test episodes: those of the `test` part, or of `val` while options are chosen.
+        few_shot: What an episode is.
+    """
+
+    num_classes = 60
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        download: bool = False,
+        augment: Augment = "none",
+        evaluate_on: Literal["val", "test"] = "test",
+        few_shot: FewShot = FewShot(),
+    ) -> None:
+        super().__init__(data_dir, download, augment)
+        self.evaluate_on, self.few_shot = evaluate_on, few_shot
+
+    def load(self) -> LoadedData:
+        """Read CIFAR-100 and keep the training classes and the classes to evaluate on."""
+        (x_train, y_train), (x_test, y_test) = self._read_both()
+        x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
+        train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
+        augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
+        prepare = Normalize(self.mean, self.std)
+        return LoadedData(*train, *test, self.num_classes, prepare, augment, self.few_shot.cut, self.few_shot.evaluate)
+
+    @staticmethod
+    def _part(x: Tensor, y: Tensor, part: str) -> tuple[Tensor, Tensor]:
+        classes = torch.tensor(fc100_classes(part))
+        kept = torch.isin(y, classes)
+        return x[kept], torch.searchsorted(classes, y[kept])
+
+
+class EpisodeBatches(Batches):
+    """Training episodes as batches: samples of a few of a client's classes, support and queries together.
+
+    A client with fewer classes than `ways` uses those it has; a class counts if it has more than `shots` samples.
+
+    Args:
+        x: Inputs of the whole split.
+        y: Labels of the whole split.
+        index: Which samples the client holds.
+        task: What an episode is.
+        seed: Draws the episodes, anew on each pass.
+
+    Raises:
+        ConfigError: Fewer than two classes have more than `shots` samples.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, index: Tensor, task: FewShot, seed: int) -> None:
+        super().__init__(x, y, index, batch_size=task.ways * (task.shots + task.queries))
+        self.task, self.rng = task, np.random.default_rng(seed)
+        self.members = [own for own in by_class(y[index].numpy()) if len(own) > task.shots]
+        if len(self.members) < 2:
+            raise ConfigError(
+                f"scenario.partition: a client holds {len(self.members)} class(es) of more than {task.shots} samples, "
+                "an episode needs two; use a larger alpha or fewer scenario.clients"
+            )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(len(self)):
+            chosen = self.index[torch.from_numpy(np.concatenate(sample_episode(self.members, self.task, self.rng)))]
+            yield self.x[chosen], self.y[chosen]
+
+
+def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:
+    """Draw an episode.
+
+    Args:
+        members: Indices of each class's samples.
+        task: What an episode is.
+        rng: The only source of chance.
+
+    Returns:
+        One array of indices a class, `ways` of them or as many as there are: the support first, then the queries, of
+        which a small class may have fewer.
+    """
+    classes = rng.permutation(len(members))[: task.ways]
+    return [rng.permutation(members[j])[: task.shots + task.queries] for j in classes]

@@ -1,0 +1,167 @@
+"""Datasets of texts: token ids of fixed length, from a vocabulary of the training texts alone."""
+
+from __future__ import annotations
+
+import csv
+import re
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torchvision.datasets.utils import download_and_extract_archive, download_url
+
+from fl_lightning.data.datasets import FileDataset, LoadedData
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError
+
+PADDING, UNKNOWN = 0, 1
+"""Ids of no word, and of a word that the vocabulary does not have."""
+
+WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+
+
+def words(text: str) -> list[str]:
+    """A text's words, lower case, without markup and punctuation.
+
+    Example:
+        >>> words("It's <br />1 of 2 GREAT films.")
+        ["it's", '1', 'of', '2', 'great', 'films']
+    """
+    return WORD.findall(text.lower().replace("<br />", " "))
+
+
+class Vocabulary:
+    """Numbers for the most frequent words; the more frequent, the smaller, from 2.
+
+    Args:
+        texts: What the words are counted in.
+        size: How many ids there are, padding (0) and unknown (1) among them.
+    """
+
+    def __init__(self, texts: Iterable[str], size: int) -> None:
+        counts = Counter(word for text in texts for word in words(text))
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        self.ids = {word: rank for rank, word in enumerate(ranked[: size - 2], start=2)}
+
+    def encode(self, texts: Iterable[str], length: int) -> Tensor:
+        """The first `length` words of each text as ids, filled up with padding: `(n, length)`, `int64`."""
+        rows = [[self.ids.get(word, UNKNOWN) for word in words(text)[:length]] for text in texts]
+        return torch.tensor([row + [PADDING] * (length - len(row)) for row in rows], dtype=torch.int64)
+
+
+class TextDataset(FileDataset):
+    """Texts in files.
+
+    Args:
+        data_dir: Folder that holds the dataset's own file or folder.
+        download: Fetch the files when they are missing.
+        length: Words a text; longer ones are cut, shorter ones padded.
+        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
+
+    Raises:
+        ConfigError: `length` is below 1 or `vocab_size` below 3.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self, data_dir: str = "data", download: bool = False, length: int = 200, vocab_size: int = 10_000
+    ) -> None:
+        super().__init__(data_dir, download)
+        if length < 1:
+            raise ConfigError(f"scenario.dataset.length: {length} is below 1")
+        if vocab_size < 3:
+            raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3: padding, unknown and one word")
+        self.length, self.vocab_size = length, vocab_size
+
+    @abstractmethod
+    def _read(self, train: bool) -> tuple[list[str], list[int]]:
+        """Texts and labels of one split."""
+
+    def load(self) -> LoadedData:
+        """Read both splits, and number the words of the training texts."""
+        (train, y_train), (test, y_test) = self._read_both()
+        vocabulary = Vocabulary(train, self.vocab_size)
+        x_train, x_test = (vocabulary.encode(texts, self.length) for texts in (train, test))
+        return LoadedData(
+            x_train, torch.tensor(y_train), x_test, torch.tensor(y_test), self.num_classes, prepare=Normalize()
+        )
+
+
+class AGNews(TextDataset):
+    """AG News: 120,000 + 7,600 titles and first sentences of news, 4 classes (world, sports, business, science)."""
+
+    files = "ag_news_csv/{train,test}.csv"
+    num_classes = 4
+    url = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/{}.csv"
+    md5: ClassVar = {"train": "b1a00f826fdfbd249f79597b59e1dc12", "test": "d52ea96a97a2d943681189a97654912d"}
+
+    def _read(self, train: bool) -> tuple[list[str], list[int]]:
+        split, folder = "train" if train else "test", Path(self.data_dir) / "ag_news_csv"
+        path = folder / f"{split}.csv"
+        if self.download and not path.is_file():
+            download_url(self.url.format(split), folder, path.name, self.md5[split])
+        rows = list(read_csv(path))
+        return [" ".join(fields) for _, *fields in rows], [int(label) - 1 for label, *_ in rows]
+
+
+class IMDB(TextDataset):
+    """IMDB: 25,000 + 25,000 film reviews, 2 classes (negative, positive).
+
+    Args:
+        data_dir: Folder that holds the dataset's own file or folder.
+        download: Fetch the `folder` layout when it is missing.
+        length: Words a text; longer ones are cut, shorter ones padded.
+        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
+        layout: `folder` for the authors' aclImdb, `csv` for the one file `IMDB Dataset.csv` (review, sentiment), which
+            has no split of its own: its first half is the training set.
+
+    Raises:
+        ConfigError: `length` or `vocab_size` is too small, or `download` is asked for with `csv`.
+    """
+
+    num_classes = 2
+    url = "http://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
+    md5 = "7c2ac02c03563afcf9b574c7e56c153a"
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        download: bool = False,
+        length: int = 200,
+        vocab_size: int = 10_000,
+        layout: Literal["folder", "csv"] = "folder",
+    ) -> None:
+        super().__init__(data_dir, download, length, vocab_size)
+        if download and layout == "csv":
+            raise ConfigError(
+                "scenario.dataset.download: IMDB is fetched as a folder; set scenario.dataset.layout folder"
+            )
+        self.layout = layout
+        self.files = "IMDB Dataset.csv" if layout == "csv" else "aclImdb/{train,test}/{neg,pos}/*.txt"
+
+    def _read(self, train: bool) -> tuple[list[str], list[int]]:
+        return self._read_csv(train) if self.layout == "csv" else self._read_folder(train)
+
+    def _read_csv(self, train: bool) -> tuple[list[str], list[int]]:
+        _, *rows = read_csv(Path(self.data_dir) / self.files)
+        half = rows[: len(rows) // 2] if train else rows[len(rows) // 2 :]
+        return [text for text, _ in half], [("negative", "positive").index(sentiment) for _, sentiment in half]
+
+    def _read_folder(self, train: bool) -> tuple[list[str], list[int]]:
+        root = Path(self.data_dir) / "aclImdb"
+        if self.download and not root.is_dir():
+            download_and_extract_archive(self.url, self.data_dir, md5=self.md5)
+        folders = [root / ("train" if train else "test") / name for name in ("neg", "pos")]
+        texts = [[path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())] for folder in folders]
+        return texts[0] + texts[1], [0] * len(texts[0]) + [1] * len(texts[1])
+
+
+def read_csv(path: Path) -> Iterator[list[str]]:
+    """The rows of a csv file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.reader(file)

@@ -1,0 +1,57 @@
+"""Layers and initial weights that several convolutional networks share."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+Norm = Literal["batch", "group"]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
+    """Check that one input is an image `(channels, height, width)` large enough for a network.
+
+    Raises:
+        ValueError: It is not; the message says what the network needs.
+    """
+    if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
+        raise ValueError(
+            f"model: this network needs images (channels, height, width) of at least {smallest}x{smallest}, "
+            f"the dataset has {tuple(in_shape)}; use MLP, or another dataset"
+        )
+    return in_shape[0], in_shape[1], in_shape[2]
+
+
+class GlobalAveragePool(nn.Module):
+    """`(B, d, h, w)` to `(B, d)`; unlike adaptive pooling, deterministic on CUDA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean over height and width."""
+        return cast(Tensor, torch.mean(x, dim=(2, 3)))
+
+
+def with_norm(module: Module, norm: Norm) -> Module:
+    """Put GroupNorm in the place of every BatchNorm2d where `norm` is `group`; it has no statistics to average.
+
+    32 groups (Wu and He 2018), or the most below that which the channels and 32 have as a common divisor.
+    """
+    if norm == "group":
+        for parent in list(module.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.BatchNorm2d):
+                    groups = gcd(32, child.num_features)
+                    setattr(parent, name, nn.GroupNorm(groups, child.num_features))
+    return module
+
+
+def initialise_convolutions(module: nn.Module) -> None:
+    """He-normal weights, fan-out, for every convolution; biases zero."""
+    for child in module.modules():
+        if isinstance(child, nn.Conv2d):
+            nn.init.kaiming_normal_(child.weight, mode="fan_out", nonlinearity="relu")
+            if child.bias is not None:
+                nn.init.zeros_(child.bias)

@@ -1,0 +1,187 @@
+"""Classifiers of texts, which come as token ids `(B, length)`; 0 is padding and changes nothing they put out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from fl_lightning.data.text import PADDING, UNKNOWN
+from fl_lightning.models.base import Backbone
+from fl_lightning.models.heads import Head
+
+
+class FastText(Backbone):
+    """Mean of a text's word vectors, then a linear layer (Joulin et al. 2017).
+
+    Args:
+        in_shape: `(length,)` token ids.
+        num_classes: Number of classes, `C`.
+        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        embedding_dim: Size of a word's vector, the feature size.
+        head: What comes after the features.
+
+    Raises:
+        ValueError: The input is no text.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        num_classes: int,
+        vocab_size: int = 10_000,
+        embedding_dim: int = 64,
+        head: Head = Head(),
+    ) -> None:
+        encoder = nn.Sequential(WordVectors(in_shape, vocab_size, embedding_dim), MeanOverWords())
+        super().__init__(*head.attach(encoder, embedding_dim, num_classes))
+
+
+class TextCNN(Backbone):
+    """Convolutions over 3, 4 and 5 words and their maxima over the text, with dropout (Kim 2014).
+
+    Args:
+        in_shape: `(length,)` token ids.
+        num_classes: Number of classes, `C`.
+        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        embedding_dim: Size of a word's vector.
+        channels: Channels of each of the three convolutions; the feature size is three times that.
+        dropout: Probability of dropping a feature in training.
+        head: What comes after the features.
+
+    Raises:
+        ValueError: The input is no text.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        num_classes: int,
+        vocab_size: int = 10_000,
+        embedding_dim: int = 64,
+        channels: int = 100,
+        dropout: float = 0.5,
+        head: Head = Head(),
+    ) -> None:
+        words = WordVectors(in_shape, vocab_size, embedding_dim)
+        encoder = nn.Sequential(words, WordConvolutions(embedding_dim, channels), nn.Dropout(dropout))
+        super().__init__(*head.attach(encoder, 3 * channels, num_classes))
+
+
+class BiLSTM(Backbone):
+    """One bidirectional LSTM layer, its outputs averaged over the text: FedDW's extractor for IMDB.
+
+    Args:
+        in_shape: `(length,)` token ids.
+        num_classes: Number of classes, `C`.
+        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        embedding_dim: Size of a word's vector.
+        hidden: Units a direction; the feature size is twice that.
+        head: What comes after the features; FedDW's is `{hidden: [128, 128], classifier: bias_free}`.
+
+    Raises:
+        ValueError: The input is no text.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        num_classes: int,
+        vocab_size: int = 10_000,
+        embedding_dim: int = 64,
+        hidden: int = 128,
+        head: Head = Head(),
+    ) -> None:
+        words = WordVectors(in_shape, vocab_size, embedding_dim)
+        encoder = nn.Sequential(words, TwoWayLSTM(embedding_dim, hidden), MeanOverWords())
+        super().__init__(*head.attach(encoder, 2 * hidden, num_classes))
+
+
+class Words(NamedTuple):
+    """A batch of texts.
+
+    Args:
+        vectors: `(B, length, d)`, zero at padding.
+        real: `(B, length)` bool, False at padding.
+    """
+
+    vectors: Tensor
+    real: Tensor
+
+
+class WordVectors(nn.Embedding):
+    """Token ids `(B, length)` to `Words`.
+
+    Args:
+        in_shape: `(length,)`.
+        vocab_size: Number of vectors, padding's zero vector among them.
+        embedding_dim: Size of a vector.
+
+    Raises:
+        ValueError: `in_shape` is not that of token ids.
+    """
+
+    def __init__(self, in_shape: tuple[int, ...], vocab_size: int, embedding_dim: int) -> None:
+        if len(in_shape) != 1:
+            raise ValueError(
+                f"model: this network reads token ids (length,), the dataset has {tuple(in_shape)}; "
+                "use a text dataset such as AGNews or IMDB"
+            )
+        super().__init__(vocab_size, embedding_dim, padding_idx=PADDING)
+
+    def forward(self, ids: Tensor) -> Words:  # type: ignore[override]
+        """Look the vectors up."""
+        known = torch.where(ids < self.num_embeddings, ids, UNKNOWN)
+        return Words(super().forward(known), ids != PADDING)
+
+
+class MeanOverWords(nn.Module):
+    """`Words` to the mean of their vectors, `(B, d)`; zero for a text without words."""
+
+    def forward(self, words: Words) -> Tensor:
+        """Average over the real words."""
+        vectors, real = words
+        return vectors.sum(dim=1) / real.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+class WordConvolutions(nn.Module):
+    """`Words` to the largest response of each convolution, `(B, 3 · channels)`; windows may reach past the end.
+
+    Args:
+        embedding_dim: Size of a word's vector.
+        channels: Channels of each convolution.
+    """
+
+    windows = (3, 4, 5)
+
+    def __init__(self, embedding_dim: int, channels: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv1d(embedding_dim, channels, size) for size in self.windows)
+
+    def forward(self, words: Words) -> Tensor:
+        """Convolve, and take the maximum over the windows that start at a real word."""
+        vectors, real = words
+        maxima = []
+        for size, convolution in zip(self.windows, self.convolutions, strict=True):
+            responses = F.relu(convolution(F.pad(vectors.transpose(1, 2), (0, size - 1))))
+            # After ReLU zero is the least there is, so a window masked to zero never wins over another.
+            maxima.append((responses * real[:, None]).amax(dim=2))
+        return torch.cat(maxima, dim=1)
+
+
+class TwoWayLSTM(nn.LSTM):
+    """`Words` to `Words` of twice `hidden`, read in both directions, each beginning at a real word."""
+
+    def __init__(self, embedding_dim: int, hidden: int) -> None:
+        super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)
+
+    def forward(self, words: Words) -> Words:  # type: ignore[override]
+        """Run over the real words only."""
+        vectors, real = words
+        lengths = real.sum(dim=1).clamp(min=1).cpu()  # an empty text is read as one word of padding
+        packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(super().forward(packed)[0], batch_first=True, total_length=real.shape[1])
+        return Words(outputs, real)

@@ -1,0 +1,72 @@
+"""The command line in-process, on experiments of a second."""
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_lightning.cli import main
+
+TINY = """# FedSKC on digits, in a second.
+rounds: 3
+batch_size: 16
+scenario: {dataset: Digits, partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 20}}, clients: 4}
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm: FedSKC
+optimizer: {class_path: SGD, init_args: {lr: 0.5}}
+trainer: {max_epochs: 1, accelerator: cpu}
+logger: null
+"""
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run(*words: str | Path) -> Outcome:
+    """Run a command; its exit code and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words])
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def tiny(run_dir: Path, *words: str, text: str = TINY) -> Outcome:
+    """`fit` of the tiny experiment into a folder; the config lies beside it."""
+    config = run_dir.with_suffix(".yaml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(text)
+    outcome = run("fit", "--config", config, "--run_dir", run_dir, *words)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    """A run's metrics.csv as it stands there."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def untimed_rows(run_dir: Path) -> list[dict[str, str]]:
+    return [{name: text for name, text in row.items() if not name.startswith("time/")} for row in rows(run_dir)]
+
+
+def summary(run_dir: Path) -> dict[str, float]:
+    return json.loads((run_dir / "final" / "summary.json").read_text())
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder by its path, and every folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def table(text: str) -> dict[str, Sequence[str]]:
+    """The rows of a printed table by their first cell."""
+    lines = [line.strip(" │┃").replace("┃", "│") for line in text.splitlines()]
+    cells = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+    return {row[0]: row[1:] for row in cells}

@@ -1,0 +1,198 @@
+"""Tiny datasets in the layouts that their distributors use; each writer returns what it wrote.
+
+Images are random, labels run through the classes in turn, so that every class is there.
+"""
+
+import csv
+import hashlib
+import pickle
+import struct
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from scipy.io import savemat
+
+
+class Split(NamedTuple):
+    x: Any
+    y: list[int]
+
+
+def images(n: int, *shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
+
+
+def labels(n: int, classes: int) -> list[int]:
+    return list(islice(cycle(range(classes)), n))
+
+
+def random_split(n: int, classes: int, *shape: int, seed: int) -> Split:
+    return Split(images(n, *shape, seed=seed), labels(n, classes))
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+def write_idx(folder: Path, prefixes: tuple[str, str], classes: int, n: tuple[int, int], first: int = 0) -> list[Split]:
+    """MNIST's files; `prefixes` name the splits, and labels count from `first`."""
+    folder.mkdir(parents=True)
+    splits = [random_split(size, classes, 28, 28, seed=i) for i, size in enumerate(n)]
+    for prefix, (x, y) in zip(prefixes, splits, strict=True):
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(x))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.array(y, np.uint8) + first))
+    return splits
+
+
+def write_mnist(root: Path, name: str = "MNIST", n: tuple[int, int] = (60, 20)) -> list[Split]:
+    return write_idx(root / name / "raw", ("train", "t10k"), 10, n)
+
+
+def write_emnist(root: Path, split: str, n: tuple[int, int] = (188, 94)) -> list[Split]:
+    classes, first = (26, 1) if split == "letters" else (47, 0)
+    return write_idx(root / "EMNIST" / "raw", (f"emnist-{split}-train", f"emnist-{split}-test"), classes, n, first)
+
+
+def write_cifar(
+    root: Path, classes: int, monkeypatch: pytest.MonkeyPatch, n: tuple[int, int] = (200, 100)
+) -> list[Split]:
+    """The pickled batches; torchvision is told the checksums of these instead of the real ones."""
+    source = {10: torchvision.datasets.CIFAR10, 100: torchvision.datasets.CIFAR100}[classes]
+    key = {10: "labels", 100: "fine_labels"}[classes]
+    folder = root / source.base_folder
+    folder.mkdir(parents=True)
+    splits = [random_split(size, classes, 3, 32, 32, seed=i) for i, size in enumerate(n)]
+    for which, (x, y) in zip(("train_list", "test_list"), splits, strict=True):
+        names = [name for name, _ in getattr(source, which)]
+        pieces = zip(names, np.array_split(x, len(names)), np.array_split(y, len(names)), strict=True)
+        batches = {name: {"data": piece.reshape(-1, 3072), key: own.tolist()} for name, piece, own in pieces}
+        monkeypatch.setattr(source, which, [[name, pickled(folder / name, batches[name])] for name in names])
+    meta = {source.meta["key"]: [f"class {j}" for j in range(classes)]}
+    checksum = pickled(folder / source.meta["filename"], meta)
+    monkeypatch.setattr(source, "meta", {**source.meta, "md5": checksum})
+    return splits
+
+
+def pickled(path: Path, content: dict[str, Any]) -> str:
+    """Write an entry as numpy 1 and Python 2 did, the way the real files are; its checksum."""
+    old = pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    path.write_bytes(old.replace(b"\x89\x88\x87", b"K\x00K\x01\x87"))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def write_svhn(root: Path, monkeypatch: pytest.MonkeyPatch, n: tuple[int, int] = (60, 20)) -> list[Split]:
+    """MATLAB files, channels before samples, the digit 0 as class 10."""
+    splits = [random_split(size, 10, 3, 32, 32, seed=i) for i, size in enumerate(n)]
+    known = dict(torchvision.datasets.SVHN.split_list)
+    for name, (x, y) in zip(("train", "test"), splits, strict=True):
+        path = root / f"{name}_32x32.mat"
+        digits = np.array([digit or 10 for digit in y], np.uint8)[:, None]
+        savemat(path, {"X": x.transpose(2, 3, 1, 0), "y": digits})
+        known[name] = [known[name][0], path.name, hashlib.md5(path.read_bytes()).hexdigest()]
+    monkeypatch.setattr(torchvision.datasets.SVHN, "split_list", known)
+    return splits
+
+
+def write_pathmnist(root: Path, n: tuple[int, int] = (54, 18)) -> list[Split]:
+    splits = [random_split(size, 9, 28, 28, 3, seed=i) for i, size in enumerate(n)]
+    arrays = {}
+    for name, (x, y) in zip(("train", "test"), splits, strict=True):
+        arrays |= {f"{name}_images": x, f"{name}_labels": np.array(y, np.uint8)[:, None]}
+    validation = {"val_images": images(9, 28, 28, 3), "val_labels": np.zeros((9, 1), np.uint8)}
+    np.savez_compressed(root / "pathmnist.npz", **arrays, **validation)
+    return splits
+
+
+def write_tiny_imagenet(root: Path, classes: int = 200, n: tuple[int, int] = (1, 1)) -> list[Split]:
+    """Folders of JPEGs, one colour a picture; `n` is training and test pictures a class. Some are grey, as in fact."""
+    folder = root / "tiny-imagenet-200"
+    (folder / "val" / "images").mkdir(parents=True)
+    names = [f"n{j:08d}" for j in np.random.default_rng(0).permutation(classes)]
+    (folder / "wnids.txt").write_text("\n".join(names) + "\n")
+    train, test, rows = Split([], []), Split([], []), []
+    for j, name in enumerate(names):
+        own = folder / "train" / name / "images"
+        own.mkdir(parents=True)
+        for i in range(n[0]):
+            train.x.append(jpeg(own / f"{name}_{i}.JPEG", j, i))
+            train.y.append(j)
+        (folder / "train" / name / f"{name}_boxes.txt").write_text("0\t0\t62\t62\n")
+    for number in range(n[1] * classes):
+        j = number % classes
+        test.x.append(jpeg(folder / "val" / "images" / f"val_{number}.JPEG", j, 100 + number))
+        test.y.append(j)
+        rows.append(f"val_{number}.JPEG\t{names[j]}\t0\t0\t62\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(rows))
+    return [train, test]
+
+
+def jpeg(path: Path, label: int, number: int) -> tuple[int, int, int]:
+    """A picture of one colour: grey ones have one channel in the file."""
+    grey = number % 3 == 0
+    colour = (label % 256,) * 3 if grey else (label % 256, number % 256, 80)
+    picture = Image.new("L" if grey else "RGB", (64, 64), colour[0] if grey else colour)
+    picture.save(path, quality=100, subsampling=0)
+    return colour
+
+
+NEWS = ["peace talks", "cup final", "shares rise", "new planet"]
+
+
+def write_ag_news(root: Path, n: tuple[int, int] = (40, 16)) -> list[Split]:
+    """Quoted csv rows of class from 1, title, description; some with commas, quotes and line breaks inside."""
+    folder = root / "ag_news_csv"
+    folder.mkdir()
+    splits = []
+    for name, size in zip(("train", "test"), n, strict=True):
+        y = labels(size, 4)
+        rows = [(str(j + 1), f"{NEWS[j]}, {i}", f'they said: "{name} {NEWS[j]}"\nagain') for i, j in enumerate(y)]
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+        splits.append(Split([f"{title} {text}" for _, title, text in rows], y))
+    return splits
+
+
+def write_imdb_folder(root: Path, n: tuple[int, int] = (20, 10)) -> list[Split]:
+    """`n` is training and test reviews a class; unlabelled ones lie beside them, as in fact."""
+    splits = []
+    for name, size in zip(("train", "test"), n, strict=True):
+        split = Split([], [])
+        for label, (mood, word) in enumerate((("neg", "dreadful"), ("pos", "splendid"))):
+            folder = root / "aclImdb" / name / mood
+            folder.mkdir(parents=True)
+            for i in range(size):
+                text = f"A {word} film.<br /><br />Café number {i}"
+                (folder / f"{i}_{1 + 9 * label}.txt").write_text(text, encoding="utf-8")
+        for label, mood in enumerate(("neg", "pos")):
+            paths = sorted((root / "aclImdb" / name / mood).iterdir())
+            split.x.extend(path.read_text(encoding="utf-8") for path in paths)
+            split.y.extend([label] * len(paths))
+        splits.append(split)
+    unlabelled = root / "aclImdb" / "train" / "unsup"
+    unlabelled.mkdir()
+    (unlabelled / "0_0.txt").write_text("unsupervised")
+    return splits
+
+
+def write_imdb_csv(root: Path, n: int = 24) -> list[Split]:
+    y = labels(n, 2)
+    texts = [f'review {i}, "{("dreadful", "splendid")[j]}"' for i, j in enumerate(y)]
+    with (root / "IMDB Dataset.csv").open("w", newline="") as file:
+        moods = [("negative", "positive")[j] for j in y]
+        csv.writer(file).writerows([("review", "sentiment"), *zip(texts, moods, strict=True)])
+    return [Split(texts[: n // 2], y[: n // 2]), Split(texts[n // 2 :], y[n // 2 :])]
+
+
+def write_arrays(path: Path) -> None:
+    train, test = random_split(60, 3, 8, 8, seed=0), random_split(30, 3, 8, 8, seed=1)
+    np.savez(path, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y)
+
+
+def same(x: torch.Tensor, expected: np.ndarray) -> bool:
+    return x.dtype == torch.uint8 and np.array_equal(x.numpy(), expected)

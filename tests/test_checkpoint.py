@@ -1,0 +1,409 @@
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning.checkpoint import CheckpointFolder, write_atomically
+from fl_lightning.errors import CheckpointError
+from fl_lightning.interrupt import DeferredSignals
+
+STATE: dict[str, Any] = {
+    "round": 3,
+    "state": {"model": {"w": torch.tensor([0.1, float("nan"), -0.0, float("inf")]), "n": torch.tensor(7)}},
+    "memory": {0: {"c": {"half": torch.tensor([0.3], dtype=torch.bfloat16)}}, 12: {}},
+    "callbacks": {"Checkpointing": {"best": 0.1 + 0.2, "best_round": None, "names": ["µ", "a\nb"], "on": True}},
+}
+
+
+def fail(message: str) -> None:
+    raise AssertionError(message)
+
+
+def flatten(value: Any) -> Any:
+    """Something that `==` compares by type and by every bit."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return [(flatten(key), flatten(item)) for key, item in value.items()]
+    if isinstance(value, list):
+        return list(map(flatten, value))
+    return type(value), value
+
+
+def three(path: Path) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(path)
+    for round in (1, 2, 3):
+        checkpoints.write(round, {"round": round, "w": torch.full((4,), float(round))})
+    return checkpoints
+
+
+# --- Sound ---
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    folder = checkpoints.write(3, STATE)
+    assert folder == tmp_path / "run" / "checkpoints" / "round-000003"
+    assert flatten(checkpoints.read(3)) == flatten(STATE)
+    assert flatten(checkpoints.newest(fail)) == flatten(STATE)
+
+
+def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path).write(12, STATE)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.pt"]
+    digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
+    assert json.loads((folder / "manifest.json").read_text()) == {
+        "round": 12,
+        "files": {"state.pt": f"sha256:{digest}"},
+    }
+
+
+def test_writing_leaves_nothing_else_behind(tmp_path: Path) -> None:
+    three(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002", "round-000003"]
+
+
+def test_rounds_are_listed_newest_first_by_number(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    for round in (9, 1_000_000, 10, 999_999):
+        checkpoints.write(round, {})
+    assert checkpoints.rounds() == [1_000_000, 999_999, 10, 9]
+
+
+def test_a_round_written_again_is_replaced(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    checkpoints.write(2, {"again": 1})
+    assert checkpoints.read(2) == {"again": 1}
+    assert checkpoints.rounds() == [3, 2, 1]
+
+
+def test_where_nothing_was_written_there_is_nothing(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "none")
+    assert checkpoints.rounds() == []
+    assert checkpoints.newest(fail) is None
+    checkpoints.prune(set())
+
+
+def test_a_folder_of_another_name_is_no_checkpoint_and_survives_pruning(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    shutil.copytree(tmp_path / "round-000003", tmp_path / "round-000003.bak")
+    assert checkpoints.rounds() == [3, 2, 1]
+    checkpoints.prune({2})
+    assert sorted(os.listdir(tmp_path)) == ["round-000002", "round-000003.bak"]
+
+
+@pytest.mark.parametrize("keep", [set(), {2}, {1, 3}, {3, 77}])
+def test_prune_keeps_the_rounds_it_is_given(keep: set[int], tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    checkpoints.prune(keep)
+    assert set(checkpoints.rounds()) == keep & {1, 2, 3}
+
+
+# --- Damaged ---
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_any_flipped_bit_of_the_state_is_found(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    path = checkpoints.write(1, STATE) / "state.pt"
+    size = path.stat().st_size
+    for place in range(0, size, size // 50):
+        flip(path, place, place % 8)
+        with pytest.raises(CheckpointError, match=r"round-000001 is damaged: state.pt does not match its checksum"):
+            checkpoints.read(1)
+        flip(path, place, place % 8)
+    assert flatten(checkpoints.read(1)) == flatten(STATE)
+
+
+def test_a_flipped_bit_of_the_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    path = checkpoints.write(1, STATE) / "manifest.json"
+    refused = 0
+    for place in range(path.stat().st_size):
+        flip(path, place, place % 8)
+        try:
+            assert flatten(checkpoints.read(1)) == flatten(STATE)
+        except CheckpointError as error:
+            refused += "\n" not in str(error)
+        flip(path, place, place % 8)
+    assert refused >= 64  # at least where the checksum itself is hit
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "state.pt", (folder / "state.pt").stat().st_size - 1)
+
+
+def empty(folder: Path) -> None:
+    os.truncate(folder / "state.pt", 0)
+
+
+def flip_one(folder: Path) -> None:
+    flip(folder / "state.pt", 100)
+
+
+def lose_state(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def truncate_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 20)
+
+
+DAMAGES = [truncate, empty, flip_one, lose_state, lose_manifest, truncate_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(damage: Any, tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    damage(tmp_path / "round-000003")
+    reports: list[str] = []
+    state = checkpoints.newest(reports.append)
+    assert state is not None
+    assert state["round"] == 2
+    assert len(reports) == 1
+    assert f"checkpoint {tmp_path / 'round-000003'} is damaged: " in reports[0]
+    assert reports[0].endswith("; using the one before it")
+    assert "\n" not in reports[0]
+
+
+def test_where_every_checkpoint_is_damaged_each_is_reported_and_the_run_cannot_go_on(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    for round, damage in zip((1, 2, 3), DAMAGES, strict=False):
+        damage(tmp_path / f"round-00000{round}")
+    reports: list[str] = []
+    with pytest.raises(CheckpointError, match=r"^every checkpoint in .* is damaged: start the run again$"):
+        checkpoints.newest(reports.append)
+    assert [f"round-00000{round}" in report for round, report in zip((3, 2, 1), reports, strict=True)] == [True] * 3
+
+
+def test_a_sound_newest_checkpoint_is_used_whatever_lies_before_it(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    truncate(tmp_path / "round-000002")
+    state = checkpoints.newest(fail)
+    assert state is not None
+    assert state["round"] == 3
+
+
+def test_a_round_that_was_never_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="round-000009"):
+        three(tmp_path).read(9)
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("dump", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])
+def test_code_in_a_checkpoint_is_refused_and_does_not_run(dump: Any, tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    folder = tmp_path / "round-000003"
+    dump({"round": 3, "w": Trap(tmp_path / "sprung")}, folder / "state.pt")
+    digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({"round": 3, "files": {"state.pt": f"sha256:{digest}"}}))
+    with pytest.raises(CheckpointError, match="round-000003"):
+        checkpoints.read(3)
+    assert not (tmp_path / "sprung").exists()
+
+
+# --- Killed and out of space ---
+
+KILLED_AT_EVERY_STEP = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from fl_lightning.checkpoint import CheckpointFolder
+
+steps = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+armed, left = False, 0
+
+def count_down(event, args):
+    global left
+    if armed and event in steps:
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Fatal:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def survives(folder, action, step):
+    global armed, left
+    checkpoints = CheckpointFolder(folder)
+    for round in (1, 2):
+        checkpoints.write(round, {"round": round, "w": torch.zeros(4)})
+    child = os.fork()
+    if child == 0:
+        armed, left = True, step
+        action(checkpoints)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+state = {"round": 9, "w": torch.ones(4)}
+actions = {
+    "new": lambda c: c.write(3, state),
+    "again": lambda c: c.write(2, state),
+    "prune": lambda c: c.prune({2}),
+}
+sys.addaudithook(count_down)
+root = Path(sys.argv[1])
+for name, action in actions.items():
+    step = 0
+    while not survives(root / f"{name}-{step:03d}", action, step):
+        step += 1
+survives(root / "new-in-save", lambda c: c.write(3, {"w": torch.zeros(9), "x": Fatal()}), 10**9)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for each step of each action at which its process was killed."""
+    root = tmp_path_factory.mktemp("killed")
+    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(root)], check=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("action", "outcomes"), [("new", {2, 9}), ("again", {1, 2, 9}), ("prune", {2})], ids=["new", "again", "prune"]
+)
+def test_a_kill_anywhere_leaves_only_whole_checkpoints(action: str, outcomes: set[int], killed: Path) -> None:
+    folders = sorted(killed.glob(f"{action}-*"))
+    assert len(folders) > 4
+    seen = set()
+    for folder in folders:
+        checkpoints = CheckpointFolder(folder)
+        state = checkpoints.newest(fail)
+        assert state is not None
+        seen.add(state["round"])
+        for round in checkpoints.rounds():
+            checkpoints.read(round)
+    assert {2, max(outcomes)} <= seen <= outcomes
+
+
+def test_what_a_killed_writer_left_is_cleared_away(killed: Path) -> None:
+    folders = list(killed.glob("new-*"))
+    littered = [folder for folder in folders if any(name.startswith(".") for name in os.listdir(folder))]
+    assert killed / "new-in-save" in littered
+    for folder in littered:
+        CheckpointFolder(folder).prune({1, 2, 3})
+        assert {"round-000001", "round-000002"} <= set(os.listdir(folder)) <= {f"round-00000{k}" for k in (1, 2, 3)}
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_refuses_gives_one_line_and_spoils_nothing(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    with (
+        files_no_larger_than(20_000),
+        pytest.raises(CheckpointError, match=r"^cannot write checkpoint .*round-000004: ") as caught,
+    ):
+        checkpoints.write(4, {"w": torch.zeros(50_000)})
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002", "round-000003"]
+
+
+def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^cannot write checkpoint .*round-000001: "):
+        CheckpointFolder(tmp_path / "file" / "checkpoints").write(1, {})
+
+
+# --- write_atomically ---
+
+
+@pytest.mark.parametrize(("content", "expected"), [("µ\n1", "µ\n1".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")])
+def test_a_file_is_written_whole_and_alone(content: str | bytes, expected: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "file.txt"
+    write_atomically(path, "something longer that was there before")
+    write_atomically(path, content)
+    assert path.read_bytes() == expected
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_who_reads_during_a_write_sees_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old content")
+    with path.open() as reader:
+        write_atomically(path, "new")
+        assert reader.read() == "old content"
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+    with files_no_larger_than(1000), pytest.raises(OSError, match="too large"):
+        write_atomically(path, "new" * 1000)
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+# --- DeferredSignals ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_noted_and_a_second_one_acts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with DeferredSignals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received == number
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == number
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), DeferredSignals():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    inside = []
+
+    def work() -> None:
+        with DeferredSignals():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]

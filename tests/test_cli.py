@@ -1,0 +1,504 @@
+"""The commands, in-process, on tiny runs of digits."""
+
+import inspect
+import os
+import re
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
+
+from fl_lightning import FederatedOrchestrator, algorithms, callbacks, cli, data, models
+from fl_lightning.data import Digits, Dirichlet, Scenario
+
+RICH = """# Everything nested that a config can hold.
+rounds: 2
+seed: 3
+scenario: {dataset: Digits, partition: {class_path: Pathological, init_args: {classes_per_client: 3}}, clients: 4}
+model: {class_path: MLP, init_args: {hidden: [8, 4]}}
+algorithm: {class_path: FedAvg, init_args: {loss_terms: [{class_path: LocalContrastive, init_args: {tau: 0.5}}]}}
+optimizer: {class_path: Adam, init_args: {lr: 1e-3, betas: [0.8, 0.9]}}
+lr_scheduler: {class_path: StepLR, init_args: {step_size: 1}}
+round_lr_scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.9}}
+callbacks: [{class_path: EarlyStopping, init_args: {patience: 5}}]
+evaluation: {clients: received, targets: [0.25]}
+trainer: {max_epochs: 1, accelerator: cpu, gradient_clip_val: 1.0}
+logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of three rounds, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    return run_dir, tiny(run_dir, "--evaluation.clients", "received", "--seed", "5")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder but for tiny.yaml."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def printed_config(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fit", *words, "--print_config"])
+    assert end.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+# --- Help and --print_config ---
+
+
+def help_text(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    assert end.value.code in (0, None)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_tells_of_every_command(capsys):
+    text = help_text(capsys, "--help")
+    for command in ("fit", "test", "partition", "list"):
+        assert re.search(rf" {command} [A-Z]", text)
+
+
+def test_help_of_fit_tells_of_every_key_and_of_nothing_more_of_lightnings_trainer(capsys):
+    text = help_text(capsys, "fit", "--help")
+    for name in inspect.signature(FederatedOrchestrator).parameters:
+        assert f"--{name}" in text
+    for name in inspect.signature(Scenario).parameters:
+        assert f"--scenario.{name}" in text
+    assert "How many clients take part in a round, drawn anew each time; all by default." in text
+    assert "--trainer.precision" in text
+    assert "--trainer.logger" not in text
+
+
+@pytest.mark.parametrize("name", ["FedSKC", "fl_lightning.algorithms.FedSKC"])
+def test_help_of_a_class_path_tells_of_its_arguments(name, capsys):
+    text = help_text(capsys, "fit", "--algorithm.help", name)
+    for argument in inspect.signature(algorithms.FedSKC).parameters:
+        assert f"--algorithm.{argument}" in text
+    assert "Temperature τ of the contrastive loss (Eq. 3). (type: float, default: 0.08)" in text
+
+
+@pytest.mark.parametrize("text", [TINY, RICH], ids=["tiny", "rich"])
+def test_a_printed_config_is_a_config_that_prints_itself(text, here, capsys):
+    Path("own.yaml").write_text(text)
+    printed = printed_config(capsys, "--config", "own.yaml")
+    Path("printed.yaml").write_text(printed)
+    assert printed_config(capsys, "--config", "printed.yaml") == printed
+    assert run("fit", "--config", "printed.yaml", "--run_dir", "printed", "--rounds", "2").code == 0
+    assert run("fit", "--config", "own.yaml", "--run_dir", "own", "--rounds", "2").code == 0
+    assert Path("printed/final/model.pt").read_bytes() == Path("own/final/model.pt").read_bytes()
+    assert Path("printed/config.yaml").read_bytes() == Path("own/config.yaml").read_bytes()
+
+
+def test_a_printed_config_holds_what_the_file_says(here, capsys):
+    Path("own.yaml").write_text(RICH)
+    printed = yaml.safe_load(printed_config(capsys, "--config", "own.yaml"))
+    assert printed["algorithm"]["init_args"]["loss_terms"][0]["init_args"]["tau"] == 0.5
+    assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
+    assert printed["callbacks"][0]["init_args"]["patience"] == 5
+    assert printed["evaluation"] == {"clients": "received", "personal_on_global": False, "targets": [0.25]}
+    assert printed["logger"]["init_args"]["save_dir"] == "logs"
+
+
+def test_the_shell_overrides_the_config_and_a_later_config_an_earlier_one(here, capsys):
+    Path("more.yaml").write_text("rounds: 8\nbatch_size: 5\n")
+    words = ["--config", "tiny.yaml", "--config", "more.yaml", "--algorithm.tau", "0.5", "--scenario.clients=7"]
+    printed = yaml.safe_load(printed_config(capsys, *words, "--batch_size", "6", "--model.hidden", "[3, 2]"))
+    assert (printed["rounds"], printed["batch_size"], printed["seed"]) == (8, 6, 0)
+    assert printed["scenario"]["clients"] == 7
+    assert printed["scenario"]["partition"]["init_args"]["alpha"] == 0.5
+    assert printed["algorithm"]["init_args"]["tau"] == 0.5
+    assert printed["model"]["init_args"]["hidden"] == [3, 2]
+
+
+@pytest.mark.parametrize("words", [["--config", "{}"], ["--config={}"], ["-c", "{}"]])
+def test_a_bare_config_name_is_a_file_here_or_else_a_shipped_one(words, here, capsys):
+    words = [word.format("digits_fedskc.yaml") for word in words]
+    assert yaml.safe_load(printed_config(capsys, *words))["rounds"] == 30
+    Path("digits_fedskc.yaml").write_text(TINY.replace("rounds: 3", "rounds: 77"))
+    assert yaml.safe_load(printed_config(capsys, *words))["rounds"] == 77
+
+
+# --- list ---
+
+LISTED = {
+    "algorithms": (algorithms, algorithms.Algorithm, {"FedAvg", "FedSKC"}),
+    "datasets": (data, data.Dataset, {"Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "Arrays"}),
+    "models": (models, models.Backbone, {"MLP", "CNN", "ResNet8"}),
+    "partitions": (data, data.Partition, {"IID", "Dirichlet", "Pathological"}),
+    "callbacks": (callbacks, callbacks.RoundCallback, {"Checkpointing", "EarlyStopping", "RoundProgress"}),
+}
+
+
+def listed(text):
+    """Names and lines by kind: kinds stand at the margin, what they hold is indented."""
+    kinds, names = {}, {}
+    for line in text.splitlines():
+        if line.startswith(" "):
+            name, words = line.split(maxsplit=1)
+            names[name] = words
+        else:
+            names = kinds[line] = {}
+    return kinds
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_list_names_all_of_a_kind_with_the_first_line_of_its_docstring(kind):
+    module, base, known = LISTED[kind]
+    code, out, err = run("list", kind)
+    assert (code, err) == (0, "")
+    names = listed(out)
+    assert list(names) == [kind]
+    assert known <= names[kind].keys()
+    exported = {name: getattr(module, name) for name in module.__all__ if inspect.isclass(getattr(module, name))}
+    wanted = {name: cls for name, cls in exported.items() if base in cls.__mro__[1:]}
+    assert names[kind] == {name: cls.__doc__.strip().split("\n")[0] for name, cls in wanted.items()}
+    assert list(names[kind]) == sorted(names[kind], key=str.lower)
+
+
+def test_list_names_the_shipped_configs_with_their_first_line():
+    code, out, _ = run("list", "configs")
+    assert code == 0
+    shipped = (Path(__file__).parent.parent / "configs").glob("*.yaml")
+    lines = {path.name: path.read_text().splitlines()[0].removeprefix("# ") for path in shipped}
+    assert listed(out)["configs"] == lines
+    assert "digits_fedskc.yaml" in lines
+
+
+def test_list_alone_lists_every_kind():
+    code, out, _ = run("list")
+    assert code == 0
+    assert list(listed(out)) == [*LISTED, "configs"]
+    for kind in LISTED:
+        assert listed(out)[kind] == listed(run("list", kind).out)[kind]
+
+
+# --- partition ---
+
+
+def counted(seed, classes=10):
+    """Who holds what in the tiny experiment, counted sample by sample."""
+    built = Scenario(Digits(), Dirichlet(0.5, min_samples=20), clients=4).build(seed)
+    labels = built.data.y_train.tolist()
+    counts = {}
+    for split in ("train", "test"):
+        counts[split] = np.zeros((4, classes), dtype=int)
+        for client, shard in enumerate(built.shards):
+            for index in getattr(shard, split).tolist():
+                counts[split][client, labels[index]] += 1
+    return counts
+
+
+def counts_in(path):
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    assert lines[0] == ["client", "split", *(f"class_{label}" for label in range(10))]
+    return {
+        split: np.array([[int(n) for n in line[2:]] for line in lines[1:] if line[1] == split])
+        for split in ("train", "test")
+    }
+
+
+def test_partition_prints_and_draws_the_true_counts(here):
+    code, out, err = run("partition", "--config", "tiny.yaml", "--out", "drawn/here")
+    assert (code, err) == (0, "")
+    true = counted(seed=0)
+    lines = out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("client"))
+    assert lines[header].split() == ["client", *map(str, range(10)), "train", "test"]
+    for client in range(4):
+        cells = re.sub("[░▒▓█]", "", lines[header + 1 + client]).split()
+        held = [str(n) for n in true["train"][client] if n]
+        assert cells == [str(client), *held, str(true["train"][client].sum()), str(true["test"][client].sum())]
+
+    written = counts_in(Path("drawn/here/partition.csv"))
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(written[split], true[split])
+    assert true["train"].sum() + true["test"].sum() == 1437
+    picture = Path("drawn/here/partition.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert min(struct.unpack(">II", picture[16:24])) > 100
+    assert {path.name for path in here.iterdir()} == {"tiny.yaml", "drawn"}
+
+
+def test_partition_without_out_writes_nothing_and_fit_has_the_same(finished, here):
+    before = contents(here)
+    assert run("partition", "--config", "tiny.yaml").code == 0
+    assert contents(here) == before
+    written = counts_in(finished[0] / "partition.csv")
+    for split, true in counted(seed=5).items():
+        np.testing.assert_array_equal(written[split], true)
+
+
+def test_partition_needs_a_scenario_alone(here):
+    scenario = ["--scenario.dataset", "Digits", "--scenario.partition", "IID", "--scenario.clients", "2"]
+    code, out, _ = run("partition", *scenario)
+    assert code == 0
+    assert re.search(r"^0 .* 539 +180 *$", out, re.M)  # 1437 samples, 719 and 718 a client, a quarter for its test
+
+
+# --- fit ---
+
+
+def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
+    run_dir, _ = finished
+    files = {"config.yaml", "metrics.csv", "partition.csv", "final/model.pt", "final/summary.json"}
+    for round in {2, 3, summary(run_dir)["global/acc_best_round"]}:
+        files |= {f"checkpoints/round-{round:06d}/{name}" for name in ("manifest.json", "state.pt")}
+    assert {name for name, content in contents(run_dir).items() if content is not None} == files
+    assert [row["round"] for row in rows(run_dir)] == ["1", "2", "3"]
+    weights = torch.load(run_dir / "final" / "model.pt", weights_only=True)
+    model = models.MLP((1, 8, 8), 10, hidden=(8,))
+    model.load_state_dict(weights)
+    held_out = Digits().load()
+    with torch.no_grad():
+        right = (model(held_out.x_test).argmax(1) == held_out.y_test).sum().item()
+    assert right / len(held_out.y_test) == pytest.approx(float(rows(run_dir)[-1]["global/acc"]), abs=1e-12)
+
+
+def test_fit_ends_with_a_table_of_the_summary_and_the_summary_is_of_the_metrics(finished):
+    run_dir, outcome = finished
+    told, figures, metrics = table(outcome.out), summary(run_dir), rows(run_dir)
+    for label, name in (("global acc", "global/acc"), ("client acc", "client/acc_mean")):
+        series = [float(row[name]) for row in metrics]
+        best = max(series)
+        assert figures[f"{name}_last"] == series[-1]
+        assert figures[f"{name}_best"] == best
+        assert figures[f"{name}_best_round"] == 1 + series.index(best)
+        assert told[label] == [f"{series[-1]:.4f}", f"{best:.4f}", str(1 + series.index(best))]
+    for target in (0.5, 0.8, 0.9):
+        reached = [int(row["round"]) for row in metrics if float(row["global/acc"]) >= target]
+        assert figures[f"R_{target}"] == (reached[0] if reached else None)
+        assert told[f"R_{target} (global)"][0] == (f"round {reached[0]}" if reached else "not reached")
+    for way in ("up", "down"):
+        total = sum(int(row[f"comm/{way}_bytes"]) for row in metrics)
+        assert figures[f"comm/total_{way}_bytes"] == total
+        assert told[f"bytes {way}"][0] == f"{total / 1000:.3g} kB"
+    assert outcome.out.endswith(f"run: {run_dir}\n")
+
+
+def test_fit_shows_a_line_a_round_and_nothing_of_lightnings(finished):
+    _, (_, out, err) = finished
+    assert err == ""
+    lines = out.splitlines()
+    for round, line in enumerate(lines[:3], 1):
+        assert re.fullmatch(
+            rf"round {round}/3  global acc 0\.\d{{4}}  client acc 0\.\d{{4}}  loss \d\.\d{{4}}  left \d+ s", line
+        )
+    assert lines[3].split() == ["3", "rounds"]
+
+
+def test_a_runs_config_runs_again_to_the_same_bytes(finished, tmp_path):
+    run_dir, _ = finished
+    assert run("fit", "--config", run_dir / "config.yaml", "--run_dir", tmp_path / "again").code == 0
+    for name in ("final/model.pt", "final/summary.json", "partition.csv", "config.yaml"):
+        assert (tmp_path / "again" / name).read_bytes() == (run_dir / name).read_bytes()
+    assert untimed_rows(tmp_path / "again") == untimed_rows(run_dir)
+
+
+def test_a_run_lies_under_the_configs_name_and_the_time(here):
+    for _ in range(2):
+        assert run("fit", "--config", "tiny.yaml", "--rounds", "1").code == 0
+    names = [path.name for path in Path("runs/tiny").iterdir()]
+    assert len(names) == 2
+    for name in names:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d-[0-9a-f]{6}", name)
+
+
+def test_without_log_clients_no_client_has_a_column(tmp_path):
+    tiny(tmp_path / "run", "--rounds", "1", "--log_clients", "false")
+    assert [name for name in rows(tmp_path / "run")[0] if re.match(r"client_\d", name)] == []
+
+
+# --- test ---
+
+
+def test_test_gives_the_figures_of_the_last_round(finished):
+    run_dir, _ = finished
+    before = contents(run_dir)
+    code, out, err = run("test", run_dir)
+    assert (code, err) == (0, "")
+    assert "after round 3" in out
+    last, told = rows(run_dir)[-1], table(out)
+    names = [name for name in last if name.startswith(("global/", "client/acc", "client/loss"))]
+    assert len(names) == 7
+    for name in names:
+        assert told[name] == [f"{float(last[name]):.4f}"]
+    assert contents(run_dir) == before
+
+
+@pytest.fixture
+def half_finished(finished, tmp_path):
+    """What a kill leaves after the third row was written and before its checkpoint."""
+    run_dir = tmp_path / "half"
+    shutil.copytree(finished[0], run_dir)
+    shutil.rmtree(run_dir / "final")
+    shutil.rmtree(run_dir / "checkpoints" / "round-000003")
+    return run_dir
+
+
+def test_test_works_on_a_half_finished_run(half_finished):
+    code, out, err = run("test", half_finished)
+    assert (code, err) == (0, "")
+    assert "after round 2" in out
+    assert table(out)["global/acc"] == [f"{float(rows(half_finished)[1]['global/acc']):.4f}"]
+
+
+def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):
+    largest_loss = "[{class_path: Checkpointing, init_args: {keep_last: 2, monitor: global/loss, mode: max}}]"
+    tiny(tmp_path / "run", "--rounds", "4", "--callbacks", largest_loss)
+    losses = [float(row["global/loss"]) for row in rows(tmp_path / "run")]
+    best = 1 + losses.index(max(losses))
+    assert best < 3
+    for checkpoint, round in (("best", best), ("last", 4), ("3", 3), (str(best), best)):
+        code, out, _ = run("test", tmp_path / "run", "--checkpoint", checkpoint)
+        assert code == 0
+        assert f"after round {round}" in out
+        assert table(out)["global/loss"] == [f"{losses[round - 1]:.4f}"]
+
+
+# --- fit --resume ---
+
+
+def test_a_resumed_run_goes_on_to_what_an_uninterrupted_one_comes_to(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    tiny(whole, "--rounds", "4")
+    tiny(parts, "--rounds", "2")
+    assert yaml.safe_load((parts / "config.yaml").read_text())["rounds"] == 2
+    code, out, err = run("fit", "--resume", parts, "--rounds", "4")
+    assert (code, err) == (0, "")
+    assert out.startswith("round 3/4")
+    for name in ("final/model.pt", "final/summary.json", "partition.csv", "config.yaml"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    assert untimed_rows(parts) == untimed_rows(whole)
+    assert table(out) == table(run("fit", "--resume", whole).out)
+
+
+def test_a_half_finished_run_is_finished_by_resume(half_finished, finished):
+    code, out, _ = run("fit", f"--resume={half_finished}")
+    assert code == 0
+    assert out.startswith("round 3/3")
+    for name in ("final/model.pt", "final/summary.json"):
+        assert (half_finished / name).read_bytes() == (finished[0] / name).read_bytes()
+    assert untimed_rows(half_finished) == untimed_rows(finished[0])
+
+
+def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, tmp_path):
+    run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    before = contents(run_dir)
+    code, out, err = run("fit", "--resume", run_dir)
+    assert (code, err) == (0, "")
+    assert contents(run_dir) == before
+    assert table(out) == table(finished[1].out)
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_anew(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shutil.copy(finished[0] / "config.yaml", run_dir)
+    assert run("fit", "--resume", run_dir).code == 0
+    assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
+
+
+def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
+    run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    free = [
+        "--keep_checkpoints",
+        "3",
+        "--log_clients",
+        "false",
+        "--evaluate_every",
+        "2",
+        "--evaluation.targets",
+        "[0.1]",
+    ]
+    code, out, _ = run("fit", "--resume", run_dir, *free, "--rounds", "4")
+    assert code == 0
+    assert "R_0.1 (global)" in out
+    last = rows(run_dir)[-1]
+    assert last["round"] == "4"
+    assert last["client_0/acc"] == ""
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_damaged_checkpoint_is_told_of_in_one_line(finished, tmp_path):
+    run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    (run_dir / "checkpoints/round-000003/state.pt").write_bytes(b"")
+    code, _, err = run("fit", "--resume", run_dir)
+    assert code == 0
+    assert re.fullmatch(
+        r"fl-lightning: warning: checkpoint \S+round-000003 is damaged: .*; using the one before it\n", err
+    )
+    assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
+
+
+# --- main ---
+
+
+def test_main_reads_the_shells_words_by_default(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fl-lightning", "list", "configs"])
+    assert cli.main() == 0
+    assert "digits_fedskc.yaml" in capsys.readouterr().out
+
+
+BROKEN = """
+from fl_lightning.algorithms import FedAvg
+
+class Broken(FedAvg):
+    def aggregate(self, state, uploads):
+        list(uploads)
+        raise {error}
+"""
+
+
+def broken(folder, monkeypatch, error):
+    """A `fit` in which an error is raised."""
+    (folder / "broken.py").write_text(BROKEN.format(error=error))
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(folder)
+    return ["fit", "--config", "tiny.yaml", "--algorithm", "broken.Broken"]
+
+
+def test_what_nobody_foresaw_is_one_line_too_and_debug_shows_where(here, monkeypatch):
+    words = broken(here, monkeypatch, r"ArithmeticError('of all\nthings')")
+    code, _, err = run(*words)
+    assert code == 1
+    assert err == "fl-lightning: error: ArithmeticError: of all things; --debug shows where\n"
+    with pytest.raises(ArithmeticError, match="of all"):
+        run(*words, "--debug")
+
+
+def test_debug_shows_where_bad_input_was_found(here):
+    with pytest.raises(ValueError, match="rounds: 0 is below 1"):
+        run("fit", "--config", "tiny.yaml", "--debug", "--rounds", "0")
+
+
+@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt()", 130), ("SystemExit(1)", 1), ("SystemExit()", 1)])
+def test_whatever_breaks_a_run_off_is_an_exit_code(error, code, here, monkeypatch):
+    """Lightning turns Ctrl-C and SIGTERM inside a fit into a `SystemExit`, with and without a code."""
+    assert run(*broken(here, monkeypatch, error)).code == code
+
+
+@pytest.mark.parametrize("words", [["list"], ["partition", "--config", "tiny.yaml"], ["fit", "--config", "tiny.yaml"]])
+def test_a_closed_pipe_ends_quietly(words, here, monkeypatch, capfd):
+    """As in `fl-lightning list | head`: nothing on stderr, not even when the stream is flushed at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = cli.main(words)
+        stdout.write("what Python may still want to write")
+    assert code in (1, 141)
+    assert capfd.readouterr().err == ""

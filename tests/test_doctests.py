@@ -1,0 +1,23 @@
+import doctest
+import pkgutil
+from importlib import import_module
+
+import fl_lightning.callbacks
+import pytest
+
+import fl_lightning
+
+MODULES = ["fl_lightning", "fl_lightning.callbacks"]
+for package in (fl_lightning, fl_lightning.callbacks):
+    MODULES += [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+MODULES = [name for name in MODULES if not name.endswith(".__main__")]  # importing that runs the command line
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES)))
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(import_module(name)).failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder()
+    assert sum(len(test.examples) for test in finder.find(import_module("fl_lightning.message"))) >= 3

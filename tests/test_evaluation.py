@@ -1,0 +1,172 @@
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation, Score, best_and_last, client_summary, evaluate, rounds_to, summarize
+
+LOGITS = torch.randn(23, 4, generator=torch.Generator().manual_seed(0)) * 3
+TARGETS = torch.randint(0, 4, (23,), generator=torch.Generator().manual_seed(1))
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(LOGITS[: sum(sizes)].split(sizes), TARGETS[: sum(sizes)].split(sizes), strict=True))
+
+
+def cross_entropy(logits: list[float], target: int) -> float:
+    return math.log(sum(math.exp(logit) for logit in logits)) - logits[target]
+
+
+# --- evaluate ---
+
+
+@pytest.mark.parametrize("sizes", [(23,), (8, 8, 7), (1, 20, 2)])
+def test_a_score_is_that_of_a_plain_loop_however_the_samples_are_batched(sizes: tuple[int, ...]) -> None:
+    score = evaluate(nn.Identity(), batches(*sizes))
+    rows = list(zip(LOGITS.tolist(), TARGETS.tolist(), strict=True))
+    assert score.n == 23
+    assert score.acc == sum(logits.index(max(logits)) == target for logits, target in rows) / 23
+    assert score.loss == pytest.approx(statistics.fmean(cross_entropy(*row) for row in rows), rel=1e-6)
+
+
+def test_the_loss_of_half_precision_logits_is_summed_in_single_precision() -> None:
+    logits = LOGITS.bfloat16()
+    score = evaluate(nn.Identity(), [(logits, TARGETS)])
+    expected = statistics.fmean(map(cross_entropy, logits.double().tolist(), TARGETS.tolist()))
+    assert score.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_sums_over_many_batches_keep_their_digits() -> None:
+    small, large = (torch.tensor([[gap, 0.0]]) for gap in (1.0, -(2.0**20)))
+    target = torch.tensor([0])
+    score = evaluate(nn.Identity(), [(large, target), *[(small, target)] * 999])
+    each = F.cross_entropy(small, target).item()
+    assert score.loss == pytest.approx(math.fsum([2**20, *[each] * 999]) / 1000, rel=1e-12)
+    assert score.acc == 0.999
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_modules_mode_is_kept(training: bool) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4)).train(training)
+    with torch.no_grad():
+        score = evaluate(module, batches(23))
+        expected = evaluate(nn.Identity(), [(module(LOGITS), TARGETS)])
+    assert module.training is training
+    assert score == expected
+
+
+def test_a_module_with_parameters_needs_no_special_context() -> None:
+    module = nn.Linear(4, 4)
+    with torch.no_grad():
+        expected = evaluate(module, batches(23))
+    assert evaluate(module, batches(23)) == expected
+
+
+def test_no_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate(nn.Identity(), [])
+
+
+# --- client_summary ---
+
+scores = st.builds(Score, acc=st.floats(0, 1), loss=st.floats(0, 10), n=st.integers(1, 500))
+
+
+@given(st.lists(scores, min_size=1, max_size=25))
+def test_client_figures_are_those_of_a_plain_loop(clients: list[Score]) -> None:
+    accs = [score.acc for score in clients]
+    worst = sorted(accs)[: max(1, -(-len(accs) // 10))]
+    expected = {
+        "client/acc_mean": statistics.fmean(accs),
+        "client/acc_weighted": statistics.fmean(accs, [score.n for score in clients]),
+        "client/acc_std": statistics.pstdev(accs),
+        "client/acc_worst_decile": statistics.fmean(worst),
+        "client/loss_mean": statistics.fmean(score.loss for score in clients),
+    }
+    assert client_summary(clients) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
+def test_the_worst_decile_is_rounded_up_to_whole_clients(clients: int, worst: int) -> None:
+    ranked = [Score(acc=k / 32, loss=0.0, n=1) for k in reversed(range(clients))]
+    assert client_summary(ranked)["client/acc_worst_decile"] == statistics.fmean(k / 32 for k in range(worst))
+
+
+def test_no_clients_have_no_figures() -> None:
+    assert client_summary([]) == {}
+
+
+# --- Over rounds ---
+
+ROWS: list[dict[str, Any]] = [
+    {"round": 1, "global/acc": 0.5, "comm/up_bytes": 100, "comm/down_bytes": 7},
+    {"round": 2, "comm/up_bytes": 100, "comm/down_bytes": 7},
+    {"round": 3, "global/acc": 0.75, "client/acc_mean": 0.25, "comm/up_bytes": 50, "comm/down_bytes": 7},
+    {"round": 4, "global/acc": 0.75, "client/acc_mean": 0.125, "comm/up_bytes": 50, "comm/down_bytes": 7},
+    {"round": 5, "global/acc": 0.625, "comm/up_bytes": 50, "comm/down_bytes": 7},
+]
+
+
+def test_the_best_round_is_the_first_of_equals() -> None:
+    assert best_and_last(ROWS, "global/acc") == {"last": 0.625, "best": 0.75, "best_round": 3}
+
+
+def test_best_and_last_look_at_the_rounds_that_have_the_metric() -> None:
+    assert best_and_last(ROWS, "client/acc_mean") == {"last": 0.125, "best": 0.25, "best_round": 3}
+    assert best_and_last(ROWS, "personal_on_global/acc_mean") == {}
+
+
+@pytest.mark.parametrize(("target", "round"), [(0.1, 1), (0.5, 1), (0.51, 3), (0.75, 3), (0.76, None), (1.0, None)])
+def test_r_acc_is_the_first_round_that_reaches_the_target(target: float, round: int | None) -> None:
+    assert rounds_to(ROWS, target) == round
+
+
+def test_r_acc_of_another_metric() -> None:
+    assert rounds_to(ROWS, 0.2, "client/acc_mean") == 3
+    assert rounds_to([], 0.2) is None
+
+
+def test_a_run_comes_to_its_figures() -> None:
+    assert summarize(ROWS, [0.5, 0.7, 0.95]) == {
+        "rounds": 5,
+        "global/acc_last": 0.625,
+        "global/acc_best": 0.75,
+        "global/acc_best_round": 3,
+        "client/acc_mean_last": 0.125,
+        "client/acc_mean_best": 0.25,
+        "client/acc_mean_best_round": 3,
+        "R_0.5": 1,
+        "R_0.7": 3,
+        "R_0.95": None,
+        "comm/total_up_bytes": 350,
+        "comm/total_down_bytes": 35,
+    }
+
+
+def test_a_run_without_rounds_comes_to_nothing() -> None:
+    assert summarize([], [0.5]) == {"rounds": 0, "R_0.5": None, "comm/total_up_bytes": 0, "comm/total_down_bytes": 0}
+
+
+# --- Evaluation ---
+
+
+@pytest.mark.parametrize("target", [0, -0.1, 1.001, 80, float("nan")])
+def test_targets_are_shares(target: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^evaluation.targets: {target} is outside \(0, 1\]; accuracies are shares"):
+        Evaluation(targets=[0.5, target])
+
+
+def test_a_target_of_one_is_a_share() -> None:
+    assert Evaluation(targets=[1.0]).targets == [1.0]
+
+
+def test_two_evaluations_share_no_targets() -> None:
+    assert Evaluation().targets == Evaluation().targets
+    assert Evaluation().targets is not Evaluation().targets

@@ -1,0 +1,239 @@
+"""FedDW's equations against brute force, and its identities (spec: 2. FedDW)."""
+
+from functools import partial
+
+import pytest
+import torch
+from experiments import experiment, same_bytes, weights_after
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, Proximal, SoftLabels
+from fl_lightning.algorithms import feddw as dw
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import class_sums
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP, Head
+
+C = 5
+BIAS_FREE = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
+
+
+def soft_labels(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).softmax(dim=-1)
+
+
+def uploads(local, counts):
+    sections = [{"soft_labels": {"values": v, "counts": n}} for v, n in zip(local, counts, strict=True)]
+    return [Upload(k, Message.pack(section, n_samples=1)) for k, section in enumerate(sections)]
+
+
+# --- Eq. 3, 4 and 7 ---
+
+
+def test_eq3_is_every_pair_of_rows():
+    weight = torch.randn(C, 7)
+    for i in range(C):
+        for j in range(C):
+            assert dw.class_relations(weight)[i, j].item() == pytest.approx(float(weight[i] @ weight[j]), rel=1e-5)
+
+
+def test_eq4_is_the_mean_softmax_of_each_class():
+    logits, targets = torch.randn(30, C), torch.randint(0, C - 1, (30,))  # nobody holds class C - 1
+    matrix = dw.soft_label_matrix(*class_sums(logits.softmax(dim=1), targets, C))
+    for i in range(C - 1):
+        mean = torch.stack([F.softmax(logits[k], dim=0) for k in range(30) if targets[k] == i]).mean(dim=0)
+        torch.testing.assert_close(matrix[i], mean)
+    assert not matrix[C - 1].any()
+
+
+@given(st.integers(1, 5), st.data())
+def test_eq7_equals_a_brute_force_loop(clients, data):
+    row = st.lists(st.integers(0, 4), min_size=C, max_size=C)
+    counts = [data.draw(row) for _ in range(clients)]
+    local, previous = soft_labels(clients, C, C), soft_labels(C, C, seed=1)
+    merged = dw.merge_soft_labels(local, torch.tensor(counts), previous)
+    for i in range(C):
+        total = sum(counts[n][i] for n in range(clients))
+        expected = previous[i] if not total else sum(counts[n][i] / total * local[n, i] for n in range(clients))
+        torch.testing.assert_close(merged[i], expected)
+    torch.testing.assert_close(merged.sum(dim=1), torch.ones(C))
+
+
+def test_round_one_broadcasts_the_identity():
+    assert torch.equal(SoftLabels().initial(C)["values"], torch.eye(C))
+
+
+# --- Eq. 11 and 12 ---
+
+
+def test_eq11_equals_a_brute_force_loop():
+    omega, weight = soft_labels(C, C), torch.randn(C, 7)
+    total = 0.0
+    for i in range(C):
+        exps = [torch.exp(weight[i] @ weight[j]).item() for j in range(C)]
+        total += sum((omega[i, j].item() - exps[j] / sum(exps)) ** 2 for j in range(C))
+    assert dw.consistency_loss(omega, weight).item() == pytest.approx(total / C**2, rel=1e-5)
+
+
+@given(st.integers(2, 12), st.integers(1, 9), st.floats(0.01, 30.0), st.integers(0, 999))
+def test_theorem_1_bounds_the_regulariser(classes, width, scale, seed):
+    torch.manual_seed(seed)
+    omega = (scale * torch.randn(classes, classes)).softmax(dim=1)
+    loss = dw.consistency_loss(omega, scale * torch.randn(classes, width)).item()
+    assert 0 <= loss < 2 / classes * (1 + 1e-6)
+
+
+def test_the_gradient_touches_the_classification_layer_alone():
+    backbone = BIAS_FREE(in_shape=(4,), num_classes=C)
+    term = DistillingWeights(mu=1.0)
+    term.load(soft_labels(C, C))
+    term(ClientModule(backbone, [term]).step((torch.randn(3, 4), torch.tensor([0, 1, 2])))).backward()
+    touched = {name for name, p in backbone.named_parameters() if p.grad is not None and p.grad.any()}
+    assert touched == {"head.weight"}
+
+
+# --- Eq. 26-30 ---
+
+
+def test_the_surrogate_equals_the_term_without_softmax_at_its_anchor():
+    omega, weight = soft_labels(C, C), torch.randn(C, 7)
+    exact = (omega - weight @ weight.T).square().sum()
+    torch.testing.assert_close(dw.linearized_consistency_loss(omega, weight, weight), exact)
+
+
+def test_the_surrogate_has_the_terms_gradient_at_its_anchor_and_a_psd_hessian():
+    omega, anchor = soft_labels(C, C).double(), torch.randn(C, 3, dtype=torch.float64)
+    weight = anchor.clone().requires_grad_()
+    (own,) = torch.autograd.grad(dw.linearized_consistency_loss(omega, weight, anchor), weight)
+    (exact,) = torch.autograd.grad((omega - weight @ weight.T).square().sum(), weight)
+    torch.testing.assert_close(own, exact)
+    elsewhere = torch.randn(C, 3, dtype=torch.float64)
+    hessian = torch.autograd.functional.hessian(
+        lambda w: dw.linearized_consistency_loss(omega, w.view(C, 3), anchor), elsewhere.flatten()
+    )
+    assert torch.linalg.eigvalsh(hessian).min() > -1e-9
+
+
+def test_the_anchor_is_taken_anew_every_n_steps():
+    omega, net = soft_labels(C, C), nn.Linear(4, C, bias=False)
+    term = DistillingWeights(mu=2.0, linearize_every=2)
+    term.load(omega)
+    step = Step(torch.zeros(1, C), torch.tensor([0]), backbone=net)
+    anchor = None
+    for count in range(5):
+        with torch.no_grad():
+            net.weight += 0.1
+        if count % 2 == 0:
+            anchor = net.weight.detach().clone()
+        expected = 2.0 * dw.linearized_consistency_loss(omega, net.weight, anchor)
+        torch.testing.assert_close(term(step), expected)
+
+
+# --- The method ---
+
+
+def test_mu_zero_is_fedavg_with_a_bias_free_head_bit_for_bit(tmp_path):
+    plain = weights_after(tmp_path / "avg", FedAvg(), model=BIAS_FREE)
+    for name, model in (("given", BIAS_FREE), ("dropped", partial(MLP, hidden=(16,)))):
+        assert weights_after(tmp_path / name, FedDW(mu=0.0), model=model).keys() == plain.keys()
+    assert same_bytes(weights_after(tmp_path / "zero", FedDW(mu=0.0), model=BIAS_FREE), plain)
+    assert not same_bytes(weights_after(tmp_path / "dw", FedDW(mu=10.0), model=BIAS_FREE), plain)
+
+
+def test_a_bias_is_dropped_refused_or_kept():
+    def model():
+        return MLP(in_shape=(4,), num_classes=3)
+
+    assert FedDW().client_module(model()).backbone.head.bias is None
+    assert FedDW(preset="reference").client_module(model()).backbone.head.bias is not None
+    with pytest.raises(ConfigError, match=r"model.head.classifier: FedDW needs .* without bias; set bias_free"):
+        FedDW(drop_bias=False).client_module(model())
+    with pytest.raises(ConfigError, match="DistillingWeights needs a classification layer without bias"):
+        FedAvg(loss_terms=[DistillingWeights()]).client_module(model()).on_fit_start()
+
+
+def test_what_travels_is_two_times_c_plus_c_squared_numbers_more_than_fedavg(tmp_path):
+    rows = {}
+    for method in (FedAvg(), FedDW()):
+        run = experiment(tmp_path / type(method).__name__, method, model=BIAS_FREE, rounds=1)
+        run.fit()
+        rows[type(method).__name__] = run.csv.rows[0]["comm/total_bytes"]
+    assert rows["FedDW"] - rows["FedAvg"] == 4 * 4 * 2 * (10 + 10**2)  # 4 clients, 4 bytes a number
+
+
+def test_soft_labels_of_a_run_are_eq7_of_its_trained_clients(tmp_path):
+    run = experiment(tmp_path, FedDW(), rounds=1)
+    sums, counts = torch.zeros(10, 10), torch.zeros(10)
+    upload = run.algorithm.upload
+
+    def watch(module, batches, n, c):
+        assert not module.training
+        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+        for i in y.unique().tolist():
+            sums[i] += module(x[y == i]).softmax(dim=1).sum(dim=0)
+            counts[i] += int((y == i).sum())
+        return upload(module, [(x, y)], n, c)
+
+    run.algorithm.upload = watch
+    run.fit()
+    assert (counts > 0).all()
+    torch.testing.assert_close(run.state["soft_labels"]["values"], sums / counts[:, None], rtol=1e-4, atol=1e-6)
+
+
+def test_fedprox_plus_dw_is_both_terms():
+    torch.manual_seed(0)
+    method = FedAvg(loss_terms=[Proximal(0.5), DistillingWeights(2.0)])
+    module = method.client_module(BIAS_FREE(in_shape=(4,), num_classes=C))
+    (soft,) = module.knowledge
+    soft.load({"values": soft_labels(C, C)})
+    start = [p.detach().clone() for p in module.backbone.parameters()]
+    module.on_fit_start()
+    with torch.no_grad():
+        for p in module.backbone.parameters():
+            p += 0.1
+    batch = torch.randn(6, 4), torch.arange(6) % C
+    losses = module.losses(module.step(batch))
+    squared = sum(((p - s) ** 2).sum() for p, s in zip(module.backbone.parameters(), start, strict=True))
+    torch.testing.assert_close(losses["proximal"], 0.25 * squared)
+    torch.testing.assert_close(losses["dw"], 2.0 * dw.consistency_loss(soft.values, module.backbone.head.weight))
+    torch.testing.assert_close(losses["ce"], F.cross_entropy(module(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("options", [{"mu": -1.0}, {"linearize_every": 0}])
+def test_bad_options_are_named(options):
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(options))}: .* is below"):
+        FedDW(**options)
+
+
+# --- preset: reference ---
+
+
+def test_reference_averages_all_rounds_and_halves_with_the_old():
+    piece = SoftLabels(reference=True)
+    state, omega = piece.initial(C), torch.eye(C)
+    sums, counts = torch.zeros(C, C), torch.zeros(C)
+    for round in range(3):
+        local = soft_labels(2, C, C, seed=round)
+        held = torch.randint(0, 3, (2, C), generator=torch.Generator().manual_seed(round)).float()
+        held[:, C - 1] = 0
+        state = piece.merge(state, uploads(local, held))
+        sums += (held[:, :, None] * local).sum(dim=0)
+        counts += held.sum(dim=0)
+        new = torch.where((counts > 0)[:, None], sums / counts.clamp(min=1)[:, None], torch.eye(C))
+        omega = 0.5 * new + 0.5 * omega
+        torch.testing.assert_close(state["values"], omega)
+    assert torch.equal(state["values"][C - 1], torch.eye(C)[C - 1])
+
+
+def test_reference_mu_falls_to_a_tenth_every_nine_rounds():
+    module = FedDW(mu=3.0, preset="reference").client_module(MLP(in_shape=(4,), num_classes=3))
+    (term,) = module.terms()
+    for round, mu in ((1, 3.0), (9, 3.0), (10, 0.3), (18, 0.3), (19, 0.03)):
+        module.round = round
+        term.begin(module)
+        assert term.scale == pytest.approx(mu)

@@ -1,0 +1,101 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_lightning.data.loaders import Batches, ClientDataModule
+
+X = torch.arange(100.0).view(50, 2)
+Y = torch.arange(50) * 7
+
+
+def samples(batches: Batches) -> list[int]:
+    """Which samples came, in order; inputs and labels must still belong together."""
+    seen = []
+    for x, y in batches:
+        index = y // 7
+        assert torch.equal(x, X[index])
+        seen += index.tolist()
+    return seen
+
+
+@given(
+    index=st.lists(st.integers(0, 49), max_size=40, unique=True),
+    batch_size=st.integers(1, 12),
+    min_batch=st.integers(1, 4),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+def test_batches_are_full_but_the_last_which_is_left_out_if_too_small(
+    index: list[int], batch_size: int, min_batch: int, seed: int | None
+) -> None:
+    batches = Batches(X, Y, torch.tensor(index, dtype=torch.int64), batch_size, seed, min_batch)
+    sizes = [batch_size] * (len(index) // batch_size)
+    if len(index) % batch_size >= min_batch:
+        sizes += [len(index) % batch_size] * (len(index) % batch_size > 0)
+    assert [len(y) for _, y in batches] == sizes
+    assert len(batches) == len(sizes)
+    seen = samples(batches)
+    assert len(set(seen)) == len(seen) == sum(sizes)
+    assert set(seen) <= set(index)
+
+
+def test_without_a_seed_the_order_of_the_index_stays() -> None:
+    index = [5, 3, 41, 0, 7]
+    batches = Batches(X, Y, torch.tensor(index), 2)
+    assert samples(batches) == index
+    assert samples(batches) == index
+
+
+def test_without_an_index_every_sample_comes() -> None:
+    assert samples(Batches(X, Y, None, 8)) == list(range(50))
+    assert sorted(samples(Batches(X, Y, None, 8, seed=0))) == list(range(50))
+
+
+def test_each_pass_is_shuffled_anew_by_a_generator_of_the_seed() -> None:
+    index = torch.arange(10, 30)
+    generator = torch.Generator().manual_seed(9)
+    batches = Batches(X, Y, index, 6, seed=9)
+    passes = [samples(batches) for _ in range(3)]
+    assert passes == [index[torch.randperm(20, generator=generator)].tolist() for _ in range(3)]
+    assert len({tuple(order) for order in passes}) == 3
+
+
+def test_a_sample_too_many_is_not_always_the_same_one() -> None:
+    batches = Batches(X, Y, torch.arange(7), 3, seed=0, min_batch=2)
+    left_out = [({*range(7)} - set(samples(batches))).pop() for _ in range(60)]
+    assert set(left_out) == set(range(7))
+
+
+def test_shuffling_neither_reads_nor_moves_torchs_global_generator() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = samples(Batches(X, Y, None, 8, seed=4))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert samples(Batches(X, Y, None, 8, seed=4)) == first
+
+
+def test_batches_are_copies() -> None:
+    batches = Batches(X, Y, None, 50)
+    next(iter(batches))[0].zero_()
+    assert X.sum() == 99 * 50
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def shift(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize(("augment", "expected"), [(None, 6.0), (shift, 7.0)])
+def test_a_batch_is_prepared_then_augmented_on_arrival(augment: None, expected: float) -> None:
+    batches = Batches(X, Y, None, 4)
+    data = ClientDataModule(batches, double, augment)
+    y = torch.tensor([1, 2])
+    x, labels = data.on_after_batch_transfer((torch.full((2, 3), 3.0), y), 0)
+    assert torch.equal(x, torch.full((2, 3), expected))
+    assert labels is y
+    assert data.train_dataloader() is batches

@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.data import IID, Arrays, Dirichlet, Scenario
+from fl_lightning.data.scenario import long_tail_sizes
+from fl_lightning.errors import ConfigError
+
+
+@pytest.fixture
+def arrays(tmp_path) -> Arrays:
+    """Ten classes of 200 and a test set of 20 each; every input is its own number."""
+    y = np.arange(2000) % 10
+    x = np.arange(2200, dtype=np.float32)[:, None]
+    np.savez(tmp_path / "a.npz", x_train=x[:2000], y_train=y, x_test=x[2000:], y_test=np.arange(200) % 10)
+    return Arrays(str(tmp_path / "a.npz"))
+
+
+def built(arrays: Arrays, rho: float | None, seed: int = 0, partition=None):
+    return Scenario(arrays, partition or IID(), clients=4, long_tail=rho).build(seed)
+
+
+@pytest.mark.parametrize(
+    ("largest", "classes", "rho", "total"),
+    [
+        # Totals of CIFAR-10-LT and CIFAR-100-LT as the literature prints them.
+        (5000, 10, 10, 20431),
+        (5000, 10, 50, 13996),
+        (5000, 10, 100, 12406),
+        (500, 100, 10, 19573),
+        (500, 100, 50, 12608),
+        (500, 100, 100, 10847),
+    ],
+)
+def test_totals_are_the_published_ones(largest: int, classes: int, rho: float, total: int) -> None:
+    sizes = long_tail_sizes(largest, classes, rho)
+    assert sizes.sum() == total
+    assert sizes[0] == largest
+    assert sizes[-1] == largest / rho
+
+
+def test_cifar_10_lt_has_the_published_class_sizes() -> None:
+    assert long_tail_sizes(5000, 10, 100).tolist() == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
+
+
+@pytest.mark.parametrize("rho", [1, 7.5, 100])
+def test_clients_hold_the_long_tail_between_them(arrays: Arrays, rho: float) -> None:
+    data = built(arrays, rho)
+    counts = data.class_counts("train").sum(axis=0) + data.class_counts("test").sum(axis=0)
+    expected = [int(200 * rho ** (-j / 9) + 1e-9) for j in range(10)]
+    assert counts.tolist() == expected == torch.bincount(data.data.y_train).tolist()
+
+
+def test_inputs_stay_with_their_labels_and_the_test_set_stays_whole(arrays: Arrays) -> None:
+    whole, thin = arrays.load(), built(arrays, 20).data
+    assert torch.equal(thin.y_train, thin.x_train[:, 0].long() % 10)
+    assert len(thin.x_train.unique()) == len(thin.x_train)
+    assert torch.equal(thin.x_test, whole.x_test)
+    assert torch.equal(thin.y_test, whole.y_test)
+
+
+def test_the_seed_decides_which_samples_stay_and_the_partition_does_not(arrays: Arrays) -> None:
+    first, again, other = (built(arrays, 20, seed).data.x_train for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(first, built(arrays, 20, partition=Dirichlet(0.5)).data.x_train)
+
+
+def test_no_imbalance_keeps_every_sample(arrays: Arrays) -> None:
+    assert torch.equal(built(arrays, 1).data.x_train, built(arrays, None).data.x_train)
+
+
+def test_a_class_that_has_fewer_than_its_share_keeps_all(tmp_path) -> None:
+    y = np.repeat([0, 1, 2], [100, 5, 50])
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((155, 1)), y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
+    data = built(Arrays(str(tmp_path / "a.npz")), 4).data
+    assert torch.bincount(data.y_train).tolist() == [100, 5, 25]
+
+
+def test_a_tail_that_ends_in_nothing_is_refused(arrays: Arrays) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty; lower it$"):
+        built(arrays, 1000)
+
+
+@pytest.mark.parametrize("rho", [0.5, -1, float("nan"), float("inf")])
+def test_an_imbalance_below_one_is_refused(arrays: Arrays, rho: float) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.long_tail: "):
+        built(arrays, rho)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_local_test_share_out_of_range_is_refused(arrays: Arrays, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.local_test: .* or use official$"):
+        Scenario(arrays, IID(), local_test=share)

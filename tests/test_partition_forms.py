@@ -1,0 +1,311 @@
+import hashlib
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.data import (
+    IID,
+    Arrays,
+    Digits,
+    Dirichlet,
+    DisjointClasses,
+    Partition,
+    Pathological,
+    QuantitySkew,
+    Scenario,
+    Shards,
+)
+from fl_lightning.data.partitions import draw_classes, equal_sizes
+from fl_lightning.errors import ConfigError
+
+USES_ALL: dict[str, Partition] = {
+    "IID": IID(),
+    "class": Dirichlet(0.5, min_samples=3),
+    "balanced": Dirichlet(0.1, min_samples=3, form="balanced"),
+    "groups": Dirichlet(0.3, min_samples=3, form="groups"),
+    "Shards": Shards(2),
+    "QuantitySkew": QuantitySkew(1.0, min_samples=3),
+}
+ALL = {**USES_ALL, "DisjointClasses": DisjointClasses(2), "Pathological": Pathological(2)}
+EQUAL_SIZES = ("IID", "balanced", "groups")
+
+
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def some_labels(seed: int, n: int = 600, classes: int = 7) -> np.ndarray:
+    """Labels of classes that are not equally frequent and not numbered without gaps."""
+    shares = rng(seed).dirichlet(np.full(classes, 3.0))
+    return rng(seed).choice(np.arange(classes) * 2 + 1, size=n, p=shares)
+
+
+def class_counts(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    return np.stack([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
+
+
+# --- What holds for every partition ---
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(seed=st.integers(0, 2**32 - 1), clients=st.integers(1, 23))
+def test_no_sample_is_dealt_twice_and_each_part_ascends(name: str, seed: int, clients: int) -> None:
+    labels = some_labels(seed)
+    try:
+        parts = ALL[name].split(labels, clients, rng(seed))
+    except ConfigError:
+        assert name in ("Pathological", "class", "QuantitySkew")  # drawn labels can be too few for these
+        return
+    dealt = np.concatenate(parts)
+    assert len(parts) == clients
+    assert len(np.unique(dealt)) == len(dealt)
+    assert all((np.diff(part) > 0).all() for part in parts)
+    if name in USES_ALL:
+        assert len(dealt) == len(labels)
+        assert min(map(len, parts)) >= (3 if name not in ("IID", "Shards") else 1)
+    if name in EQUAL_SIZES:
+        assert np.ptp([len(part) for part in parts]) <= 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_seed_alone_decides(name: str) -> None:
+    labels = some_labels(3, n=2000)
+    first, again, other = (ALL[name].split(labels, 6, rng(seed)) for seed in (5, 5, 6))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+# Of the splits as first released: a change here is a change to everybody's published runs.
+FINGERPRINTS = {
+    "IID": "ccf084223791",
+    "class": "11002cc9bde8",
+    "balanced": "cc16c47cd5bd",
+    "groups": "b0fceca1fd13",
+    "Shards": "c059da0bb43c",
+    "QuantitySkew": "015e5f3a2b74",
+    "DisjointClasses": "072f263f7378",
+    "Pathological": "e592acc7a82e",
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_seed_gives_the_same_split_on_any_machine(name: str) -> None:
+    parts = ALL[name].split(np.arange(400) * 7 % 5, 6, rng(1))
+    text = ";".join(",".join(map(str, part.tolist())) for part in parts)
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == FINGERPRINTS[name]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_samples_of_a_class_are_dealt_by_chance_not_in_order(name: str) -> None:
+    if name == "Shards":
+        pytest.skip("shards keep to the order of the file, as in the paper")
+    labels = np.repeat([0, 1, 2, 3], 500)
+    owned = [part[labels[part] == j] for part in ALL[name].split(labels, 9, rng(2)) for j in range(4)]
+    cut = [own for own in owned if 20 <= len(own) <= 480]
+    assert cut
+    assert all((np.diff(own) > 1).any() for own in cut)
+
+
+# --- Dirichlet, class by class ---
+
+
+@pytest.mark.parametrize("alpha", [0.5, 2.0])
+def test_class_shares_have_the_moments_of_a_dirichlet(alpha: float) -> None:
+    clients, classes, each = 4, 40, 2000
+    labels = np.repeat(np.arange(classes), each)
+    draws = [
+        class_counts(labels, Dirichlet(alpha, min_samples=1).split(labels, clients, rng(seed))) for seed in range(50)
+    ]
+    shares = np.concatenate(draws, axis=1) / each  # (clients, 50 · classes)
+    mean, variance = 1 / clients, (clients - 1) / clients**2 / (clients * alpha + 1)
+    standard_error = np.sqrt(variance / shares.shape[1])
+    assert np.abs(shares.mean(axis=1) - mean).max() < 4 * standard_error
+    assert np.abs(shares.var(axis=1) / variance - 1).max() < 0.1
+
+
+# --- Dirichlet, equal sizes ---
+
+
+def test_the_first_client_seated_draws_its_classes_from_a_dirichlet() -> None:
+    alpha, clients, classes, each = 0.7, 40, 5, 800  # a client's 100 samples cannot use a class up
+    labels = np.repeat(np.arange(classes), each)
+    shares = []
+    for seed in range(600):
+        first = rng(seed).permutation(clients)[0]
+        part = Dirichlet(alpha, form="balanced").split(labels, clients, rng(seed))[first]
+        shares.append(np.bincount(labels[part], minlength=classes) / len(part))
+    mean = 1 / classes
+    dirichlet = mean * (1 - mean) / (classes * alpha + 1)
+    variance = dirichlet + (mean * (1 - mean) - dirichlet) / 100  # 100 draws from those shares
+    assert np.abs(np.mean(shares, axis=0) - mean).max() < 4 * np.sqrt(variance / len(shares))
+    assert np.abs(np.var(shares, axis=0).mean() / variance - 1) < 0.1
+
+
+def test_frequent_classes_stay_frequent_on_balanced_clients() -> None:
+    labels = np.repeat([0, 1], [9000, 1000])
+    parts = Dirichlet(1000.0, form="balanced").split(labels, 10, rng(0))
+    assert np.abs(class_counts(labels, parts)[:, 0] - 900).max() < 45
+
+
+@given(seed=st.integers(0, 2**32 - 1), alpha=st.sampled_from([1e-3, 0.1, 10.0]))
+def test_drawn_classes_fit_into_what_is_left(seed: int, alpha: float) -> None:
+    left = rng(seed).integers(0, 30, size=6)
+    size = int(rng(seed).integers(0, left.sum() + 1))
+    drawn = draw_classes(rng(seed).dirichlet(np.full(6, alpha)), left, size, rng(seed))
+    assert drawn.sum() == size
+    assert (drawn >= 0).all()
+    assert (drawn <= left).all()
+
+
+# --- Dirichlet, FedSKC's groups ---
+
+
+def test_each_group_of_ten_holds_its_own_tenth_of_the_shuffled_samples() -> None:
+    labels = np.repeat(np.arange(10), 600)
+    parts = Dirichlet(0.1, form="groups").split(labels, 30, rng(0))
+    shuffled = rng(0).permutation(len(labels))
+    for group in range(3):
+        own = np.concatenate(parts[10 * group : 10 * group + 10])
+        assert set(own) == set(shuffled[2000 * group : 2000 * group + 2000])
+
+
+def test_a_group_is_as_skewed_as_its_alpha_says() -> None:
+    labels = np.repeat(np.arange(10), 500)
+    spread = [
+        np.mean([class_counts(labels, Dirichlet(alpha, form="groups").split(labels, 20, rng(s))).std() for s in (0, 1)])
+        for alpha in (0.05, 0.5, 5.0, 500.0)
+    ]
+    assert spread == sorted(spread, reverse=True)
+
+
+@pytest.mark.parametrize("clients", [3, 10, 13, 20])
+def test_a_last_group_may_be_smaller(clients: int) -> None:
+    labels = np.repeat(np.arange(4), 200)
+    sizes = [len(part) for part in Dirichlet(0.5, form="groups").split(labels, clients, rng(0))]
+    assert sizes == equal_sizes(800, clients).tolist()
+
+
+# --- The others ---
+
+
+@pytest.mark.parametrize(("total", "parts"), [(10, 3), (9, 3), (2, 5), (0, 2)])
+def test_equal_sizes_are_those_of_numpys_split(total: int, parts: int) -> None:
+    assert equal_sizes(total, parts).tolist() == [len(part) for part in np.array_split(np.arange(total), parts)]
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_shards_are_cut_from_the_sorted_labels(seed: int) -> None:
+    labels = rng(seed).permutation(np.repeat(np.arange(10), 60))
+    counts = class_counts(labels, Shards(2).split(labels, 10, rng(seed)))
+    # 20 shards of 30: two of each class, so that a client holds 30 or 60 of one and nothing between.
+    assert set(np.unique(counts)) <= {0, 30, 60}
+    assert (counts.sum(axis=1) == 60).all()
+    assert ((counts > 0).sum(axis=1) <= 2).all()
+
+
+def test_quantity_skew_alters_sizes_and_not_classes() -> None:
+    labels = np.repeat(np.arange(4), 25_000)
+    parts = QuantitySkew(0.5).split(labels, 10, rng(0))
+    sizes = np.array([len(part) for part in parts])
+    assert sizes.max() > 5 * sizes.min()
+    shares = class_counts(labels, parts) / sizes[:, None]
+    standard_error = np.sqrt(0.25 * 0.75 / sizes)
+    assert (np.abs(shares - 0.25) < 4 * standard_error[:, None]).all()
+
+
+def test_sizes_under_quantity_skew_have_the_moments_of_a_dirichlet() -> None:
+    labels, clients, alpha = np.zeros(10_000, dtype=int), 4, 1.0
+    shares = np.array(
+        [[len(part) for part in QuantitySkew(alpha, 1).split(labels, clients, rng(s))] for s in range(800)]
+    )
+    variance = (clients - 1) / clients**2 / (clients * alpha + 1)
+    assert np.abs((shares / 10_000).var(axis=0) / variance - 1).max() < 0.15
+
+
+@given(seed=st.integers(0, 2**32 - 1), per_client=st.integers(1, 4), clients=st.integers(1, 12))
+def test_two_clients_hold_the_same_classes_or_none_in_common(seed: int, per_client: int, clients: int) -> None:
+    labels = some_labels(seed)
+    held = class_counts(labels, DisjointClasses(per_client).split(labels, clients, rng(seed))) > 0
+    assert (held.sum(axis=1) <= per_client).all()
+    assert held.any(axis=1).all()
+    for one, other in combinations(held, 2):
+        assert np.array_equal(one, other) or not (one & other).any()
+
+
+def test_a_block_of_classes_is_shared_equally_and_all_of_it_is_used() -> None:
+    labels = np.repeat(np.arange(9), 100)
+    counts = class_counts(labels, DisjointClasses(3).split(labels, 6, rng(0)))
+    assert (counts.sum(axis=0) == 100).all()
+    assert (counts.sum(axis=1) == 150).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: Shards(0), "per_client"),
+        (lambda: QuantitySkew(0.0), "alpha"),
+        (lambda: QuantitySkew(1.0, 0), "min_samples"),
+        (lambda: DisjointClasses(0), "classes_per_client"),
+        (lambda: Shards(3).split(np.zeros(8, int), 3, rng(0)), "per_client"),
+        (lambda: Dirichlet(1.0, 5, "balanced").split(np.zeros(8, int), 3, rng(0)), "min_samples"),
+        (lambda: Dirichlet(1.0, 5, "groups").split(np.zeros(8, int), 3, rng(0)), "min_samples"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_by_name(make, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^scenario.partition.{key}: "):
+        make()
+
+
+def test_more_clients_than_samples_of_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"too few for 9 clients; lower scenario.clients$"):
+        DisjointClasses(1).split(np.array([0, 1, 1]), 9, rng(0))
+
+
+# --- Local test data ---
+
+
+@pytest.fixture
+def arrays(tmp_path) -> Arrays:
+    train, test = some_labels(0, 900) // 2, some_labels(0, 300) // 2
+    x = np.arange(1200, dtype=np.float32)[:, None]
+    np.savez(tmp_path / "a.npz", x_train=x[:900], y_train=train, x_test=x[900:], y_test=test)
+    return Arrays(str(tmp_path / "a.npz"))
+
+
+def test_clients_are_tested_on_their_share_of_the_official_test_set(arrays: Arrays) -> None:
+    official = arrays.load()
+    built = Scenario(arrays, Dirichlet(0.3), clients=5, local_test="official").build(seed=0)
+    dealt = torch.cat([shard.train for shard in built.shards])
+    tested = torch.cat([shard.test for shard in built.shards])
+    assert sorted(dealt.tolist()) == list(range(900))
+    assert torch.equal(built.data.x_train[tested].sort(dim=0).values, official.x_test)
+    assert torch.equal(built.data.x_test, official.x_test)
+    assert torch.equal(built.data.y_test, official.y_test)
+    train, test = built.class_counts("train"), built.class_counts("test")
+    exact = test.sum(axis=0) * train / train.sum(axis=0)
+    assert np.abs(test - exact).max() < 1  # largest remainder
+
+
+def test_a_test_class_that_nobody_trains_on_is_nobodys(arrays: Arrays) -> None:
+    built = Scenario(arrays, DisjointClasses(2), clients=2, local_test="official").build(seed=0)
+    train, test = built.class_counts("train"), built.class_counts("test")
+    assert (train.sum(axis=0) == 0).any()
+    assert ((test > 0) == (train > 0)).all()
+
+
+def test_every_way_to_test_sees_the_same_partition(arrays: Arrays) -> None:
+    ways = [Scenario(arrays, Dirichlet(0.3), 5, local_test=way).build(0) for way in (0.0, 0.25, "official")]
+    whole = [[sorted([*s.train.tolist(), *s.test[s.test < 900].tolist()]) for s in built.shards] for built in ways]
+    assert whole[0] == whole[1] == whole[2]
+
+
+@given(seed=st.integers(0, 1000), way=st.sampled_from([0.2, 0.25, "official"]))
+def test_local_test_data_never_overlaps_training_data(seed: int, way) -> None:
+    built = Scenario(Digits(), Dirichlet(0.5, 5), clients=4, local_test=way).build(seed)
+    trained = torch.cat([shard.train for shard in built.shards]).tolist()
+    tested = torch.cat([shard.test for shard in built.shards]).tolist()
+    assert len({*trained, *tested}) == len(trained) + len(tested)

@@ -1,0 +1,206 @@
+from math import ceil, floor, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import beta
+
+from fl_lightning.data import IID, Dirichlet, Partition, Pathological
+from fl_lightning.errors import ConfigError
+
+seeds = st.integers(0, 2**32)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def shuffled_labels(sizes: dict[int, int], seed: int = 0) -> np.ndarray:
+    """Labels in random order, so many of each class."""
+    return rng(seed).permutation(np.repeat(list(sizes), list(sizes.values())))
+
+
+def used(parts: list[np.ndarray]) -> list[int]:
+    return sorted(np.concatenate(parts).tolist())
+
+
+def assert_each_part_ascends(parts: list[np.ndarray]) -> None:
+    for part in parts:
+        assert np.issubdtype(part.dtype, np.integer)
+        assert (np.diff(part) > 0).all()
+
+
+def same(parts: list[np.ndarray], others: list[np.ndarray]) -> bool:
+    return len(parts) == len(others) and all(map(np.array_equal, parts, others))
+
+
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(0.5), Pathological(2)], ids=lambda p: type(p).__name__)
+def test_the_seed_alone_decides(partition: Partition) -> None:
+    labels = shuffled_labels(dict.fromkeys(range(5), 200))
+    assert same(partition.split(labels, 4, rng(1)), partition.split(labels, 4, rng(1)))
+    assert not same(partition.split(labels, 4, rng(1)), partition.split(labels, 4, rng(2)))
+
+
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(0.5), Pathological(2)], ids=lambda p: type(p).__name__)
+def test_labels_are_left_alone(partition: Partition) -> None:
+    labels = shuffled_labels(dict.fromkeys(range(5), 40))
+    before = labels.copy()
+    partition.split(labels, 3, rng())
+    assert np.array_equal(labels, before)
+
+
+# --- IID ---
+
+
+@given(st.integers(1, 300), st.integers(1, 12), seeds)
+def test_iid_uses_every_sample_once_and_deals_equally(n: int, clients: int, seed: int) -> None:
+    parts = IID().split(np.zeros(n, int), clients, rng(seed))
+    assert len(parts) == clients
+    assert used(parts) == list(range(n))
+    assert {len(part) for part in parts} <= {floor(n / clients), ceil(n / clients)}
+    assert_each_part_ascends(parts)
+
+
+def test_iid_gives_every_client_every_class_in_like_numbers() -> None:
+    labels = np.repeat(np.arange(10), 1000)  # in order: dealing without a shuffle would give one class each
+    for part in IID().split(labels, 10, rng()):
+        counts = np.bincount(labels[part], minlength=10)
+        sd = sqrt(1000 * 0.1 * 0.9 * 9000 / 9999)  # hypergeometric
+        assert (abs(counts - 100) < 4 * sd).all()
+
+
+# --- Dirichlet ---
+
+
+@given(
+    sizes=st.lists(st.integers(40, 90), min_size=2, max_size=6),
+    clients=st.integers(1, 5),
+    alpha=st.floats(0.3, 100),
+    min_samples=st.integers(1, 5),
+    seed=seeds,
+)
+def test_dirichlet_uses_every_sample_once_and_leaves_no_client_short(
+    sizes: list[int], clients: int, alpha: float, min_samples: int, seed: int
+) -> None:
+    labels = shuffled_labels({3 * label + 1: size for label, size in enumerate(sizes)}, seed)
+    parts = Dirichlet(alpha, min_samples).split(labels, clients, rng(seed))
+    assert len(parts) == clients
+    assert used(parts) == list(range(len(labels)))
+    assert min(len(part) for part in parts) >= min_samples
+    assert_each_part_ascends(parts)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
+@pytest.mark.parametrize("clients", [3, 8])
+def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution(alpha: float, clients: int) -> None:
+    classes, size = 2000, 500
+    labels = np.repeat(np.arange(classes), size)
+    parts = Dirichlet(alpha, min_samples=1).split(labels, clients, rng(1))
+    shares = np.stack([np.bincount(labels[part], minlength=classes) for part in parts]) / size
+    mean, variance, _, excess = beta(alpha, (clients - 1) * alpha).stats("mvsk")
+    assert mean == pytest.approx(1 / clients)
+    assert variance == pytest.approx((1 / clients) * (1 - 1 / clients) / (clients * alpha + 1))
+    assert (abs(shares.mean(axis=1) - mean) < 4 * sqrt(variance / classes)).all()
+    spread = ((shares - mean) ** 2).mean()
+    assert abs(spread - variance) < 4 * variance * sqrt((excess + 2) / (classes * (clients - 1)))
+
+
+def test_dirichlet_deals_the_samples_of_a_class_at_random() -> None:
+    labels = np.zeros(2000, int)
+    first = Dirichlet(1000.0).split(labels, 2, rng())[0]  # about half of them
+    sd = sqrt((2000**2 - 1) / 12 / len(first) * (1 - len(first) / 2000))
+    assert abs(first.mean() - 999.5) < 4 * sd
+
+
+def test_dirichlet_draws_again_until_min_samples_hold() -> None:
+    labels = shuffled_labels(dict.fromkeys(range(2), 100))
+    shortest = [min(map(len, Dirichlet(0.3, 1).split(labels, 4, rng(seed)))) for seed in range(20)]
+    assert min(shortest) < 20  # so that one draw would not do
+    for seed in range(20):
+        assert min(map(len, Dirichlet(0.3, 20).split(labels, 4, rng(seed)))) >= 20
+
+
+def test_dirichlet_takes_exactly_min_samples_each() -> None:
+    parts = Dirichlet(1e6, min_samples=5).split(np.zeros(20, int), 4, rng())
+    assert [len(part) for part in parts] == [5] * 4
+
+
+@pytest.mark.parametrize(
+    ("partition", "why"),
+    [(Dirichlet(1.0, 26), "100 samples are too few"), (Dirichlet(1e-6, 1), "1000 draws with alpha 1e-06 did not")],
+)
+def test_dirichlet_says_when_min_samples_cannot_be_met(partition: Dirichlet, why: str) -> None:
+    labels = shuffled_labels(dict.fromkeys(range(2), 50))
+    with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: .*4 clients.*{why}; lower min_samples"):
+        partition.split(labels, 4, rng())
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
+def test_dirichlet_refuses_an_alpha_that_is_no_concentration(alpha: float) -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.partition.alpha: "):
+        Dirichlet(alpha)
+
+
+@pytest.mark.parametrize("min_samples", [0, -3])
+def test_dirichlet_refuses_clients_without_data(min_samples: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: {min_samples} is below 1"):
+        Dirichlet(min_samples=min_samples)
+
+
+# --- Pathological ---
+
+
+@given(data=st.data(), classes=st.integers(1, 8), clients=st.integers(1, 9), seed=seeds)
+def test_pathological_gives_each_client_equal_shards_of_exactly_k_classes(
+    data: st.DataObject, classes: int, clients: int, seed: int
+) -> None:
+    k = data.draw(st.integers(1, classes))
+    sizes = {2 * label + 1: data.draw(st.integers(clients, 30)) for label in range(classes)}
+    labels = shuffled_labels(sizes, seed)
+    parts = Pathological(k).split(labels, clients, rng(seed))
+
+    assert [len(np.unique(labels[part])) for part in parts] == [k] * clients
+    assert len(used(parts)) == len(set(used(parts)))
+    assert_each_part_ascends(parts)
+
+    shards = {label: [n for part in parts if (n := int((labels[part] == label).sum()))] for label in sizes}
+    holders = clients * k / classes
+    assert {len(sizes_held) for sizes_held in shards.values()} <= {floor(holders), ceil(holders)}
+    for label, held in shards.items():
+        if held:
+            assert sum(held) == sizes[label]
+            assert max(held) - min(held) <= 1
+
+
+def test_pathological_deals_classes_by_chance() -> None:
+    labels = shuffled_labels(dict.fromkeys(range(6), 20))
+    pairs = {
+        frozenset(np.unique(labels[part]).tolist())
+        for seed in range(60)
+        for part in Pathological(2).split(labels, 3, rng(seed))
+    }
+    assert len(pairs) == 15  # every pair of six classes
+
+
+def test_pathological_deals_the_samples_of_a_class_at_random() -> None:
+    labels = np.zeros(2000, int)
+    first = Pathological(1).split(labels, 2, rng())[0]
+    assert len(first) == 1000
+    assert abs(first.mean() - 999.5) < 4 * sqrt((2000**2 - 1) / 12 / 1000 * 0.5)
+
+
+def test_pathological_refuses_more_classes_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.partition.classes_per_client: 4, but the dataset has 3 classes"):
+        Pathological(4).split(shuffled_labels(dict.fromkeys(range(3), 9)), 2, rng())
+
+
+def test_pathological_names_a_class_with_too_few_samples() -> None:
+    with pytest.raises(ConfigError, match=r"classes_per_client: class 5 has 3 samples for 4 clients; lower"):
+        Pathological(2).split(shuffled_labels({2: 50, 5: 3}), 4, rng())
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_pathological_refuses_clients_without_classes(k: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.partition.classes_per_client: {k} is below 1"):
+        Pathological(k)

@@ -1,0 +1,193 @@
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from fl_lightning.data import FederatedData, LoadedData, Shard
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.report import tables
+from fl_lightning.report.figures import partition_figure
+
+
+def cells(table: Table) -> list[list[str]]:
+    return [list(map(str, row)) for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+def rendered(table: Table, width: int = 400) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+SUMMARY: dict[str, Any] = {
+    "rounds": 7,
+    "global/acc_last": 0.61234,
+    "global/acc_best": 0.7,
+    "global/acc_best_round": 5,
+    "personal_on_global/acc_mean_last": 0.25,
+    "personal_on_global/acc_mean_best": 0.5,
+    "personal_on_global/acc_mean_best_round": 2,
+    "R_0.5": 3,
+    "R_0.9": None,
+    "comm/total_up_bytes": 12_345_678,
+    "comm/total_down_bytes": 999,
+}
+
+
+# --- Tables ---
+
+
+def test_a_run_ends_with_its_figures() -> None:
+    table = tables.summary_table(SUMMARY)
+    assert cells(table) == [
+        ["global acc", "0.6123", "0.7000", "5"],
+        ["personal on global", "0.2500", "0.5000", "2"],
+        ["R_0.5 (global)", "round 3", "", ""],
+        ["R_0.9 (global)", "not reached", "", ""],
+        ["bytes up", "12.3 MB", "", ""],
+        ["bytes down", "999 B", "", ""],
+    ]
+    assert table.title == "7 rounds"
+    assert [column.header for column in table.columns] == ["", "last", "best", "best round"]
+
+
+def test_test_shows_figures_without_the_single_clients() -> None:
+    table = tables.test_table({"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1})
+    assert table.title == "after round 4"
+    assert cells(table) == [["global/acc", "0.5000"], ["client/acc_mean", "0.2500"]]
+
+
+def test_who_holds_what_shows_counts_and_shades() -> None:
+    counts = np.array([[8, 0, 1], [2, 4, 6]])
+    table = tables.partition_table(counts, np.array([[3, 0, 0], [1, 2, 2]]))
+    assert [column.header for column in table.columns] == ["client", "0", "1", "2", " train", " test"]
+    assert cells(table) == [["0", "8█", " ", "1░", "9", "3"], ["1", "2░", "4▒", "6▓", "12", "5"]]
+
+
+def test_a_shade_is_the_share_of_the_largest_cell_rounded_up_to_a_quarter() -> None:
+    counts = np.array([[0, 1, 25, 26, 50, 51, 75, 76, 100]])
+    (row,) = cells(tables.partition_table(counts, counts))
+    assert [cell.lstrip("0123456789") for cell in row[1:-2]] == [" ", "░", "░", "▒", "▒", "▓", "▓", "█", "█"]
+
+
+@pytest.mark.parametrize(("classes", "wide"), [(20, False), (21, True), (100, True)])
+def test_many_classes_are_shades_only(classes: int, wide: bool) -> None:
+    counts = np.tile(np.arange(classes), (2, 1))
+    table = tables.partition_table(counts, counts)
+    (first, _) = cells(table)
+    assert [bool(cell.strip("░▒▓█ ")) for cell in first[2:-2]] == [not wide] * (classes - 1)
+    assert [column.header for column in table.columns][1:-2] == ["" if wide else str(j) for j in range(classes)]
+    assert first[-2:] == [str(sum(range(classes)))] * 2
+    assert first[classes].endswith("█")
+
+
+def test_clients_without_anything_are_blank() -> None:
+    assert cells(tables.partition_table(np.zeros((1, 2), int), np.zeros((1, 2), int))) == [["0", " ", " ", "0", "0"]]
+
+
+def test_who_holds_what_as_csv(tmp_path: Path) -> None:
+    y = torch.tensor([0, 2, 2, 1, 0, 2])
+    loaded = LoadedData(torch.zeros(6, 1), y, torch.zeros(1, 1), y[:1], 4, Normalize())
+    shards = [Shard(torch.tensor([1, 2, 3]), torch.tensor([5])), Shard(torch.tensor([0]), torch.tensor([4]))]
+    path = tmp_path / "made" / "partition.csv"
+    tables.write_counts(path, FederatedData(loaded, shards))
+    assert list(csv.reader(path.read_text().splitlines())) == [
+        ["client", "split", "class_0", "class_1", "class_2", "class_3"],
+        ["0", "train", "0", "1", "2", "0"],
+        ["1", "train", "1", "0", "0", "0"],
+        ["0", "test", "0", "0", "1", "0"],
+        ["1", "test", "1", "0", "0", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1234, "1.23 kB"),
+        (999_499, "999 kB"),
+        (999_600, "1 MB"),
+        (10**6, "1 MB"),
+        (6_653_480, "6.65 MB"),
+        (10**9, "1 GB"),
+        (5 * 10**12, "5 TB"),
+    ],
+)
+def test_bytes_read_in_decimal_units(count: int, text: str) -> None:
+    assert tables.human_bytes(count) == text
+
+
+@given(st.integers(0, 10**14))
+def test_bytes_keep_three_digits_and_no_exponent(count: int) -> None:
+    number, unit = tables.human_bytes(count).split()
+    assert "e" not in number
+    assert abs(float(number) * 1000 ** ["B", "kB", "MB", "GB", "TB"].index(unit) - count) <= 0.005 * count
+
+
+# --- Figures ---
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def saving(figure: Figure, *args: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saving)
+    return figures
+
+
+def test_a_bubble_a_client_and_class_has_the_area_of_its_samples(drawn: list[Figure], tmp_path: Path) -> None:
+    counts = np.array([[8, 0, 1, 3], [2, 4, 0, 0], [0, 0, 0, 16]])
+    path = tmp_path / "figures" / "partition.png"
+    partition_figure(counts, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn[0].axes
+    (bubbles,) = axes.collections
+    areas = {
+        tuple(map(int, place)): area for place, area in zip(bubbles.get_offsets(), bubbles.get_sizes(), strict=True)
+    }
+    expected = {(k, j): counts[k, j] for k in range(3) for j in range(4) if counts[k, j]}
+    assert areas.keys() == expected.keys()
+    per_sample = areas[2, 3] / 16
+    assert per_sample > 0
+    for place, n in expected.items():
+        assert areas[place] == pytest.approx(n * per_sample)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("client", "class")
+    assert axes.get_title() == "34 training samples; the largest bubble is 16"
+    assert axes.get_xlim() == pytest.approx((-0.7, 2.7))
+    assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])
+def test_the_figure_keeps_to_a_page_and_its_ticks_apart(
+    clients: int, classes: int, drawn: list[Figure], tmp_path: Path
+) -> None:
+    partition_figure(np.ones((clients, classes), int), tmp_path / "partition.png")
+    assert max(drawn[0].get_size_inches()) <= 24
+    (axes,) = drawn[0].axes
+    for ticks, size in ((axes.get_xticks(), clients), (axes.get_yticks(), classes)):
+        assert ticks[0] == 0
+        assert ticks[-1] < size
+        assert len(ticks) <= 40
+        assert (ticks == ticks.astype(int)).all()
+
+
+def test_an_empty_split_is_an_empty_figure(drawn: list[Figure], tmp_path: Path) -> None:
+    partition_figure(np.zeros((2, 3), int), tmp_path / "partition.png")
+    assert len(drawn[0].axes[0].collections[0].get_offsets()) == 0

@@ -1,0 +1,184 @@
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.data import (
+    IID,
+    Dataset,
+    Dirichlet,
+    FederatedData,
+    LoadedData,
+    Partition,
+    Pathological,
+    Scenario,
+    Shard,
+)
+from fl_lightning.data.scenario import stratified_sample
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError
+from fl_lightning.seeding import Stream, generator
+
+seeds = st.integers(0, 2**32)
+
+
+def loaded(labels: Any, num_classes: int) -> LoadedData:
+    y = torch.as_tensor(labels)
+    return LoadedData(torch.zeros(len(y), 1), y, torch.zeros(1, 1), y[:1], num_classes, Normalize())
+
+
+@dataclass
+class Labels(Dataset):
+    """Nothing but labels."""
+
+    labels: np.ndarray
+    num_classes: int = 5
+
+    def load(self) -> LoadedData:
+        return loaded(self.labels, self.num_classes)
+
+
+@dataclass
+class Given(Partition):
+    """A split that was settled beforehand."""
+
+    parts: list[np.ndarray]
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        return self.parts[:clients]
+
+
+LABELS = np.random.default_rng(0).integers(0, 5, 400)
+
+
+def shares(data: FederatedData) -> list[tuple[list[int], list[int]]]:
+    return [(shard.train.tolist(), shard.test.tolist()) for shard in data.shards]
+
+
+@given(
+    partition=st.sampled_from([IID(), Dirichlet(0.5), Pathological(2)]),
+    clients=st.integers(1, 8),
+    local_test=st.floats(0, 0.999),
+    seed=seeds,
+)
+def test_a_client_trains_and_tests_on_its_own_share_and_never_on_the_same_sample(
+    partition: Partition, clients: int, local_test: float, seed: int
+) -> None:
+    data = Scenario(Labels(LABELS), partition, clients, local_test).build(seed)
+    dealt = partition.split(LABELS, clients, generator(seed, Stream.PARTITION))
+    assert len(data.shards) == clients
+    for shard, part in zip(data.shards, dealt, strict=True):
+        assert shard.train.dtype == shard.test.dtype == torch.int64
+        assert sorted([*shard.train.tolist(), *shard.test.tolist()]) == part.tolist()
+        assert len(shard.test) == min(round(local_test * len(part)), len(part) - 1)
+
+
+def test_the_seed_alone_decides() -> None:
+    scenario = Scenario(Labels(LABELS), Dirichlet(0.5), 4)
+    assert shares(scenario.build(3)) == shares(scenario.build(3))
+    assert shares(scenario.build(3)) != shares(scenario.build(4))
+
+
+def test_a_clients_local_split_does_not_depend_on_the_other_clients() -> None:
+    parts = [np.arange(k, 400, 4) for k in range(4)]
+    few, many = (shares(Scenario(Labels(LABELS), Given(parts), clients).build(0)) for clients in (2, 4))
+    assert few == many[:2]
+
+
+def test_clients_with_the_same_labels_split_differently() -> None:
+    parts = [np.arange(100), np.arange(100, 200)]
+    first, second = Scenario(Labels(np.zeros(200, int)), Given(parts), 2).build(0).shards
+    assert first.test.tolist() != (second.test - 100).tolist()
+
+
+def test_a_quarter_is_held_out_by_default() -> None:
+    data = Scenario(Labels(LABELS), IID()).build(0)
+    assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [(30, 10)] * 10
+
+
+def test_no_local_test_leaves_everything_to_train_on() -> None:
+    data = Scenario(Labels(LABELS), IID(), 4, local_test=0).build(0)
+    assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [(100, 0)] * 4
+
+
+def test_class_counts_are_those_of_a_plain_loop() -> None:
+    data = Scenario(Labels(LABELS, num_classes=7), Dirichlet(0.3), 6).build(1)
+    for part in ("train", "test"):
+        expected = [[0] * 7 for _ in range(6)]
+        for client, shard in enumerate(data.shards):
+            for index in getattr(shard, part):
+                expected[client][LABELS[index]] += 1
+        assert data.class_counts(part).tolist() == expected
+    assert data.class_counts().tolist() == data.class_counts("train").tolist()
+
+
+def test_a_client_without_test_samples_counts_as_zeros() -> None:
+    shard = Shard(torch.tensor([0, 2]), torch.tensor([], dtype=torch.int64))
+    assert FederatedData(loaded([1, 0, 1], 2), [shard]).class_counts("test").tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("clients", [0, -1])
+def test_a_scenario_needs_clients(clients: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.clients: {clients} is below 1"):
+        Scenario(Labels(LABELS), IID(), clients)
+
+
+@pytest.mark.parametrize("local_test", [1, 1.5, -0.1, float("nan")])
+def test_local_test_leaves_something_to_train_on(local_test: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.local_test: {local_test} is outside \[0, 1\)"):
+        Scenario(Labels(LABELS), IID(), 2, local_test)
+
+
+def test_a_client_that_was_dealt_nothing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.partition: client 3 holds no data; use fewer scenario.clients"):
+        Scenario(Labels(np.zeros(3, int)), IID(), 4).build(0)
+
+
+# --- stratified_sample ---
+
+
+labels_of_a_client = st.lists(st.sampled_from([0, 1, 2, 5, 9]), min_size=1, max_size=80)
+
+
+@given(labels_of_a_client, st.floats(0, 0.999), seeds)
+def test_quotas_are_the_exact_ones_rounded_down_or_up_by_largest_remainder(
+    labels: list[int], share: float, seed: int
+) -> None:
+    y = np.array(labels)
+    chosen = stratified_sample(y, share, np.random.default_rng(seed))
+    assert chosen.dtype == bool
+    assert chosen.shape == y.shape
+    wanted = min(round(share * len(y)), len(y) - 1)
+    assert chosen.sum() == wanted
+    remainders: dict[bool, list[float]] = {False: [], True: []}
+    for label in set(labels):
+        size, quota = labels.count(label), int(chosen[y == label].sum())
+        exact, left_over = divmod(wanted * size, len(y))
+        assert quota in (exact, exact + (left_over > 0))
+        assert quota in (floor(wanted * size / len(y)), ceil(wanted * size / len(y)))
+        remainders[quota > exact].append(left_over)
+    if remainders[True] and remainders[False]:
+        assert min(remainders[True]) >= max(remainders[False])
+
+
+def test_every_sample_of_a_class_is_as_likely() -> None:
+    labels, draws = np.repeat([0, 1], [8, 4]), 2000
+    chosen = sum(stratified_sample(labels, 0.5, np.random.default_rng(seed)).astype(int) for seed in range(draws))
+    assert (abs(chosen - draws / 2) < 4 * np.sqrt(draws / 4)).all()
+
+
+def test_ties_between_classes_are_settled_by_chance() -> None:
+    draws = 2000
+    chosen = sum(stratified_sample(np.arange(5), 0.2, np.random.default_rng(seed)).astype(int) for seed in range(draws))
+    assert chosen.sum() == draws
+    assert (abs(chosen - draws / 5) < 4 * np.sqrt(draws * 0.2 * 0.8)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_one_sample_is_always_left_out(n: int) -> None:
+    assert stratified_sample(np.zeros(n, int), 0.9999, np.random.default_rng(0)).sum() == n - 1

@@ -1,0 +1,155 @@
+import weakref
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.state import RunningMean, extrapolate, first_non_finite, weighted_mean
+
+# Multiples of 1/1024 below 1024: their weighted sums are exact in float64, so references need no tolerance.
+exact = st.integers(-(2**20), 2**20).map(lambda k: Fraction(k, 1024))
+weights = st.integers(1, 10_000)
+
+
+@given(st.lists(st.tuples(weights, exact, exact), min_size=1, max_size=8))
+def test_weighted_mean_equals_exact_fractions(clients: list[tuple[int, Fraction, Fraction]]) -> None:
+    states = [{"w": torch.tensor([float(a), float(b)])} for _, a, b in clients]
+    mean = weighted_mean(states, [n for n, _, _ in clients])["w"]
+    total = sum(n for n, _, _ in clients)
+    expected = [float(sum(n * client[i] for n, *client in clients) / total) for i in range(2)]
+    assert torch.equal(mean, torch.tensor(expected))
+
+
+@given(st.lists(st.tuples(weights, exact), min_size=1, max_size=8), st.sampled_from([1, 2, 1024, 2.0**-20]))
+def test_weights_may_come_in_any_unit(clients: list[tuple[int, Fraction]], unit: float) -> None:
+    states = [{"w": torch.tensor(float(value))} for _, value in clients]
+    plain = weighted_mean(states, [n for n, _ in clients])
+    assert torch.equal(weighted_mean(states, [n * unit for n, _ in clients])["w"], plain["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weight", [1, 3, 49, 0.1, 1e-3, 12_345])
+def test_the_mean_over_one_client_is_its_weights_bit_for_bit(dtype: torch.dtype, weight: float) -> None:
+    extremes = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny, -0.0, 0.1, 1 / 3], dtype=dtype)
+    values = torch.cat([extremes, torch.rand(2000, generator=torch.Generator().manual_seed(0)).to(dtype)])
+    mean = weighted_mean([{"w": values}], [weight])["w"]
+    assert mean.dtype == dtype
+    assert torch.equal(mean, values)
+    assert torch.equal(mean.signbit(), values.signbit())
+
+
+def test_the_mean_over_one_client_is_its_weights_bit_for_bit_in_double_precision() -> None:
+    values = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(weighted_mean([{"w": values}], [49])["w"], values)
+
+
+def test_sums_do_not_run_in_single_precision() -> None:
+    states = [{"w": torch.tensor([2.0**24])}, *({"w": torch.tensor([1.0])} for _ in range(1023))]
+    assert weighted_mean(states, [1] * 1024)["w"].item() == 2**14 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
+    states = [{"w": torch.tensor([value], dtype=dtype)} for value in (256.0, *[1.0] * 255)]
+    mean = weighted_mean(states, [1] * 256)["w"]
+    assert torch.equal(mean, torch.tensor([511 / 256], dtype=dtype))
+
+
+def test_integer_entries_keep_the_largest() -> None:
+    states = [{"n": torch.tensor(n), "w": torch.tensor(float(n))} for n in (3, 9, 6)]
+    mean = weighted_mean(states, [1, 1, 1])
+    assert mean["n"].dtype == torch.int64
+    assert mean["n"].item() == 9
+    assert mean["w"].item() == 6.0
+
+
+def test_zero_weight_adds_nothing() -> None:
+    mean = weighted_mean([{"w": torch.tensor(5.0)}, {"w": torch.tensor(7.0)}], [0, 2])
+    assert mean["w"].item() == 7.0
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_what_is_averaged_is_left_alone(dtype: torch.dtype, clients: int) -> None:
+    states = [{"w": torch.tensor([1, 2], dtype=dtype)} for _ in range(clients)]
+    weighted_mean(states, [3] * clients)["w"].zero_()
+    assert [state["w"].tolist() for state in states] == [[1, 2]] * clients
+
+
+def test_the_mean_may_be_read_on_the_way() -> None:
+    mean = RunningMean()
+    seen = []
+    for value in (1.0, 5.0, 9.0):
+        mean.add({"w": torch.tensor(value)}, 1)
+        seen.append(mean.value()["w"].item())
+    assert seen == [1.0, 3.0, 5.0]
+
+
+def test_no_state_is_held_once_it_is_added() -> None:
+    mean = RunningMean()
+    alive = []
+    for _ in range(3):
+        state = {"w": torch.rand(4), "n": torch.tensor(1)}
+        alive += [weakref.ref(value) for value in state.values()]
+        mean.add(state, 1.0)
+        del state
+    assert [ref() for ref in alive] == [None] * 6
+
+
+@pytest.mark.parametrize(
+    "odd", [{"w": torch.zeros(1)}, {"w": torch.zeros(1), "b": torch.zeros(1), "x": torch.zeros(1)}]
+)
+def test_states_of_different_models_are_refused(odd: dict[str, torch.Tensor]) -> None:
+    mean = RunningMean()
+    mean.add({"w": torch.zeros(1), "b": torch.zeros(1)}, 1)
+    name = ({"w", "b"} ^ odd.keys()).pop()
+    with pytest.raises(ValueError, match=f"different models: '{name}'"):
+        mean.add(odd, 1)
+
+
+def test_the_mean_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mean of nothing"):
+        RunningMean().value()
+    with pytest.raises(ValueError, match="mean of nothing"):
+        weighted_mean([{"w": torch.ones(1)}], [0])
+
+
+def test_each_state_needs_a_weight() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        weighted_mean([{"w": torch.ones(1)}] * 2, [1])
+
+
+@given(exact, exact, exact, exact)
+def test_extrapolate_equals_its_formula(w: Fraction, v: Fraction, keep: Fraction, step: Fraction) -> None:
+    state, other = {"w": torch.tensor([float(w)])}, {"w": torch.tensor([float(v)])}
+    got = extrapolate(state, other, float(keep), float(step))["w"]
+    assert torch.equal(got, torch.tensor([float(keep * w + step * (v - w))]))
+
+
+@given(exact, exact)
+def test_extrapolate_stays_goes_over_and_goes_back(w: Fraction, v: Fraction) -> None:
+    state, other = {"w": torch.tensor(float(w))}, {"w": torch.tensor(float(v))}
+    assert torch.equal(extrapolate(state, other, 1.0, 0.0)["w"], state["w"])
+    assert torch.equal(extrapolate(state, other, 1.0, 1.0)["w"], other["w"])
+    assert torch.equal(extrapolate(state, other, 0.0, 1.0)["w"], other["w"] - state["w"])
+
+
+def test_extrapolate_keeps_types_and_integer_entries() -> None:
+    state = {"w": torch.tensor([1.0], dtype=torch.float16), "n": torch.tensor(4)}
+    other = {"w": torch.tensor([3.0], dtype=torch.float16), "n": torch.tensor(9)}
+    got = extrapolate(state, other, 1.0, 0.5)
+    assert got["w"].dtype == torch.float16
+    assert got["w"].item() == 2.0
+    assert got["n"].item() == 4
+    assert state["w"].item() == 1.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_the_first_entry_that_is_not_finite_is_named(bad: float) -> None:
+    good, n = torch.zeros(2, 2), torch.tensor(7)
+    spoilt = torch.tensor([[0.0, 0.0], [0.0, bad]])
+    assert first_non_finite({"n": n, "a": good}) is None
+    assert first_non_finite({"n": n, "a": good, "b": spoilt, "c": spoilt}) == "b"
+    assert first_non_finite({"half": spoilt.half()}) == "half"

@@ -1,0 +1,174 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import write_ag_news, write_imdb_csv, write_imdb_folder
+
+from fl_lightning.data import IMDB, AGNews, Dataset, LoadedData, text
+from fl_lightning.data.text import PADDING, UNKNOWN, Vocabulary, words
+from fl_lightning.errors import ConfigError
+
+
+def refusal(dataset: Dataset) -> str:
+    with pytest.raises(ConfigError) as caught:
+        dataset.load()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def spelt(data: LoadedData, vocabulary: Vocabulary, split: str) -> list[list[str]]:
+    """The words of a split's texts, as far as they are known, from the ids back."""
+    names = {number: word for word, number in vocabulary.ids.items()}
+    return [[names[i] for i in row if i > UNKNOWN] for row in getattr(data, f"x_{split}").tolist()]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("It's GREAT", ["it's", "great"]),
+        ("end.<br /><br />Begin", ["end", "begin"]),
+        ("'quoted' 80's", ["quoted", "80's"]),
+        ("a\tb\nc,d", ["a", "b", "c", "d"]),
+        ("... --", []),
+    ],
+)
+def test_words_are_lower_case_without_markup_and_punctuation(raw: str, expected: list[str]) -> None:
+    assert words(raw) == expected
+
+
+def test_frequent_words_get_small_ids_and_ties_go_by_the_alphabet() -> None:
+    assert Vocabulary(["c a b", "b a", "b"], size=10).ids == {"b": 2, "a": 3, "c": 4}
+    assert Vocabulary(["c a b", "b a", "b"], size=4).ids == {"b": 2, "a": 3}
+
+
+def test_texts_are_cut_filled_up_and_unknown_words_marked() -> None:
+    ids = Vocabulary(["a a b"], size=10).encode(["b a b a", "x a", ""], length=3)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [[3, 2, 3], [UNKNOWN, 2, PADDING], [PADDING] * 3]
+
+
+def test_ag_news_comes_from_csv_with_title_and_description(tmp_path: Path) -> None:
+    train, test = write_ag_news(tmp_path)
+    data = AGNews(str(tmp_path), length=30).load()
+    vocabulary = Vocabulary(train.x, 10_000)
+    assert spelt(data, vocabulary, "train") == [words(one) for one in train.x]
+    assert data.y_train.tolist() == train.y
+    assert data.y_test.tolist() == test.y
+    assert (data.num_classes, data.in_shape) == (4, (30,))
+    assert data.y_train.dtype == data.x_train.dtype == torch.int64
+
+
+def test_imdb_comes_from_its_folders_without_the_unlabelled_reviews(tmp_path: Path) -> None:
+    train, test = write_imdb_folder(tmp_path)
+    data = IMDB(str(tmp_path), length=30).load()
+    vocabulary = Vocabulary(train.x, 10_000)
+    assert "unsupervised" not in vocabulary.ids
+    assert spelt(data, vocabulary, "train") == [words(one) for one in train.x]
+    assert data.y_train.tolist() == train.y
+    assert data.y_test.tolist() == test.y
+    assert data.num_classes == 2
+
+
+def test_imdb_comes_from_one_csv_file_cut_in_half(tmp_path: Path) -> None:
+    train, test = write_imdb_csv(tmp_path)
+    data = IMDB(str(tmp_path), layout="csv", length=30).load()
+    assert spelt(data, Vocabulary(train.x, 10_000), "train") == [words(one) for one in train.x]
+    assert data.y_train.tolist() == train.y
+    assert data.y_test.tolist() == test.y
+
+
+@pytest.mark.parametrize("dataset", [AGNews, IMDB])
+def test_the_vocabulary_knows_no_word_of_the_test_texts_alone(dataset: type, tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    write_imdb_folder(tmp_path, n=(2, 40))
+    data = dataset(str(tmp_path), length=30).load()
+    assert set(data.x_test.flatten().tolist()) - set(data.x_train.flatten().tolist()) <= {PADDING, UNKNOWN}
+    assert UNKNOWN in data.x_test
+    assert UNKNOWN not in data.x_train
+
+
+def test_no_id_reaches_the_vocabulary_size(tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    data = AGNews(str(tmp_path), vocab_size=7).load()
+    assert data.x_train.max() == 6
+    assert UNKNOWN in data.x_train
+
+
+def test_a_batch_of_ids_is_handed_to_the_network_as_it_is(tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    data = AGNews(str(tmp_path)).load()
+    assert torch.equal(data.prepare(data.x_test), data.x_test)
+    assert data.augment is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "files"),
+    [
+        (AGNews, "ag_news_csv/{train,test}.csv"),
+        (IMDB, "aclImdb/{train,test}/{neg,pos}/*.txt"),
+    ],
+)
+def test_missing_files_are_named_on_one_line(dataset: type, files: str, tmp_path: Path) -> None:
+    assert refusal(dataset(str(tmp_path))) == (
+        f"scenario.dataset: {dataset.__name__} cannot be read; put {files} into {tmp_path}, "
+        "or set scenario.dataset.data_dir or scenario.dataset.download true"
+    )
+
+
+@pytest.mark.parametrize("row", ["five,a,b\n", "\n"])
+def test_a_damaged_csv_is_refused(row: str, tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    with (tmp_path / "ag_news_csv" / "train.csv").open("a") as file:
+        file.write(row)
+    assert "AGNews cannot be read" in refusal(AGNews(str(tmp_path)))
+
+
+def test_a_csv_review_of_no_known_sentiment_is_refused(tmp_path: Path) -> None:
+    write_imdb_csv(tmp_path)
+    with (tmp_path / "IMDB Dataset.csv").open("a") as file:
+        file.write("so so,mixed\n")
+    assert "put IMDB Dataset.csv into" in refusal(IMDB(str(tmp_path), layout="csv"))
+
+
+def test_files_are_fetched_only_where_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fetch_csv(url: str, folder: Path, name: str, md5: str) -> None:
+        calls.append((url.rsplit("/", 1)[1], md5))
+        if not folder.exists():
+            write_ag_news(folder.parent)
+
+    def fetch_archive(url: str, root: str, md5: str) -> None:
+        calls.append((url.rsplit("/", 1)[1], md5))
+        write_imdb_folder(Path(root))
+
+    monkeypatch.setattr(text, "download_url", fetch_csv)
+    monkeypatch.setattr(text, "download_and_extract_archive", fetch_archive)
+    for _ in range(2):
+        AGNews(str(tmp_path), download=True).load()
+        IMDB(str(tmp_path), download=True).load()
+    assert calls == [("train.csv", AGNews.md5["train"]), ("aclImdb_v1.tar.gz", IMDB.md5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"length": 0}, "length"),
+        ({"vocab_size": 2}, "vocab_size"),
+        ({"layout": "csv", "download": True}, "download"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^scenario.dataset.{key}: "):
+        IMDB(**options)
+
+
+@pytest.mark.skipif("FL_LIGHTNING_DATA" not in os.environ, reason="FL_LIGHTNING_DATA names no folder with the data")
+@pytest.mark.parametrize(("dataset", "counts"), [(AGNews, (6000, 1600)), (IMDB, (2000, 1000))])
+def test_the_real_texts_load(dataset: type, counts: tuple[int, int]) -> None:
+    data = dataset(os.environ["FL_LIGHTNING_DATA"]).load()
+    assert (len(data.y_train), len(data.y_test)) == counts
+    known = (data.x_test > UNKNOWN).sum() / (data.x_test != PADDING).sum()
+    assert known > 0.85
+    assert data.x_train.max() == 9_999
