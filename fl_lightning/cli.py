@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import secrets
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
-from difflib import get_close_matches
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,22 +19,14 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 from rich.console import Console
 
+from fl_lightning.catalogue import KINDS, things
 from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.cli_errors import one_line, plainly
 from fl_lightning.data import Scenario
 from fl_lightning.errors import CheckpointError, ConfigError, FLError
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.report.figures import partition_figure
 from fl_lightning.report.tables import partition_table, summary_table, test_table, write_counts
-
-# What `list` lists: each kind's base class, and the config key that takes one.
-BASES = {
-    "algorithms": ("Algorithm", "algorithm"),
-    "datasets": ("Dataset", "scenario.dataset"),
-    "models": ("Backbone", "model"),
-    "partitions": ("Partition", "scenario.partition"),
-    "callbacks": ("RoundCallback", "callbacks"),
-}
-KINDS = (*BASES, "configs")
 
 # What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
 TRAINER_KEYS = {
@@ -77,6 +65,7 @@ FREE_KEYS = {
 
 def run() -> None:
     """Entry point of the console script."""
+    sys.path.append(os.getcwd())  # a class path of the user's own may lead into the working folder
     sys.exit(main())
 
 
@@ -119,7 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     words = with_config_paths(with_resumed_config(words))
     parser, subparsers = build_parser()
-    with plainly():
+    with plainly(subparsers["fit"]):
         given = parser.parse_args(words)
     command = given.subcommand
     commands = {"fit": fit, "test": test, "partition": partition, "list": list_things}
@@ -138,7 +127,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     commands = {
-        "fit": (_fit_parser(), "Run an experiment, or go on with one."),
+        "fit": (fit_parser(), "Run an experiment, or go on with one."),
         "test": (_test_parser(), "Evaluate a run's checkpoint again."),
         "partition": (_partition_parser(), "Show and draw which client holds what."),
         "list": (_list_parser(), "List what can be named in a config."),
@@ -149,7 +138,8 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     return parser, {name: subparser for name, (subparser, _) in commands.items()}
 
 
-def _fit_parser() -> ArgumentParser:
+def fit_parser() -> ArgumentParser:
+    """The parser of an experiment's keys."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="Config file, or the name of a shipped one.")
     parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
@@ -169,7 +159,7 @@ def _test_parser() -> ArgumentParser:
 
 
 def _partition_parser() -> ArgumentParser:
-    parser = _fit_parser()
+    parser = fit_parser()
     parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
     parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
     return parser
@@ -202,10 +192,10 @@ def fit(given: Namespace, parser: ArgumentParser) -> int:
 def test(given: Namespace, parser: ArgumentParser) -> int:
     """`test`: evaluate a checkpoint of a finished or half-finished run."""
     run_dir = Path(given.run)
-    fit_parser = _fit_parser()
-    with plainly():
-        config = fit_parser.parse_args(["--config", config_file(run_dir), "--logger", "null"])
-    orchestrator = build(config, fit_parser, run_dir)
+    experiment = fit_parser()
+    with plainly(experiment):
+        config = experiment.parse_args(["--config", config_file(run_dir), "--logger", "null"])
+    orchestrator = build(config, experiment, run_dir)
     orchestrator.load(chosen_round(given.checkpoint, run_dir))
     if not orchestrator.round:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet")
@@ -215,7 +205,7 @@ def test(given: Namespace, parser: ArgumentParser) -> int:
 
 def partition(given: Namespace, parser: ArgumentParser) -> int:
     """`partition`: print who holds what, and draw it."""
-    with plainly():
+    with plainly(parser):
         scenario: Scenario = parser.instantiate(given).scenario
     data = scenario.build(given.seed)
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
@@ -248,7 +238,7 @@ def list_things(given: Namespace, parser: ArgumentParser) -> int:
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
     """The orchestrator that a parsed command line describes."""
-    with plainly():
+    with plainly(parser):
         objects = parser.instantiate(given)
     parameters = inspect.signature(FederatedOrchestrator).parameters
     options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
@@ -367,82 +357,6 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
         return int(checkpoint)
     held = ", ".join(map(str, folder.rounds())) or "none"
     raise ConfigError(f"--checkpoint: no checkpoint {checkpoint!r}; there are last, best and rounds {held}")
-
-
-def things(kind: str) -> dict[str, str]:
-    """Names and one-line descriptions of a kind, from the docstrings; of configs, from their first line."""
-    if kind == "configs":
-        folder = files("fl_lightning.configs")
-        paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
-        return {path.name: path.read_text().splitlines()[0].lstrip("# ") for path in paths}
-    module = import_module(f"fl_lightning.{'data' if kind in ('datasets', 'partitions') else kind}")
-    base = getattr(module, BASES[kind][0])
-    members = (getattr(module, name) for name in module.__all__)
-    classes = [m for m in members if inspect.isclass(m) and issubclass(m, base) and m is not base]
-    classes.sort(key=lambda cls: cls.__name__.lower())
-    return {cls.__name__: (inspect.getdoc(cls) or "").partition("\n")[0] for cls in classes}
-
-
-# --- Errors ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Turn what jsonargparse, or a constructor that it calls, raises inside into a `ConfigError` of one plain line."""
-    try:
-        yield
-    except (FLError, BrokenPipeError):
-        raise
-    except Exception as error:
-        raise ConfigError(readable(one_line(error))) from error
-
-
-def one_line(error: BaseException | str) -> str:
-    """An error's message, or any text, on one line."""
-    return " ".join(str(error).split())
-
-
-def readable(message: str) -> str:
-    """A message of jsonargparse cut down to the key, what was given and what is expected."""
-    where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
-    prefix = f"{where}: " if where else ""
-    if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):
-        return f"{prefix}the arguments of a class_path stand under init_args, beside it"
-    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)", message):
-        paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
-        return f"{prefix}{unknown_key(unknown[1], paths[-1] if where and paths else None)}"
-    if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
-        names = re.sub(r"(?<!\S)(?:fit|partition|test)\.", "", missing[1])
-        return f"{prefix}{names} must be given, here or in a --config" if names != "run" else "run: which one?"
-    given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |\. Got value|$)", message)
-    types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
-    expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
-    expected.pop("NoneType", None)
-    if given and expected:
-        return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
-    kind = next((kind for kind, (_, key) in BASES.items() if key == where), None)
-    known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
-    if named := re.search(r"dot import path string: (\S+)", message):
-        return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
-    if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
-        return f"{prefix}{wrong[1].strip(chr(39)) or (given and given[1])} is no {wrong[2]}; {known}"
-    noise = (
-        r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
-        r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
-    )
-    return prefix + re.sub(noise, "", message)
-
-
-def unknown_key(name: str, class_path: str | None) -> str:
-    """What to say about a key that does not exist: at the top, or among a class's arguments."""
-    owner, keys = "the config", list(_fit_parser().get_defaults().keys())
-    if class_path:
-        module, _, owner = class_path.rpartition(".")
-        keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
-    near = get_close_matches(name, keys, 1) or [key for key in keys if key.startswith(f"{name}.")]
-    top = {key.partition(".")[0]: None for key in keys}
-    mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
-    return f"{owner} has no key {name!r}; {mend}"
 
 
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:

@@ -218,7 +218,7 @@ class LossRecord:
         """
         if not self._pending:
             return
-        steps = torch.stack(self._pending).double().cpu()
+        steps = torch.stack(self._pending).cpu().double()
         self._pending = []
         bad = ~torch.isfinite(steps)
         if bool(bad.any()):

@@ -60,15 +60,16 @@ class Evaluation:
 
 def evaluate(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
     """Score a module on batches, in the mode and on the device it is in."""
-    correct = loss = torch.zeros((), dtype=torch.float64)
+    parts = []  # on the device until the end: reading a number there waits for it
     n = 0
     for x, y in batches:
         logits = module(x).detach().float()
-        correct = correct.to(y.device) + (logits.argmax(dim=1) == y).sum()
-        loss = loss.to(y.device) + F.cross_entropy(logits, y, reduction="sum")
+        correct = (logits.argmax(dim=1) == y).sum()
+        parts.append(torch.stack([correct.float(), F.cross_entropy(logits, y, reduction="sum")]))
         n += len(y)
     if not n:
         raise ValueError("nothing to evaluate on: no batch")
+    correct, loss = torch.stack(parts).cpu().double().sum(dim=0)
     return Score(float(correct) / n, float(loss) / n, n)
 
 

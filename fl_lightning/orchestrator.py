@@ -183,7 +183,6 @@ class FederatedOrchestrator:
         self.state = self.algorithm.aggregate(self.state, self._uploads(round, participants, results))
         self.memory |= {result.client: result.memory for result in results}
         self.round = round
-        gc.collect()  # Lightning's trainers hold cycles, and each of those a model
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
         failed = len(participants) - len(results)
@@ -200,6 +199,7 @@ class FederatedOrchestrator:
         """Fit the participants; yield uploads in ascending client id, leave the rest of each result in `results`."""
         tasks = (self._task(round, client) for client in participants)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
+            gc.collect()  # a used Trainer is a cycle that holds its model
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
             self._notify("on_client_end", result)
@@ -351,7 +351,7 @@ class FederatedOrchestrator:
         status = "failed"
         self._signals = DeferredSignals()
         gc.collect()
-        gc.freeze()  # what is here stays: each round then collects only what the round made
+        gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
         try:
             with self._signals:
                 self._notify("on_fit_start")

@@ -44,6 +44,9 @@ def leaves(value, path=()):
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*path, index))
     else:
         yield path, value
 
@@ -58,11 +61,12 @@ def test_it_parses_and_each_of_its_keys_counts(config, capsys):
     for path, value in leaves(written):
         found = taken
         for key in path:
-            assert key in found, f"{'.'.join(path)} is not in the resolved config"
+            there = range(len(found)) if isinstance(found, list) else found
+            assert key in there, f"{path} is not in the resolved config"
             found = found[key]
         if isinstance(found, dict) or path[-1] == "class_path":
             found, value = class_name(found), class_name(value)
-        assert found == value, ".".join(path)
+        assert found == value, path
 
 
 def test_its_first_line_describes_it(config):

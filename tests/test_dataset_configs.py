@@ -22,7 +22,8 @@ from layouts import (
 from torch import nn
 
 from fl_lightning import data
-from fl_lightning.cli import config_path, main, things
+from fl_lightning.catalogue import things
+from fl_lightning.cli import config_path, main
 from fl_lightning.models import ModelFactory
 
 

@@ -31,7 +31,8 @@ def test_an_example_learns_the_digits(name, capsys):
 
 
 def test_the_custom_algorithm_runs_by_class_path(tmp_path):
-    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "custom_algorithm.yaml"]
+    script = Path(sys.executable).parent / "fl-lightning"
+    command = [script, "fit", "--config", "custom_algorithm.yaml"]
     reduced = ["--rounds", "2", "--logger", "null", "--run_dir", str(tmp_path / "run")]
     done = subprocess.run([*command, *reduced], cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,19 +9,21 @@ from layouts import write_cifar
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.algorithms import FedAvg, FedSKC, Prototypical
 from fl_lightning.client import Step
 from fl_lightning.data import FC100, FewShot
-from fl_lightning.data.few_shot import SUPERCLASSES, EpisodeBatches, fc100_classes, sample_episode
-from fl_lightning.engines.worker import lightning_silenced
-from fl_lightning.errors import ConfigError
-from fl_lightning.few_shot import (
-    Prototypical,
+from fl_lightning.data.few_shot import (
+    SUPERCLASSES,
+    EpisodeBatches,
     episode_scores,
+    fc100_classes,
     few_shot_score,
     mean_and_interval,
     prototype_logits,
+    sample_episode,
 )
+from fl_lightning.engines.worker import lightning_silenced
+from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP
 
 PARTS = ("train", "val", "test")

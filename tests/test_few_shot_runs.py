@@ -29,7 +29,7 @@ def test_fc100_runs(method, tmp_path, monkeypatch):
                 "--scenario.dataset.few_shot.shots=2",
                 "--scenario.dataset.few_shot.queries=2",
                 f"--algorithm={method}",
-                "--algorithm.loss_terms=[{class_path: fl_lightning.few_shot.Prototypical, init_args: {shots: 2}}]",
+                "--algorithm.loss_terms=[{class_path: Prototypical, init_args: {shots: 2}}]",
             ]
         )
         == 0

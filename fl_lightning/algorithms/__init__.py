@@ -11,6 +11,7 @@ from fl_lightning.algorithms.fedskc import (
     LocalContrastive,
     StructuralKnowledge,
 )
+from fl_lightning.algorithms.protonet import Prototypical
 
 __all__ = [
     "Aggregator",
@@ -23,6 +24,7 @@ __all__ = [
     "GlobalDiscrepancy",
     "GlobalPeriodReview",
     "LocalContrastive",
+    "Prototypical",
     "Proximal",
     "SoftLabels",
     "State",

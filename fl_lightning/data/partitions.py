@@ -174,7 +174,14 @@ class QuantitySkew(Partition):
         return self.sizes.split(np.zeros_like(labels), clients, rng)
 
 
-class DisjointClasses(Partition):
+class _FewClasses(Partition):
+    def __init__(self, classes_per_client: int = 2) -> None:
+        if classes_per_client < 1:
+            raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")
+        self.classes_per_client = classes_per_client
+
+
+class DisjointClasses(_FewClasses):
     """A few classes a client, and no class in common between groups of clients: UA-PDFL's extreme split (Fig. 8).
 
     The classes, in random order, are cut into blocks; each block belongs to one group of clients, who share it
@@ -186,11 +193,6 @@ class DisjointClasses(Partition):
     Raises:
         ConfigError: `classes_per_client` is below 1.
     """
-
-    def __init__(self, classes_per_client: int = 2) -> None:
-        if classes_per_client < 1:
-            raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")
-        self.classes_per_client = classes_per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deal each class out equally among the clients of its block."""
@@ -208,7 +210,7 @@ class DisjointClasses(Partition):
         return deal(labels, counts, rng)
 
 
-class Pathological(Partition):
+class Pathological(_FewClasses):
     """k classes a client: each class is cut into equal shards and each client gets shards of k different classes.
 
     Classes are dealt round-robin over a random order, so each is held by equally many clients (up to one).
@@ -219,11 +221,6 @@ class Pathological(Partition):
     Raises:
         ConfigError: `classes_per_client` is below 1.
     """
-
-    def __init__(self, classes_per_client: int = 2) -> None:
-        if classes_per_client < 1:
-            raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")
-        self.classes_per_client = classes_per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deal classes, then cut each among its holders; a class that nobody was dealt stays unused."""

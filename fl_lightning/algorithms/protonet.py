@@ -1,0 +1,55 @@
+"""ProtoNet: train on episodes, whose queries are classified by the nearest class mean of the support.
+
+Snell, Swersky, Zemel: "Prototypical Networks for Few-shot Learning", NeurIPS 2017. A loss term for any method; the
+episodes come from a few-shot dataset such as `FC100`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.client import LossTerm, Step
+from fl_lightning.data.few_shot import prototype_logits
+from fl_lightning.errors import ConfigError
+
+
+class Prototypical(LossTerm):
+    """Algorithm 1: cross-entropy of an episode's queries under the prototypes of its support.
+
+    Any batch is an episode: of each class, the first `shots` samples are the support, the others queries. Zero for
+    a batch without queries. It is added to the cross-entropy of the classification layer, whose logits FedSKC's
+    knowledge is made of.
+
+    Args:
+        shots: Support samples a class.
+        weight: Factor on the loss.
+
+    Raises:
+        ConfigError: `shots` is below 1.
+
+    Example:
+        >>> features, targets = torch.tensor([[0.0], [2.0], [1.0]]), torch.tensor([4, 7, 7])
+        >>> round(float(Prototypical(shots=1)(Step(features, targets, features))), 4)
+        0.6931
+    """
+
+    def __init__(self, shots: int = 5, weight: float = 1.0) -> None:
+        super().__init__()
+        if shots < 1:
+            raise ConfigError(f"algorithm.loss_terms.shots: {shots} is below 1")
+        self.shots, self.weight = shots, weight
+
+    def forward(self, step: Step) -> Tensor:
+        """The mean over the queries."""
+        assert step.features is not None
+        classes, labels = torch.unique(step.targets, return_inverse=True)
+        members = F.one_hot(labels, len(classes))
+        earlier = (members.cumsum(dim=0) * members).sum(dim=1) - 1  # samples of the same class before this one
+        support = earlier < self.shots
+        if bool(support.all()):
+            return step.features.new_zeros(())
+        with torch.autocast(step.features.device.type, enabled=False):
+            logits = prototype_logits(step.features[~support], step.features[support], labels[support], len(classes))
+            return self.weight * F.cross_entropy(logits, labels[~support])

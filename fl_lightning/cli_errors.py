@@ -1,0 +1,74 @@
+"""Bad input in one line: the key, what was given, and what is expected instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+
+from jsonargparse import ArgumentParser
+
+from fl_lightning.catalogue import BASES, things
+from fl_lightning.errors import ConfigError, FLError
+
+
+@contextmanager
+def plainly(parser: ArgumentParser) -> Iterator[None]:
+    """Turn what jsonargparse, or a constructor that it calls, raises inside into a `ConfigError` of one plain line."""
+    try:
+        yield
+    except (FLError, BrokenPipeError):
+        raise
+    except Exception as error:
+        raise ConfigError(readable(one_line(error), parser)) from error
+
+
+def one_line(error: BaseException | str) -> str:
+    """An error's message, or any text, on one line."""
+    return " ".join(str(error).split())
+
+
+def readable(message: str, parser: ArgumentParser) -> str:
+    """A message of jsonargparse cut down to the key, what was given and what is expected."""
+    where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    prefix = f"{where}: " if where else ""
+    if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):
+        return f"{prefix}the arguments of a class_path stand under init_args, beside it"
+    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)", message):
+        paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
+        return f"{prefix}{unknown_key(unknown[1], paths[-1] if where and paths else None, parser)}"
+    if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
+        names = re.sub(r"(?<!\S)(?:fit|partition|test)\.", "", missing[1])
+        return f"{prefix}{names} must be given, here or in a --config" if names != "run" else "run: which one?"
+    given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |\. Got value|$)", message)
+    types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
+    expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
+    expected.pop("NoneType", None)
+    if given and expected:
+        return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
+    kind = next((kind for kind, (_, key) in BASES.items() if key == where), None)
+    known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
+    if named := re.search(r"dot import path string: (\S+)", message):
+        return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
+    if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
+        return f"{prefix}{wrong[1].strip(chr(39)) or (given and given[1])} is no {wrong[2]}; {known}"
+    noise = (
+        r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
+        r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
+    )
+    return prefix + re.sub(noise, "", message)
+
+
+def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> str:
+    """What to say about a key that does not exist: at the top, or among a class's arguments."""
+    owner, keys = "the config", list(parser.get_defaults().keys())
+    if class_path:
+        module, _, owner = class_path.rpartition(".")
+        keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
+    near = get_close_matches(name, keys, 1) or [key for key in keys if key.startswith(f"{name}.")]
+    top = {key.partition(".")[0]: None for key in keys}
+    mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
+    return f"{owner} has no key {name!r}; {mend}"
