@@ -18,10 +18,12 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class NormMLP(Backbone):
-    """One hidden layer with BatchNorm."""
+    """One hidden layer with BatchNorm and dropout."""
 
     def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
-        encoder = nn.Sequential(nn.Flatten(), nn.Linear(prod(in_shape), 16), nn.BatchNorm1d(16), nn.ReLU())
+        encoder = nn.Sequential(
+            nn.Flatten(), nn.Linear(prod(in_shape), 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)
+        )
         super().__init__(encoder, nn.Linear(16, num_classes), 16)
 
 

@@ -99,10 +99,10 @@ def test_a_seed_gives_the_same_split_on_any_machine(name: str) -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == FINGERPRINTS[name]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", sorted(ALL.keys() - {"Shards"})
+)  # which keep to the order of the file, as in the paper
 def test_samples_of_a_class_are_dealt_by_chance_not_in_order(name: str) -> None:
-    if name == "Shards":
-        pytest.skip("shards keep to the order of the file, as in the paper")
     labels = np.repeat([0, 1, 2, 3], 500)
     owned = [part[labels[part] == j] for part in ALL[name].split(labels, 9, rng(2)) for j in range(4)]
     cut = [own for own in owned if 20 <= len(own) <= 480]

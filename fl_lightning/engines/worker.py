@@ -185,8 +185,8 @@ class Worker:
             return self.data.data.evaluate(module, self._test_batches())
 
     def _run(self, task: Task) -> Result:
+        module = self.module()  # before seeding: the first one made in a process draws the initial weights
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
-        module = self.module()
         module.round, module.lr_scale = task.round, task.lr_scale
         self.algorithm.receive(module, task.download, task.memory)
         if task.fit:
