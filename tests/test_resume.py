@@ -1,5 +1,6 @@
 """Kill it anywhere, resume, same bytes."""
 
+import os
 import random
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping
 
@@ -157,7 +159,8 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
 def kill_and_resume(folder: Path, delay: float) -> bool:
     """Kill a run after a delay, then resume it; False if it had already ended by then."""
     command = [sys.executable, "-m", "fl_lightning", "fit", *RUN, "--run_dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     while not (folder / "config.yaml").exists():
         assert process.poll() is None, process.stdout.read()
