@@ -12,7 +12,6 @@ from typing import Any
 
 import wandb
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from typing_extensions import override
 
 from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import CheckpointError
@@ -116,7 +115,6 @@ class WandbRoundLogger(LightningWandbLogger):
         }
 
     @property
-    @override
     def experiment(self) -> Any:
         """The W&B run; made at the first call.
 
@@ -129,7 +127,6 @@ class WandbRoundLogger(LightningWandbLogger):
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment
 
-    @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log one round's metrics under `round`."""
         self.experiment.log({**metrics, **({} if step is None else {"round": step})})
@@ -143,7 +140,6 @@ class WandbRoundLogger(LightningWandbLogger):
         columns = ["client", *(f"class {j}" for j in range(len(counts[0])))]
         self.log_table(key, columns, [[k, *map(int, row)] for k, row in enumerate(counts)])
 
-    @override
     def finalize(self, status: str) -> None:
         """Close the W&B run."""
         if self._experiment is not None:
