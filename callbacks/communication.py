@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class CommunicationMeter(RoundCallback):
-    """Counts the bytes of the messages: `comm/up_bytes` and `comm/down_bytes` a round, `comm/total_bytes` so far."""
+    """Counts the bytes of the messages: `comm/up_bytes` and `comm/down_bytes` a round, `comm/total_bytes` so far.
+
+    Without a server all is counted where it arrives, as `down`: what a peer sends is what another receives.
+    """
 
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
@@ -26,7 +29,7 @@ class CommunicationMeter(RoundCallback):
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Count what the client was sent and what it sent."""
         self.down += result.download_bytes
-        self.up += result.upload.nbytes if result.upload else 0
+        self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """Add the round's bytes to its metrics."""

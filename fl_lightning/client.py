@@ -16,6 +16,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fl_lightning.errors import ConfigError, NonFiniteError
 from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -45,7 +46,8 @@ class LossTerm(nn.Module):
     """One scalar to add to a client's loss, already multiplied by its coefficient.
 
     Usable alone, in anybody's LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses
-    override `forward`, and `begin` where they need the weights that training starts from.
+    override `forward`, `begin` where they need the weights that training starts from, and `remember` and `recall`
+    where a client keeps something from one of its rounds to the next.
 
     Attributes:
         name: The term's name in logs, from the class name unless set.
@@ -69,6 +71,16 @@ class LossTerm(nn.Module):
     def begin(self, module: ClientModule) -> None:
         """Called when a fit starts, with the received weights and knowledge loaded, on the training device."""
 
+    def begin_epoch(self, module: ClientModule) -> None:
+        """Called when an epoch of the fit starts."""
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """After the fit: what the client keeps for the term until its next round."""
+        return {}
+
+    def recall(self, kept: Tensors) -> None:
+        """Before a fit: what `remember` gave in the client's last round; empty in its first."""
+
     def forward(self, step: Step) -> Tensor:
         """The scalar to add to the loss."""
         raise NotImplementedError
@@ -90,6 +102,8 @@ class ClientModule(L.LightningModule):
     Attributes:
         round: The round, from 1; terms that change over rounds read it.
         lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
+        class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
+            leaves the client.
 
     Raises:
         ConfigError: Two loss terms have one name.
@@ -120,6 +134,7 @@ class ClientModule(L.LightningModule):
         self.scheduler_factory = lr_scheduler
         self.round = 1
         self.lr_scale = 1.0
+        self.class_counts: Tensor | None = None
         self._losses = LossRecord()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,9 +147,18 @@ class ClientModule(L.LightningModule):
         for term in self.terms():
             term.begin(self)
 
+    def on_train_epoch_start(self) -> None:
+        """Tell each term that an epoch starts."""
+        for term in self.terms():
+            term.begin_epoch(self)
+
     def terms(self) -> Iterator[LossTerm]:
         """The loss terms, active or not."""
         return (cast(LossTerm, term) for term in self.loss_terms)
+
+    def pieces(self) -> Iterator[SharedKnowledge]:
+        """The shared knowledge that travels with the module's weights."""
+        return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
         """Run the backbone on a batch."""
@@ -155,8 +179,8 @@ class ClientModule(L.LightningModule):
         step = self.step(batch)
         losses = self.losses(step)
         self._losses.add(losses)
-        for piece in self.knowledge:
-            cast(SharedKnowledge, piece).observe(step, self.current_epoch)
+        for piece in self.pieces():
+            piece.observe(step, self.current_epoch)
         return functools.reduce(torch.add, losses.values())
 
     def on_train_epoch_end(self) -> None:
@@ -185,15 +209,19 @@ class ClientModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over the backbone's parameters, at this round's learning rate, and its scheduler."""
-        parameters = self.backbone.parameters()
+        optimizer = self.optimizer_for(self.backbone.parameters())
+        if self.scheduler_factory is None:
+            return optimizer
+        return [optimizer], [self.scheduler_factory(optimizer)]
+
+    def optimizer_for(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer like the client's own, at this round's learning rate, for other parameters."""
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
         )
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
-        if self.scheduler_factory is None:
-            return optimizer
-        return [optimizer], [self.scheduler_factory(optimizer)]
+        return optimizer
 
 
 class LossRecord:

@@ -7,7 +7,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
@@ -31,7 +31,7 @@ from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewC
 from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WandbRoundLogger
-from fl_lightning.message import Upload
+from fl_lightning.message import Message, Upload
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.seeding import Stream, generator
@@ -217,12 +217,16 @@ class FederatedOrchestrator:
         return Task(
             round,
             client,
-            self.algorithm.download(self.state, client),
+            self.download(round, client),
             self.memory.get(client, {}),
             self.lr_scales[round - 1],
             evaluate=due and how.clients == "trained",
             evaluate_globally=due and how.personal_on_global,
         )
+
+    def download(self, round: int, client: int) -> Message:
+        """What a client is sent at the start of a round that follows the state as it is."""
+        return self.algorithm.download(self.state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
 
     def _drop(self, failure: ClientFailure | None) -> None:
         assert failure is not None
@@ -256,20 +260,19 @@ class FederatedOrchestrator:
         return metrics if score.interval is None else metrics | {"global/acc_interval": score.interval}
 
     def _received_scores(self) -> dict[int, Score]:
-        """Score on each client's own test split the model it would be sent now."""
+        """Score on each client's own test split the model it would start the next round from."""
+        results = self._untrained(lambda client: self.download(self.round + 1, client), evaluate=True)
+        return {result.client: result.local for result in results if result.local}
+
+    def _untrained(self, download: Callable[[int], Message], **wanted: bool) -> Iterator[Result]:
+        """What every client makes of a download without training on it."""
         clients = range(self.scenario.clients)
-        download, memory = self.algorithm.download, self.memory
-        tasks = (
-            Task(self.round, client, download(self.state, client), memory.get(client, {}), fit=False, evaluate=True)
-            for client in clients
-        )
-        scores = {}
+        options = {"fit": False, "upload": False, **wanted}
+        tasks = (Task(self.round, k, download(k), self.memory.get(k, {}), **options) for k in clients)
         for result in in_client_order(self.engine.run(self.worker, tasks), clients):
             if result.failure:
                 raise result.failure
-            if result.local:
-                scores[result.client] = result.local
-        return scores
+            yield result
 
     def _log(self, metrics: Row) -> None:
         self.csv.append(metrics)
@@ -323,12 +326,22 @@ class FederatedOrchestrator:
         self.worker.check()
         with blame("round_lr_scheduler"):
             self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
-        self.state = self.algorithm.initial_state(self.worker.template.backbone, self.data.data.num_classes)
+        backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
+        self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
+
+    def _publish(self) -> None:
+        """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
+        results = list(self._untrained(lambda client: Message(), upload=True))
+        self.memory = {result.client: result.memory for result in results}
+        uploads = (Upload(result.client, result.upload) for result in results if result.upload)
+        self.state = self.algorithm.aggregate(self.state, uploads)
 
     def _set_up(self, resume: bool, config: dict[str, Any] | None) -> None:
         if self.csv.path.exists() and not resume:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
+        if not self.algorithm.server and not self.round:
+            self._publish()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_counts(self.run_dir / "partition.csv", self.data)

@@ -20,6 +20,8 @@ class Stream(IntEnum):
     PARTICIPANTS = 3
     BATCHES = 4
     TRAINING = 5
+    RUN = 6
+    DOWNLOAD = 7
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

@@ -5,7 +5,7 @@ weights bit for bit, and half-precision training does not cost the average its d
 `num_batches_tracked`) cannot be averaged; the largest is kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,42 @@ def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Ten
         return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
 
     return {name: mixed(w, other[name]) if w.is_floating_point() else w for name, w in state.items()}
+
+
+def stack(states: Sequence[Tensors]) -> Tensors:
+    """Each entry of K state dicts as one tensor, `(K, ...)`."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def combine(coefficients: Tensor, stacked: Tensors) -> Tensors:
+    """N linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
+
+    Args:
+        coefficients: `a`, `(n, K)`.
+        stacked: What `stack` makes of the K state dicts.
+
+    Returns:
+        Entries `(n, ...)`; integer ones are the largest over the K, n times.
+    """
+    a = coefficients.double()
+
+    def combined(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value.amax(dim=0).expand(len(a), *value.shape[1:]).clone()
+        return (a @ value.double().flatten(1)).to(value.dtype).view(len(a), *value.shape[1:])
+
+    return {name: combined(value) for name, value in stacked.items()}
+
+
+def flatten(state: Tensors) -> Tensor:
+    """A model's parameters as one float64 vector: every floating-point entry but BatchNorm's running statistics."""
+    return torch.cat(
+        [v.double().flatten() for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
+    )
+
+
+def _statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def first_non_finite(tensors: Tensors) -> str | None:

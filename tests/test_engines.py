@@ -72,7 +72,7 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
     run.fit()
     client = run.participants(2)[0]
-    download, memory = algorithm.download(run.state, client), run.memory.get(client, {})
+    download, memory = run.download(3, client), run.memory.get(client, {})
     task = Task(3, client, download, memory, lr_scale=0.5, evaluate=True, evaluate_globally=True)
     here = run.worker.run(task)
     with multiprocessing.get_context("spawn").Pool(1) as pool:

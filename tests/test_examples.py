@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from experiments import experiment
@@ -47,10 +48,11 @@ def test_the_custom_algorithm_is_short():
 def test_the_custom_algorithm_weighs_by_loss(tmp_path):
     run = experiment(tmp_path, load("custom_algorithm").FairProx(mu=0.2), rounds=1)
     run.fit()
-    start = run.algorithm.initial_state(run.worker.template.backbone, 10)
+    rng = np.random.default_rng(0)
+    start = run.algorithm.initial_state(run.worker.template.backbone, 10, 6, rng)
     mean = RunningMean()
     for client in run.participants(1):
-        result = run.worker.run(Task(1, client, run.algorithm.download(start, client), {}))
+        result = run.worker.run(Task(1, client, run.algorithm.download(start, client, rng), {}))
         mean.add(result.upload.section("model"), result.losses["loss"])
     for name, value in mean.value().items():
         torch.testing.assert_close(run.state["model"][name], value, rtol=0, atol=0)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,11 @@ from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean
 
 State = dict[str, Tensors]
-"""Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own."""
+"""Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own.
+
+`weights`, where an aggregator leaves it, tells what each client counted for: its ids, `client` `(K,)`, and `value`
+`(K,)` or, where it counts by class, `(K, C)`.
+"""
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Weighting = Literal["samples", "uniform"]
@@ -40,6 +45,14 @@ class Aggregator:
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """Shared knowledge that must travel for this aggregator."""
         return ()
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """The aggregator's sections of the state before round 1, beside `model`."""
+        return {}
+
+    def model_for(self, state: State, client: int) -> Tensors:
+        """The weights that a client is sent; the shared model, unless each client has its own."""
+        return state["model"]
 
     def fold(self, uploads: Iterable[Upload]) -> Any:
         """Consume the uploads; return what `finish` needs of them."""
@@ -89,7 +102,12 @@ class Algorithm:
 
     Raises:
         ConfigError: Two loss terms have one name.
+
+    Attributes:
+        server: Whether there is one. Without it, what a client uploads stays there for its peers to collect.
     """
+
+    server: bool = True
 
     def __init__(
         self,
@@ -120,21 +138,36 @@ class Algorithm:
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return ClientModule(backbone, terms, knowledge, optimizer, lr_scheduler)
 
-    def initial_state(self, backbone: nn.Module, num_classes: int) -> State:
-        """The shared state before round 1, from a freshly initialised backbone."""
-        state = {"model": {name: value.clone() for name, value in self._shared(backbone).items()}}
-        return state | {piece.name: piece.initial(num_classes) for piece in self.knowledge}
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The shared state before round 1, from a freshly initialised backbone.
 
-    def download(self, state: State, client: int) -> Message:
-        """What the server sends a client at the start of a round: shared weights and knowledge."""
-        return Message.pack({name: state[name] for name in ("model", *(piece.name for piece in self.knowledge))})
+        Args:
+            backbone: It is left as it is.
+            num_classes: Number of classes, `C`.
+            clients: Number of clients of the experiment.
+            rng: For what is drawn once a run.
+        """
+        model = {name: value.clone() for name, value in self._shared(backbone).items()}
+        knowledge = {piece.name: piece.initial(num_classes) for piece in self.knowledge}
+        return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """What a client is sent at the start of a round: weights and shared knowledge.
+
+        Args:
+            state: The state after the round before.
+            client: Who is sent it.
+            rng: For what is drawn anew for each client and round.
+        """
+        knowledge = {piece.name: state[piece.name] for piece in self.knowledge}
+        return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Client: take in a download and what the client itself kept from its last round."""
         load_weights(module.backbone, download.section("model") | memory.get("buffers", {}))
-        for piece in module.knowledge:
-            assert isinstance(piece, SharedKnowledge)
+        for piece in module.pieces():
             piece.load(download.section(piece.name))
+        recall(module, memory)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Client, after training, in eval mode without gradients: what goes up.
@@ -146,17 +179,17 @@ class Algorithm:
             num_classes: Number of classes, `C`.
         """
         sections = {"model": self._shared(module.backbone)}
-        for piece in module.knowledge:
-            assert isinstance(piece, SharedKnowledge)
+        for piece in module.pieces():
             sections[piece.name] = piece.summarize(module, batches, num_classes)
         return Message.pack(to_cpu(sections), n_samples=n_samples)
 
-    def remember(self, module: ClientModule) -> State:
-        """Client, after training: what it keeps for its next round. It never leaves the client."""
-        if self.buffers != "local":
-            return {}
-        own = buffer_names(module.backbone)
-        return to_cpu({"buffers": {n: v for n, v in module.backbone.state_dict().items() if n in own}})
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
+        kept = {term_section(term): term.remember(module) for term in module.terms()}
+        if self.buffers == "local":
+            own = buffer_names(module.backbone)
+            kept["buffers"] = {n: v for n, v in module.backbone.state_dict().items() if n in own}
+        return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Server: the next shared state, from uploads that arrive in ascending client id."""
@@ -174,6 +207,17 @@ class Algorithm:
     def _shared(self, backbone: nn.Module) -> Tensors:
         own = set() if self.buffers == "average" else buffer_names(backbone)
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
+
+
+def term_section(term: LossTerm) -> str:
+    """The section of a client's memory that a loss term's own memory is in."""
+    return f"term_{term.name}"
+
+
+def recall(module: ClientModule, memory: State) -> None:
+    """Give each loss term back what it kept from the client's last round."""
+    for term in module.terms():
+        term.recall(memory.get(term_section(term), {}))
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:

@@ -22,7 +22,7 @@ from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, Schedu
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.message import Tensors, Upload
-from fl_lightning.models import Backbone
+from fl_lightning.models import classification_layer
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
 
@@ -127,19 +127,6 @@ def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Ten
     """
     cross = anchor @ weight.T
     return (soft_labels - cross - cross.T + class_relations(anchor)).square().sum()
-
-
-def classification_layer(backbone: nn.Module) -> nn.Linear:
-    """The layer whose weights are `ω`: a backbone's classifier, or any other module's last linear layer.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    layers = [backbone.classifier] if isinstance(backbone, Backbone) else list(backbone.modules())
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    if not linear:
-        raise ConfigError("model: FedDW needs a linear classification layer, and this model ends with none")
-    return linear[-1]
 
 
 class DistillingWeights(LossTerm):

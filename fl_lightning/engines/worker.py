@@ -44,7 +44,8 @@ class Task:
         download: What the server sent.
         memory: What the client kept from its last round.
         lr_scale: Factor on the learning rates, from the round's schedule.
-        fit: Train and upload; False only evaluates the model as received.
+        fit: Train; False leaves the model as received.
+        upload: Make the upload, and what the client keeps.
         evaluate: Score the client's model on its own test split.
         evaluate_globally: Score the client's model on the global test set.
     """
@@ -55,6 +56,7 @@ class Task:
     memory: State
     lr_scale: float = 1.0
     fit: bool = True
+    upload: bool = True
     evaluate: bool = False
     evaluate_globally: bool = False
 
@@ -66,7 +68,7 @@ class Result:
     Args:
         client: The client's id.
         download_bytes: Size of what it was sent.
-        upload: What it sends, or None where the task was not to fit, or failed.
+        upload: What it sends, or None where the task did not ask for it, or failed.
         memory: What it keeps for its next round.
         losses: Mean training loss a step: `loss`, `ce` and each term.
         local: Score on its own test split, if asked for and not empty.
@@ -188,15 +190,16 @@ class Worker:
         module = self.module()  # before seeding: the first one made in a process draws the initial weights
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale = task.round, task.lr_scale
+        shard, classes = self.data.shards[task.client], self.data.data.num_classes
+        module.class_counts = torch.bincount(self.data.data.y_train[shard.train], minlength=classes)
         self.algorithm.receive(module, task.download, task.memory)
         if task.fit:
             self._fit(module, task)
-        shard, classes = self.data.shards[task.client], self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
         with self._inference(module, self._setup):
-            if task.fit:
+            if task.upload:
                 upload = self.algorithm.upload(module, self._ordered(shard.train), len(shard.train), classes)
-                memory = self.algorithm.remember(module)
+                memory = self.algorithm.remember(module, upload)
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:

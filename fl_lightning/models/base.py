@@ -6,6 +6,8 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
+from fl_lightning.errors import ConfigError
+
 
 class Backbone(nn.Module):
     """A network in two parts, logits = head(encoder(x)).
@@ -37,6 +39,30 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(B, C)` of a batch of inputs."""
         return cast(Tensor, self.head(self.encoder(x)))
+
+
+def classification_layer(module: nn.Module) -> nn.Linear:
+    """The layer with one row of weights a class: a backbone's classifier, or any other module's last linear layer.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    layers = [module.classifier] if isinstance(module, Backbone) else list(module.modules())
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise ConfigError("model: this method needs a linear classification layer, and the model ends with none")
+    return linear[-1]
+
+
+def with_encoder(module: nn.Module | None) -> Backbone:
+    """The module, if it is a backbone with an encoder and a head.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(module, Backbone):
+        raise ConfigError("model: this method looks at features, so the model must be a Backbone; FromModule makes one")
+    return module
 
 
 class ModelFactory(Protocol):

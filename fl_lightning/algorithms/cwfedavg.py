@@ -1,0 +1,267 @@
+"""cwFedAVG: a global model a class, of which every client starts from its own mixture; WDR makes the classes visible.
+
+Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
+Sections, equations and tables below are the paper's.
+
+The server estimates each client's class distribution from the row norms of its classification layer, so nothing but
+weights and sample counts goes up. The weight distribution regularizer (WDR, a loss term) makes that estimate a good
+one. Either part can be used in another method: `WeightDistribution` in its `loss_terms`, `ClassWise` as its
+`aggregator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Tensors, Upload
+from fl_lightning.models import classification_layer
+from fl_lightning.state import combine, stack, weighted_mean
+
+Distribution = Literal["weights", "true"]
+
+# --- Section 4: class distributions, in the data and in the weights ----------------------------------------------
+
+
+def class_shares(counts: Tensor) -> Tensor:
+    """`p_i`: the share of each class in a client's data, `(C,)`, from its samples a class."""
+    counts = counts.float()
+    return counts / counts.sum().clamp(min=1)
+
+
+def weight_distribution(weight: Tensor) -> Tensor:
+    """Eq. 9: `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2`, `(C,)`; uniform where every row is zero.
+
+    Args:
+        weight: `(C, d)`, the classification layer's weights; row j is `θ_ij`.
+    """
+    norms = weight.norm(dim=1)
+    total = norms.sum()
+    return norms / total if bool(total > 0) else torch.full_like(norms, 1 / len(norms))
+
+
+def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
+    """WDR's `Ω_i = ||p_i - p̃_i||_2`, not squared.
+
+    Args:
+        shares: `p_i`, `(C,)`.
+        weight: `(C, d)`.
+    """
+    return (shares - weight_distribution(weight)).norm()
+
+
+class WeightDistribution(LossTerm):
+    """WDR: `λ ||p_i - p̃_i||_2` pulls the row norms of the classification layer towards the client's class shares.
+
+    The true shares stay on the client: they come from the module's `class_counts`.
+
+    Args:
+        lam: λ, 0 or more; 0 switches the term off.
+        reference: Half of it, as the authors' code has it.
+
+    Raises:
+        ConfigError: `lam` is below 0, or a fit begins in a module without `class_counts`.
+
+    Example:
+        >>> term = WeightDistribution(lam=1.0)
+        >>> term.shares = torch.tensor([1.0, 0.0])
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> _ = torch.nn.init.ones_(layer.weight)
+        >>> round(term(Step(torch.zeros(1, 2), torch.tensor([0]), backbone=layer)).item(), 4)
+        0.7071
+    """
+
+    name = "wdr"
+
+    def __init__(self, lam: float = 10.0, reference: bool = False) -> None:
+        super().__init__()
+        if not lam >= 0:
+            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper's code uses 10")
+        self.scale, self.active = (lam / 2 if reference else lam), lam > 0
+        self.shares: Tensor | None = None
+
+    def begin(self, module: ClientModule) -> None:
+        """Note the client's class shares."""
+        if module.class_counts is None:
+            raise ConfigError("WeightDistribution: set module.class_counts to the client's training samples a class")
+        self.shares = class_shares(module.class_counts).to(module.device)
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        if self.shares is None or step.backbone is None:
+            return step.logits.new_zeros(())
+        weight = classification_layer(step.backbone).weight
+        with torch.autocast(weight.device.type, enabled=False):
+            return self.scale * distribution_gap(self.shares, weight.float())
+
+
+# --- Section 4: class-wise aggregation ---------------------------------------------------------------------------
+
+
+def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
+    """Eq. 4-5: `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij`, `(K, C)`, float64; a column that sums to zero stays zero.
+
+    Args:
+        samples: `N_i`, `(K,)`; `p_i = N_i / N`.
+        distributions: `p̃_ij`, `(K, C)`.
+    """
+    mass = samples.double()[:, None] / samples.sum() * distributions.double()
+    total = mass.sum(dim=0)
+    return torch.where(total > 0, mass / total.where(total > 0, 1.0), 0.0)
+
+
+def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
+    """Eq. 3 and 7 in one: client i's next start is `Σ_m (Σ_j p̃_ij q_mj) w_m`; these are the coefficients, `(K,)`.
+
+    Args:
+        distribution: `p̃_i`, `(C,)`; or `(n, C)` for n clients at once, which gives `(n, K)`.
+        q: `(K, C)`.
+    """
+    return distribution.double() @ q.double().T
+
+
+def class_models(state: State) -> Tensors:
+    """Eq. 3: the class models `w_j^G = Σ_i q_ij w_i`, each entry with a first dimension of C; made when asked for."""
+    return combine(state["weights"]["value"].T, state["sources"])
+
+
+class ClassShares(SharedKnowledge):
+    """The true class shares, for the ablation that aggregates by them: they go up, and nothing comes back."""
+
+    name = "class_shares"
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Nothing."""
+        return {}
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """`p_i`, `(C,)`."""
+        assert module.class_counts is not None
+        return {"values": class_shares(module.class_counts)}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Nothing."""
+        return {}
+
+
+class ClassWise(Aggregator):
+    """A model for each class, and for each client the mixture of them that its class distribution asks for.
+
+    Class models are not stored: the state keeps the round's uploads and `q`, from which any client's start is one
+    weighted sum. So it holds all of a round's uploads at once. The shared `model` is the mean of the uploads by
+    samples, FedAvg's, for measuring only. A client that has never taken part is taken for one with the initial weights.
+
+    Args:
+        distribution: `weights` estimates class distributions from the classification layer (the method), `true` has
+            clients send their class shares (Table 1, "w/ Dist.").
+
+    Raises:
+        ValueError: The model has no classification layer in a part called `head`.
+    """
+
+    def __init__(self, distribution: Distribution = "weights") -> None:
+        self.distribution: Distribution = distribution
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The class shares, where clients are to send them."""
+        return (ClassShares(),) if self.distribution == "true" else ()
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Every class model is the initial one."""
+        q = torch.ones(1, num_classes, dtype=torch.float64)
+        uniform = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
+        unknown = uniform if self.distribution == "true" else weight_distribution(class_layer(model).double())
+        return {
+            "sources": stack([model]),
+            "weights": {"client": torch.tensor([-1]), "value": q},
+            "distributions": {"unknown": unknown},
+        }
+
+    def model_for(self, state: State, client: int) -> Tensors:
+        """Eq. 7, by the client's latest distribution."""
+        known = state["distributions"]
+        coefficients = mixing_weights(known.get(str(client), known["unknown"]), state["weights"]["value"])
+        return {name: value[0] for name, value in combine(coefficients[None], state["sources"]).items()}
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Keep every upload: they are what class models are made of."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """Eq. 4-5; a class that nobody accounts for keeps its model."""
+        models = [upload.message.section("model") for upload in folded]
+        samples = torch.tensor([upload.n_samples for upload in folded])
+        distributions = torch.stack([self._distribution(upload) for upload in folded])
+        q = class_weights(samples, distributions)
+        clients = [upload.client for upload in folded]
+        kept = (q.sum(dim=0) == 0).nonzero()[:, 0]
+        if len(kept):
+            old = combine(before["weights"]["value"].T[kept], before["sources"])
+            models += [{name: value[i] for name, value in old.items()} for i in range(len(kept))]
+            q = torch.cat([q, torch.eye(q.shape[1], dtype=q.dtype)[kept]])
+        latest = {str(client): row for client, row in zip(clients, distributions, strict=True)}
+        return {
+            "model": weighted_mean(models[: len(clients)], samples.tolist()),
+            "sources": stack(models),
+            "weights": {"client": torch.tensor(clients + [-1] * len(kept)), "value": q},
+            "distributions": before["distributions"] | latest,
+        }
+
+    def _distribution(self, upload: Upload) -> Tensor:
+        if self.distribution == "true":
+            shares = upload.message.section(ClassShares.name)["values"].double()
+            return shares / shares.sum()
+        return weight_distribution(class_layer(upload.message.section("model")).double())
+
+
+def class_layer(model: Tensors) -> Tensor:
+    """The classification layer's weights `(C, d)` among a model's entries: the last matrix of its `head`.
+
+    Raises:
+        ValueError: There is none.
+    """
+    matrices = [value for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
+    if not matrices:
+        raise ValueError("class-wise averaging needs a classification layer, and the model's head has no matrix")
+    return matrices[-1]
+
+
+# --- The method --------------------------------------------------------------------------------------------------
+
+
+class CwFedAvg(Algorithm):
+    """Class-wise averaging with the weight distribution regularizer: a personal start for every client.
+
+    Table 1's variants: `lam: 0` is "w/o WDR", `distribution: true` with `lam: 0` is "w/ Dist.".
+
+    Args:
+        lam: λ, the weight of the regularizer.
+        distribution: What the server goes by: `weights` or `true` class shares.
+        preset: `paper`, or `reference` for what the authors' published code computes: half of λ, and BatchNorm's
+            statistics never leave the client (`buffers: local`).
+        loss_terms: Loss terms of other papers, added to this one.
+        aggregator: Any paper's aggregator in place of the class-wise one.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; by default `average`, or as the preset.
+    """
+
+    def __init__(
+        self,
+        lam: float = 10.0,
+        distribution: Distribution = "weights",
+        preset: Literal["paper", "reference"] = "paper",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        reference = preset == "reference"
+        term = WeightDistribution(lam, reference)
+        how = buffers or ("local" if reference else "average")
+        super().__init__([term, *(loss_terms or [])], aggregator or ClassWise(distribution), how)

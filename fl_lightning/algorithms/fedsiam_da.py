@@ -1,0 +1,251 @@
+"""FedSiam-DA: siamese training of the client's model with a copy of the global one, and dual aggregation.
+
+Yang, Wang, Wang, Zhang, Wu, Cheng: "FedSiam-DA: Dual-aggregated Federated Learning via Siamese Network under Non-IID
+Data", 2022. Sections and equations below are the paper's.
+
+On the client, `SiameseAlignment` draws the client's and the global model together through a stop-gradient, and
+`HistoryContrast` pushes the client's model away from what it was an epoch ago. On the server, `DualAggregation`
+weighs each client by how close it is to the mean. Each can be used in another method.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors, Upload
+from fl_lightning.models import Backbone, with_encoder
+from fl_lightning.state import flatten, weighted_mean
+
+Aggregation = Literal["dual", "uniform", "weighted"]
+
+# --- Section III-A: siamese networks ------------------------------------------------------------------------------
+
+
+def positive_similarity(one: Tensor, other: Tensor) -> Tensor:
+    """Eq. 3: `D+`, the cosine of two representations `(B, d)`, a mean over the batch; zero where a norm is zero."""
+    return F.cosine_similarity(one, other, dim=1).mean()
+
+
+def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
+    """Eq. 4: `D-`, the negative of `positive_similarity`."""
+    return -positive_similarity(one, other)
+
+
+def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
+    """Eq. 6: `½ D-(p, sg(z))`; Eq. 7 is the sum of it for the global model and for the client's.
+
+    Args:
+        prediction: `p` of the model that learns, `(B, d)`.
+        representation: `z` of the other model, `(B, d)`; no gradient flows into it.
+    """
+    return negative_similarity(prediction, representation.detach()) / 2
+
+
+class SiameseAlignment(LossTerm):
+    """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's representations.
+
+    Each step first updates the copy with its half of Eq. 7 (Eq. 8, by an optimizer like the client's own), then
+    returns the client's half against the updated copy (Eq. 9). The copy starts from the received weights and ends
+    with the fit. Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model stays as it
+    is.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+        stop_gradient: The paper's ablation when off.
+
+    Raises:
+        ConfigError: `mu` is below 0, or a fit begins and the model has no predictor though `stop_gradient` is on.
+    """
+
+    name = "siamese"
+
+    def __init__(self, mu: float = 0.1, stop_gradient: bool = True) -> None:
+        super().__init__()
+        self.mu, self.stop_gradient, self.active = checked(mu), stop_gradient, mu > 0
+        self._copy: list[Backbone] = []  # in a list: it is no part of the client's module
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def begin(self, module: ClientModule) -> None:
+        """Copy the received model."""
+        if not self.active:
+            return
+        backbone = copy.deepcopy(with_encoder(module.backbone))
+        if self.stop_gradient and backbone.predictor is None:
+            raise ConfigError("model.head.prediction: the siamese loss needs a predictor; set its hidden width, as 256")
+        self._copy = [backbone]
+        self._optimizer = module.optimizer_for(backbone.parameters())
+
+    def forward(self, step: Step) -> Tensor:
+        """The client's half of `μ L_stop`; zero in a module whose fit was never begun."""
+        if not self._copy or step.inputs is None or step.features is None:
+            return step.logits.new_zeros(())
+        received = self._copy[0]
+        if self.stop_gradient:
+            self._update(received, step.inputs, step.features)
+        with torch.no_grad():
+            seen = received.encoder(step.inputs)
+        if not self.stop_gradient:
+            return self.mu * negative_similarity(seen, step.features) / 2
+        predictor = with_encoder(step.backbone).predictor
+        assert predictor is not None
+        return self.mu * stop_gradient_half(predictor(step.features), seen)
+
+    def _update(self, received: Backbone, inputs: Tensor, features: Tensor) -> None:
+        """Eq. 8: one step of the copy on its half."""
+        assert received.predictor is not None
+        assert self._optimizer is not None
+        loss = self.mu * stop_gradient_half(received.predictor(received.encoder(inputs)), features)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+
+class HistoryContrast(LossTerm):
+    """`μ L_hist` (Eq. 10): the client's representations move away from those of its model one epoch earlier.
+
+    In a round's first epoch the earlier model is the one that the client ended its previous round with, which it keeps
+    to itself; in a client's first round the term is off until the second epoch. It is in eval mode.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+        factor: What `D+` is multiplied with beside μ: 1, or ½ in Eq. 5.
+
+    Raises:
+        ConfigError: `mu` is below 0.
+    """
+
+    name = "history"
+
+    def __init__(self, mu: float = 0.1, factor: float = 1.0) -> None:
+        super().__init__()
+        self.mu, self.factor, self.active = checked(mu), factor, mu > 0
+        self._kept: Tensors = {}
+        self._earlier: list[nn.Module] = []  # in a list: it is no part of the client's module
+
+    def begin(self, module: ClientModule) -> None:
+        """Take up the model of the last round."""
+        self._earlier = []
+        if self._kept:
+            encoder = copy.deepcopy(with_encoder(module.backbone).encoder)
+            encoder.load_state_dict(self._kept)
+            self._earlier = [encoder.eval()]
+
+    def begin_epoch(self, module: ClientModule) -> None:
+        """From the second epoch on, the model as the last epoch left it."""
+        if self.active and module.current_epoch > 0:
+            self._earlier = [copy.deepcopy(with_encoder(module.backbone).encoder).eval()]
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """The encoder that the fit ended with."""
+        return with_encoder(module.backbone).encoder.state_dict() if self.active else {}
+
+    def recall(self, kept: Tensors) -> None:
+        """The encoder of the client's last round."""
+        self._kept = kept
+
+    def forward(self, step: Step) -> Tensor:
+        """Eq. 10 on a batch; zero while there is no earlier model."""
+        if not self._earlier or step.inputs is None or step.features is None:
+            return step.logits.new_zeros(())
+        with torch.no_grad():
+            earlier = self._earlier[0](step.inputs)
+        return self.mu * self.factor * positive_similarity(earlier, step.features)
+
+
+def checked(mu: float) -> float:
+    """μ.
+
+    Raises:
+        ConfigError: It is below 0.
+    """
+    if not mu >= 0:
+        raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.05 to 1")
+    return mu
+
+
+# --- Section III-B: dual aggregation ------------------------------------------------------------------------------
+
+
+def dual_weights(models: Tensor) -> Tensor:
+    """Eq. 13-15: `ξ_k = cos(w_k, w0) / Σ cos`, with `w0` the plain mean; `(K,)`, float64.
+
+    Cosines that are not all positive give no weights: then all clients count the same, with a warning.
+
+    Args:
+        models: `(K, P)`, each client's parameters in one row.
+    """
+    mean = models.mean(dim=0, keepdim=True)
+    cosines = F.cosine_similarity(models, mean, dim=1)
+    if bool((cosines > 0).all()):
+        return cosines / cosines.sum()
+    warnings.warn("dual aggregation: a client's weights point away from the mean; all count the same", stacklevel=2)
+    return torch.full_like(cosines, 1 / len(cosines))
+
+
+class DualAggregation(Aggregator):
+    """Eq. 13-16: clients count by the cosine of their parameters with the plain mean of all.
+
+    BatchNorm's statistics are averaged by the same weights but have no part in the cosine. It holds all of a round's
+    uploads at once: the second aggregation needs the first.
+    """
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Keep every upload."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """`w = Σ ξ_k w_k`."""
+        models = [upload.message.section("model") for upload in folded]
+        weights = dual_weights(torch.stack([flatten(model) for model in models]))
+        clients = torch.tensor([upload.client for upload in folded])
+        return {
+            "model": weighted_mean(models, weights.tolist()),
+            "weights": {"client": clients, "value": weights},
+        }
+
+
+# --- The method --------------------------------------------------------------------------------------------------
+
+
+class FedSiamDA(Algorithm):
+    """Clients train beside a copy of the global model and away from their past; the server aggregates twice.
+
+    With `mu` 0 and `aggregation: uniform` this is FedAvg's plain mean, bit for bit. The model needs a projection and a
+    predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
+
+    Args:
+        mu: μ of Eq. 11; the paper's best is 0.1.
+        stop_gradient: Off is Eq. 5: `μ [½ D+(z_hist, z) + ½ D-(z_global, z)]`, with no predictor and no trained copy.
+        aggregation: `dual`, or the ablations `uniform` and `weighted` (by samples).
+        loss_terms: Loss terms of other papers, added to these.
+        aggregator: Any paper's aggregator in place of the one that `aggregation` names.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: `mu` is below 0.
+    """
+
+    def __init__(
+        self,
+        mu: float = 0.1,
+        stop_gradient: bool = True,
+        aggregation: Aggregation = "dual",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        terms = [HistoryContrast(mu, 1.0 if stop_gradient else 0.5), SiameseAlignment(mu, stop_gradient)]
+        if aggregator is None:
+            mean = WeightedMean("samples" if aggregation == "weighted" else "uniform")
+            aggregator = DualAggregation() if aggregation == "dual" else mean
+        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)

@@ -1,0 +1,151 @@
+"""Peer to peer, without a server: what such methods have in common.
+
+Every client lays out what it has trained (`upload`), and at the start of a round collects from its peers what they laid
+out the round before. All of a round's clients see that same snapshot, so the order they are visited in changes nothing.
+Only what is collected crosses, and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_lightning.algorithms.base import Algorithm, Buffers, State, load_weights, recall, to_cpu
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.graphs import Complete, Graph
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import RunningMean, weighted_mean
+
+LAID_OUT = "laid_out"
+"""The section of a client's memory that holds its own last publication."""
+
+
+class PeerAlgorithm(Algorithm):
+    """Gossip averaging: each client takes the mean, by samples, of its own model and its peers', then trains.
+
+    The base of peer-to-peer methods: they override `collect`, what of the peers' publications a client asks for, and
+    `mix`, what it makes of them. Shared knowledge is merged by each client from its own and its peers'. The state's
+    `model` is the mean of all clients' models by samples; nobody holds it, it is there to be measured.
+
+    Args:
+        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
+        graph: Who can hear whom; everybody by default.
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
+            `drop` them.
+
+    Raises:
+        ConfigError: `n_com` is below 1, or above the number of other clients.
+    """
+
+    server = False
+
+    def __init__(
+        self,
+        n_com: int | None = None,
+        graph: Graph | None = None,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if n_com is not None and n_com < 1:
+            raise ConfigError(f"algorithm.n_com: {n_com} is below 1")
+        self.n_com, self.graph = n_com, graph or Complete()
+        super().__init__(loss_terms, buffers=buffers)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, and who can hear whom."""
+        if self.n_com is not None and self.n_com >= clients:
+            raise ConfigError(f"algorithm.n_com: {self.n_com} peers, and a client has only {clients - 1} others")
+        links = torch.from_numpy(self.graph.links(clients, rng))
+        return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """What a client collects from this round's peers, each peer's in a section of its own."""
+        linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
+        few = len(linked) if self.n_com is None else min(self.n_com, len(linked))
+        peers = sorted(rng.choice(linked, few, replace=False).tolist()) if few else []
+        published = {peer: restored(state[section(peer)]) for peer in peers}
+        return bundle(self.collect(restored(state[section(client)]), published, rng))
+
+    def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
+        """What of the peers' publications a client asks for; everything here.
+
+        Args:
+            own: The client's own publication.
+            peers: The peers' publications by id, ascending.
+            rng: The client's, for this round.
+        """
+        return dict(peers)
+
+    def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
+        """The weights that the client goes on from, made of its own and what it collected."""
+        messages = [own, *(upload.message for upload in received)]
+        models = (message.section("model") for message in messages)
+        return weighted_mean(models, (message.numbers["n_samples"] for message in messages))
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Mix, and merge the shared knowledge. Before round 1 there is nothing to take in."""
+        if LAID_OUT not in memory:
+            return
+        own, received = restored(memory[LAID_OUT]), unbundle(download)
+        load_weights(module.backbone, own.section("model") | memory.get("buffers", {}))
+        load_weights(module.backbone, self.mix(own, received))
+        for piece in module.pieces():
+            heard = [Upload(-1, own), *received]
+            classes = len(module.class_counts) if module.class_counts is not None else 0
+            piece.load(piece.merge(memory.get(piece.name) or piece.initial(classes), heard))
+        recall(module, memory)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The client's own publication, and the knowledge it merged."""
+        merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
+        return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: stored(upload)}
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """The next snapshot; who did not take part is in it with what it laid out last."""
+        laid_out = {name: tensors for name, tensors in state.items() if name.startswith("peer_")}
+        laid_out |= {section(client): stored(message) for client, message in uploads}
+        mean = RunningMean()
+        for name in sorted(laid_out, key=lambda name: int(name.removeprefix("peer_"))):
+            message = restored(laid_out[name])
+            mean.add(message.section("model"), message.numbers["n_samples"])
+        return state | laid_out | {"model": mean.value()}
+
+
+def section(peer: int) -> str:
+    """The section that a peer's publication is in."""
+    return f"peer_{peer}"
+
+
+def stored(message: Message) -> Tensors:
+    """A message as tensors alone, for the state: each number under `number/<name>`."""
+    return message.tensors | {f"number/{name}": torch.tensor(value) for name, value in message.numbers.items()}
+
+
+def restored(tensors: Tensors) -> Message:
+    """The message that `stored` made tensors of."""
+    numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
+    return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
+
+
+def bundle(messages: Mapping[int, Message]) -> Message:
+    """Messages of several peers as one."""
+    tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
+    numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
+    return Message(tensors, numbers)
+
+
+def unbundle(message: Message) -> list[Upload]:
+    """The messages that `bundle` made one of, in ascending order of peers; each held its peer's number of samples."""
+    peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
+    return [Upload(j, Message(message.section(section(j)), numbers_of(message, j))) for j in dict.fromkeys(peers)]
+
+
+def numbers_of(message: Message, peer: int) -> dict[str, int | float]:
+    """A bundle's numbers that one peer sent."""
+    prefix = f"{section(peer)}/"
+    return {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}

@@ -1,0 +1,268 @@
+"""UA-PDFL: peers compare what their models make of one constant input, and share as much as they are alike.
+
+Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning", 2024. Equations and algorithms
+below are the paper's.
+
+There is no server. A model's output on a constant tensor, its unit representation, stands for its client's data.
+Clients whose peers are all alike take one peer's model (client-wise dropout), others average feature extractors with
+all peers and classifiers with similar ones (layer-wise personalisation). Eq. 12's term, `UnitAlignment`, works in any
+method, with a server too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Buffers
+from fl_lightning.algorithms.peers import PeerAlgorithm
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.graphs import Graph
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.models import with_encoder
+from fl_lightning.state import weighted_mean
+
+Divergence = Literal["jensen_shannon", "symmetric_kl"]
+
+# --- Section 3.2: unit representation ----------------------------------------------------------------------------
+
+
+def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
+    """Eq. 4: `X_unit`, a constant tensor of one input's shape, as a batch of one.
+
+    Args:
+        inputs: Any batch `(B, ...)`.
+        value: The constant.
+    """
+    return torch.full_like(inputs[:1], value)
+
+
+def unit_representation(logits: Tensor) -> Tensor:
+    """Eq. 5: `I = softmax(f(X_unit))`, `(C,)`, from logits `(1, C)`."""
+    return logits.float().softmax(dim=1)[0]
+
+
+def symmetric_kl(one: Tensor, other: Tensor) -> float:
+    """Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`; probabilities are at least 1e-8."""
+    p, q = clamped(one), clamped(other)
+    return float(((p - q) * (p / q).log()).sum() / 2)
+
+
+def jensen_shannon(one: Tensor, other: Tensor) -> float:
+    """The divergence that the text names: both to their mixture, natural logarithm, at most ln 2."""
+    p, q = clamped(one), clamped(other)
+    log_mixture = ((p + q) / 2).log()
+    value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
+    return max(float(value), 0.0)
+
+
+def clamped(distribution: Tensor) -> Tensor:
+    """Probabilities, at least 1e-8, in float64."""
+    return distribution.double().clamp(min=1e-8)
+
+
+DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
+
+
+class UnitRepresentation(SharedKnowledge):
+    """Eq. 5 and 11: `I` `(C,)` and `I^Aux = g(X_unit)` `(d,)` of each client; merged is the mean of the `I^Aux`.
+
+    Args:
+        value: The constant that `X_unit` is filled with.
+        reference: As the authors' code: `I^Aux` is averaged by samples, over the peers only.
+    """
+
+    name = "unit"
+
+    def __init__(self, value: float = 1.0, reference: bool = False) -> None:
+        super().__init__()
+        self.value, self.reference = value, reference
+        self.average: Tensor | None
+        self.register_buffer("average", None, persistent=False)
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Nothing is known before anybody has spoken."""
+        return {}
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """`I` and `I^Aux`."""
+        unit = unit_input(next(iter(batches))[0], self.value)
+        features = with_encoder(module.backbone).encoder(unit)
+        return {"distribution": unit_representation(module.backbone(unit)), "features": features[0].float()}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """`I^Aux_avg`: the mean over the uploads; between peers the first is the client's own."""
+        heard = [upload for upload in uploads if upload.client >= 0 or not self.reference]
+        if not heard:
+            return previous
+        features = torch.stack([upload.message.section(self.name)["features"] for upload in heard]).double()
+        weights = torch.tensor([upload.n_samples if self.reference else 1 for upload in heard], dtype=torch.float64)
+        return {"average": (weights / weights.sum() @ features).float()}
+
+
+# --- Eq. 12: the regulariser -------------------------------------------------------------------------------------
+
+
+def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
+    """Eq. 12: `||I^Aux_i - I^Aux_avg||_2²` of features `(d,)` and an average `(d,)`."""
+    return (features - average).square().sum()
+
+
+class UnitAlignment(LossTerm):
+    """`μ ||I^Aux_i - I^Aux_avg||²`: feature extractors stay close where it is cheap to look, on the unit input.
+
+    `I^Aux_i` is computed anew each step, with the encoder in eval mode; the average is held through the fit.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+        value: The constant that `X_unit` is filled with.
+        reference: As the authors' code: the mean squared distance of the batch's features to the average.
+        knowledge: Share this instance instead of making one from the two arguments before it.
+
+    Raises:
+        ConfigError: `mu` is below 0.
+    """
+
+    name = "unit"
+
+    def __init__(
+        self,
+        mu: float = 0.1,
+        value: float = 1.0,
+        reference: bool = False,
+        knowledge: UnitRepresentation | None = None,
+    ) -> None:
+        super().__init__()
+        if not mu >= 0:
+            raise ConfigError(f"algorithm.mu: {mu} is below 0")
+        self.mu, self.reference, self.active = mu, reference, mu > 0
+        self.unit = knowledge or UnitRepresentation(value, reference)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The unit representation."""
+        return (self.unit,)
+
+    def forward(self, step: Step) -> Tensor:
+        """Eq. 12 for the weights as they are; zero while there is no average."""
+        average = self.unit.average
+        if average is None or step.inputs is None:
+            return step.logits.new_zeros(())
+        if self.reference:
+            assert step.features is not None
+            return self.mu * (step.features.float() - average).square().mean()
+        encoder = with_encoder(step.backbone).encoder
+        return self.mu * alignment_loss(in_eval_mode(encoder, unit_input(step.inputs, self.unit.value))[0], average)
+
+
+def in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Run a module in eval mode, with gradients, and leave each of its parts in the mode it was in."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        return module(inputs)
+    finally:
+        for part in training:
+            part.training = True
+
+
+# --- Algorithm 2 -------------------------------------------------------------------------------------------------
+
+
+class UAPDFL(PeerAlgorithm):
+    """Peers that share a whole model, or feature extractors, or classifiers too, by how alike their models are.
+
+    Each round a client collects unit representations from `n_com` peers. Are all within `th_i`, it goes on from one
+    random peer's model (client-wise dropout). Else its feature extractor becomes the mean, by samples, of its own and
+    all peers', its classifier that of its own and the similar peers' (layer-wise personalisation).
+
+    Args:
+        th_i: Threshold on the divergence, 0 or more; 0 finds nobody alike. The paper does not give its own.
+        mu: μ of Eq. 12; the paper does not give its own.
+        n_com: Peers a round.
+        divergence: `jensen_shannon` (the text and the authors' code) or `symmetric_kl` (Eq. 6 as printed).
+        dropout: Client-wise dropout.
+        layerwise: Layer-wise personalisation; off, whole models are averaged with all peers.
+        unit: The constant that the unit input is filled with.
+        graph: Who can hear whom; everybody by default.
+        preset: `paper`, or `reference` for what the authors' published code computes: see `UnitAlignment` and
+            `UnitRepresentation`, and dropout asks for divergences below the threshold.
+        loss_terms: Loss terms of other papers, added to this one.
+        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
+            `drop` them.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        th_i: float = 0.1,
+        mu: float = 0.1,
+        n_com: int | None = 5,
+        divergence: Divergence = "jensen_shannon",
+        dropout: bool = True,
+        layerwise: bool = True,
+        unit: float = 1.0,
+        graph: Graph | None = None,
+        preset: Literal["paper", "reference"] = "paper",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if not th_i >= 0:
+            raise ConfigError(f"algorithm.th_i: {th_i} is below 0")
+        self.th_i, self.dropout, self.layerwise = th_i, dropout, layerwise
+        self.divergence, self.reference = DIVERGENCES[divergence], preset == "reference"
+        term = UnitAlignment(mu, unit, self.reference)
+        super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
+
+    def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
+        """Unit representations first, then one model, or every extractor and the similar peers' classifiers."""
+        gaps = self.divergences(own, peers.values())
+        if self.drops_out(gaps):
+            chosen = int(rng.choice(list(peers)))
+            return {j: peers[j] if j == chosen else peers[j].without("model") for j in peers}
+        alike = [gap < self.th_i or not self.layerwise for gap in gaps]
+        return {
+            j: message if similar else without_head(message)
+            for (j, message), similar in zip(peers.items(), alike, strict=True)
+        }
+
+    def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
+        """The one peer's model, or the means of extractors and of classifiers."""
+        if self.drops_out(self.divergences(own, [upload.message for upload in received])):
+            return next(model for upload in received if (model := upload.message.section("model")))
+        messages = [own, *(upload.message for upload in received)]
+        models = [message.section("model") for message in messages]
+        samples = [message.numbers["n_samples"] for message in messages]
+        extractor = weighted_mean((part(model, head=False) for model in models), samples)
+        heads = [(head, n) for model, n in zip(models, samples, strict=True) if (head := part(model, head=True))]
+        return extractor | weighted_mean(*zip(*heads, strict=True))
+
+    def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
+        """`Div(i, j)` of a client and its peers."""
+        mine = own.section("unit")["distribution"]
+        return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
+
+    def drops_out(self, gaps: Sequence[float]) -> bool:
+        """Whether a client takes one peer's model: all are within the threshold."""
+        if not self.dropout or not gaps or self.th_i == 0:
+            return False
+        return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
+
+
+def part(model: Tensors, head: bool) -> Tensors:
+    """A model's feature extractor `g` (its encoder), or the rest of it, `h`."""
+    return {name: value for name, value in model.items() if name.startswith("encoder.") != head}
+
+
+def without_head(message: Message) -> Message:
+    """A publication less its classifier `h`."""
+    kept = part(message.section("model"), head=False)
+    return Message(message.without("model").tensors | {f"model/{name}": v for name, v in kept.items()}, message.numbers)
