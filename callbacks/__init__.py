@@ -1,9 +1,30 @@
 """What watches a run, round by round."""
 
+from fl_lightning.callbacks.aggregation_weights import AggregationWeights
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.checkpointing import Checkpointing
-from fl_lightning.callbacks.communication import CommunicationMeter
+from fl_lightning.callbacks.class_relations import ClassRelations
+from fl_lightning.callbacks.communication import BytesByRound, CommunicationMeter
+from fl_lightning.callbacks.divergence import UnitDivergence
+from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
+from fl_lightning.callbacks.figures import RoundFigure
+from fl_lightning.callbacks.knowledge_map import KnowledgeMap
 from fl_lightning.callbacks.progress import RoundProgress
+from fl_lightning.callbacks.row_norms import RowNorms
 
-__all__ = ["Checkpointing", "CommunicationMeter", "EarlyStopping", "RoundCallback", "RoundProgress"]
+__all__ = [
+    "AggregationWeights",
+    "BytesByRound",
+    "Checkpointing",
+    "ClassRelations",
+    "ClientDrift",
+    "CommunicationMeter",
+    "EarlyStopping",
+    "KnowledgeMap",
+    "RoundCallback",
+    "RoundFigure",
+    "RoundProgress",
+    "RowNorms",
+    "UnitDivergence",
+]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from matplotlib.figure import Figure
+
+from fl_lightning.report.figures import lines, panels
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
@@ -43,3 +48,33 @@ class CommunicationMeter(RoundCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a total."""
         self.total = state["total"]
+
+
+class BytesByRound(RoundFigure):
+    """UA-PDFL's Fig. 11: bytes sent so far, by round. The numbers are the communication meter's.
+
+    Args:
+        every: Rounds between pictures; by default only the last round has one.
+    """
+
+    name = "bytes"
+
+    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """The round's bytes are known at its end only."""
+
+    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+        """Draw, if the round is due."""
+        self._arrays = self.measure(run) if self.is_due(run, run.round) else None
+        super().on_round_end(run, metrics)
+
+    def measure(self, run: FederatedOrchestrator) -> Arrays:
+        """`up` and `down` of each round so far, `(rounds,)`."""
+        return {way: np.array([row[f"comm/{way}_bytes"] for row in run.csv.rows]) for way in ("up", "down")}
+
+    def draw(self, arrays: Arrays) -> Figure:
+        """The running sums."""
+        ways = arrays | {"both": arrays["up"] + arrays["down"]}
+        rounds = range(1, len(arrays["down"]) + 1)
+        figure, (axes,) = panels(1)
+        lines(axes, {way: (rounds, np.cumsum(sent) / 1e6) for way, sent in ways.items()}, "MB sent so far")
+        return figure

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm, State
 from fl_lightning.checkpoint import CheckpointFolder, write_atomically
-from fl_lightning.client import SchedulerFactory
+from fl_lightning.client import ClientModule, SchedulerFactory
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, Result, SequentialEngine, Task, Worker
 from fl_lightning.engines.base import in_client_order
@@ -227,6 +227,10 @@ class FederatedOrchestrator:
     def download(self, round: int, client: int) -> Message:
         """What a client is sent at the start of a round that follows the state as it is."""
         return self.algorithm.download(self.state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
+
+    def starting_module(self, client: int) -> ClientModule:
+        """A client's module as it starts on the round under way, for callbacks that compare."""
+        return self.worker.received(self._task(self.round + 1, client))
 
     def _drop(self, failure: ClientFailure | None) -> None:
         assert failure is not None

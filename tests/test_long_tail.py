@@ -92,3 +92,26 @@ def test_an_imbalance_below_one_is_refused(arrays: Arrays, rho: float) -> None:
 def test_a_local_test_share_out_of_range_is_refused(arrays: Arrays, share: float) -> None:
     with pytest.raises(ConfigError, match=r"^scenario.local_test: .* or use official$"):
         Scenario(arrays, IID(), local_test=share)
+
+
+@pytest.mark.parametrize("n", [1000, 1, 2000])
+def test_fewer_training_samples_are_drawn_in_the_classes_proportions(arrays: Arrays, n: int) -> None:
+    def drawn(seed, partition):
+        data = Scenario(arrays, partition, clients=1, local_test=0, train_samples=n).build(seed).data
+        assert len(data.x_test) == 200
+        return data
+
+    data = drawn(0, IID())
+    x = data.x_train[:, 0].long()
+    assert len(x) == len(set(x.tolist())) == n
+    assert torch.equal(x % 10, data.y_train)
+    counts = torch.bincount(data.y_train, minlength=10)
+    assert counts.max() - counts.min() <= (n % 10 > 0)
+    assert torch.equal(drawn(0, Dirichlet(0.5)).x_train, data.x_train)
+    assert n == 2000 or not torch.equal(drawn(1, IID()).x_train, data.x_train)
+
+
+@pytest.mark.parametrize(("n", "message"), [(0, "0 is below 1"), (2001, "2001, and the dataset has 2000")])
+def test_too_few_and_too_many_training_samples_are_refused(arrays: Arrays, n: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scenario.train_samples: {message}"):
+        Scenario(arrays, IID(), clients=1, train_samples=n).build(0)

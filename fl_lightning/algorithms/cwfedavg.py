@@ -163,7 +163,7 @@ class ClassWise(Aggregator):
             clients send their class shares (Table 1, "w/ Dist.").
 
     Raises:
-        ValueError: The model has no classification layer in a part called `head`.
+        ConfigError: The model has no classification layer in a part called `head`.
     """
 
     def __init__(self, distribution: Distribution = "weights") -> None:
@@ -223,14 +223,19 @@ class ClassWise(Aggregator):
 
 
 def class_layer(model: Tensors) -> Tensor:
-    """The classification layer's weights `(C, d)` among a model's entries: the last matrix of its `head`.
+    """The classification layer's weights `(C, d)` among a model's entries."""
+    return model[class_layer_name(model)]
+
+
+def class_layer_name(model: Tensors) -> str:
+    """The name of the entry that holds the classification layer's weights: the last matrix of the `head`.
 
     Raises:
-        ValueError: There is none.
+        ConfigError: There is none.
     """
-    matrices = [value for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
+    matrices = [name for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
     if not matrices:
-        raise ValueError("class-wise averaging needs a classification layer, and the model's head has no matrix")
+        raise ConfigError("model: a head that ends with a row of weights a class is needed, and there is none")
     return matrices[-1]
 
 

@@ -310,7 +310,10 @@ class GlobalDiscrepancy(Aggregator):
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"])
         samples = torch.tensor([upload.n_samples for upload in folded])
         weights = aggregation_weights(distances, samples, self.gda_scale)
-        return {"model": weighted_mean((u.message.section("model") for u in folded), weights.tolist())}
+        return {
+            "model": weighted_mean((u.message.section("model") for u in folded), weights.tolist()),
+            "weights": {"client": torch.tensor([u.client for u in folded]), "value": weights},
+        }
 
 
 # --- Global period review (GPR) ----------------------------------------------------------------------------------

@@ -61,9 +61,11 @@ class Scenario:
             samples, so that it trains on all it was dealt.
         long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
             the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
+        train_samples: Use only so many of the training samples, drawn by the seed in the proportions of the classes;
+            all by default. The test set stays whole.
 
     Raises:
-        ConfigError: `clients` is below 1, `local_test` outside [0, 1) or `long_tail` below 1.
+        ConfigError: `clients` or `train_samples` is below 1, `local_test` outside [0, 1) or `long_tail` below 1.
     """
 
     dataset: Dataset
@@ -71,6 +73,7 @@ class Scenario:
     clients: int = 10
     local_test: float | Literal["official"] = 0.25
     long_tail: float | None = None
+    train_samples: int | None = None
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -79,6 +82,8 @@ class Scenario:
             raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1); or use official")
         if self.long_tail is not None and not 1 <= self.long_tail < np.inf:
             raise ConfigError(f"scenario.long_tail: {self.long_tail} is below 1; the papers use 10, 50 and 100")
+        if self.train_samples is not None and self.train_samples < 1:
+            raise ConfigError(f"scenario.train_samples: {self.train_samples} is below 1")
 
     def build(self, seed: int) -> FederatedData:
         """Load the data and deal it out.
@@ -88,8 +93,10 @@ class Scenario:
                 training sample.
         """
         data = self.dataset.load()
+        # Keys of their own beside the partition's: the same samples for every way to deal them out.
+        if self.train_samples is not None:
+            data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1))
         if self.long_tail is not None:
-            # A key of its own beside the partition's: the same tail for every way to deal it out.
             data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
         labels = data.y_train.numpy()
         parts = self.partition.split(labels, self.clients, generator(seed, Stream.PARTITION))
@@ -109,6 +116,20 @@ class Scenario:
         rng = generator(seed, Stream.LOCAL_SPLIT, client)
         test = stratified_sample(labels[part], self.local_test, rng)
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
+
+
+def keep_some(data: LoadedData, n: int, rng: np.random.Generator) -> LoadedData:
+    """The dataset with n of its training samples, in the proportions of the classes.
+
+    Raises:
+        ConfigError: It has fewer.
+    """
+    labels = data.y_train.numpy()
+    if n > len(labels):
+        raise ConfigError(f"scenario.train_samples: {n}, and the dataset has {len(labels)} training samples")
+    sizes = apportion(n, np.unique(labels, return_counts=True)[1], rng)
+    kept = torch.from_numpy(deal(labels, sizes[None], rng)[0])
+    return replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept])
 
 
 # --- The long tail ---------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class Worker:
                 self.optimizer(module.backbone.parameters())
         with blame("lr_scheduler"):
             module.configure_optimizers()
-        with blame("model"), self._inference(module, trainer):
+        with blame("model"), self.inference(module):
             x, _ = next(iter(self._ordered(None)))
             logits = module(x)
         classes = self.data.data.num_classes
@@ -183,27 +183,33 @@ class Worker:
     def score(self, weights: Tensors) -> Score:
         """Score shared weights on the global test set."""
         module = self.shared_module(weights)
-        with self._inference(module, self._setup):
-            return self.data.data.evaluate(module, self._test_batches())
+        with self.inference(module):
+            return self.data.data.evaluate(module, self.test_batches())
 
-    def _run(self, task: Task) -> Result:
+    def received(self, task: Task) -> ClientModule:
+        """The client's module as it starts on a task."""
         module = self.module()  # before seeding: the first one made in a process draws the initial weights
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale = task.round, task.lr_scale
-        shard, classes = self.data.shards[task.client], self.data.data.num_classes
-        module.class_counts = torch.bincount(self.data.data.y_train[shard.train], minlength=classes)
+        labels = self.data.data.y_train[self.data.shards[task.client].train]
+        module.class_counts = torch.bincount(labels, minlength=self.data.data.num_classes)
         self.algorithm.receive(module, task.download, task.memory)
+        return module
+
+    def _run(self, task: Task) -> Result:
+        module = self.received(task)
         if task.fit:
             self._fit(module, task)
+        shard, classes = self.data.shards[task.client], self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
-        with self._inference(module, self._setup):
+        with self.inference(module):
             if task.upload:
-                upload = self.algorithm.upload(module, self._ordered(shard.train), len(shard.train), classes)
+                upload = self.algorithm.upload(module, self.training_batches(task.client), len(shard.train), classes)
                 memory = self.algorithm.remember(module, upload)
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:
-                on_global = self.data.data.evaluate(module, self._test_batches())
+                on_global = self.data.data.evaluate(module, self.test_batches())
         if upload and (bad := first_non_finite(upload.tensors)):
             raise NonFiniteError(f"the upload's {bad!r} is NaN or Inf: lower the learning rate")
         return Result(
@@ -239,19 +245,25 @@ class Worker:
             return L.Trainer(**options)
 
     @contextmanager
-    def _inference(self, module: ClientModule, trainer: L.Trainer) -> Iterator[None]:
+    def inference(self, module: ClientModule) -> Iterator[None]:
         """The module in eval mode on the trainer's device, in its precision, without gradients."""
+        trainer = self._setup
         with ExitStack() as stack:
             trainer.precision_plugin.convert_module(module.to(trainer.strategy.root_device)).eval()
             stack.enter_context(torch.no_grad())
             stack.enter_context(trainer.precision_plugin.forward_context())
             yield
 
+    def training_batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A client's training data in fixed order, prepared, not augmented, on the trainer's device."""
+        return self._ordered(self.data.shards[client].train)
+
     def _ordered(self, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         data = self.data.data
         return self._prepared(Batches(data.x_train, data.y_train, index, self.eval_batch_size))
 
-    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The global test set, prepared, on the trainer's device."""
         data = self.data.data
         return self._prepared(Batches(data.x_test, data.y_test, None, self.eval_batch_size))
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
+
+from fl_lightning.checkpoint import write_atomically
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
@@ -25,5 +32,65 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
     axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
     for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
         axis.set_ticks(range(0, size, max(1, size // 20)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_png(figure, path)
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all."""
+    figure.savefig(picture := BytesIO(), format="png", dpi=120)
+    write_atomically(path, picture.getvalue())
+
+
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure of so many pictures side by side."""
+    figure = Figure(figsize=(3.6 * count + 0.4, 3.4), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def heat_maps(
+    matrices: Mapping[str, np.ndarray], rows: str = "client", columns: str = "class", ids: Sequence[int] = ()
+) -> Figure:
+    """Matrices side by side, each with a colour scale of its own.
+
+    Args:
+        matrices: Title to `(n, m)` matrix.
+        rows: What a row is.
+        columns: What a column is.
+        ids: What to call the rows of matrices that have as many; 0, 1, ... otherwise.
+    """
+    figure, places = panels(len(matrices))
+    for axes, (title, matrix) in zip(places, matrices.items(), strict=True):
+        heat_map(axes, matrix, title, ids)
+        axes.set_xlabel(columns)
+    places[0].set_ylabel(rows)
+    return figure
+
+
+def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
+    """A matrix in colours; one with negative entries is centred at zero."""
+    largest = np.abs(matrix).max() if (matrix < 0).any() else None
+    limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
+    image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
+    axes.set_title(title, fontsize=9)
+    for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
+        axis.set_ticks(range(0, size, max(1, size // 10)))
+    if len(ids) == len(matrix):
+        axes.set_yticks(axes.get_yticks(), [str(ids[int(i)]) for i in axes.get_yticks()])
+    axes.figure.colorbar(image, ax=axes)
+
+
+def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:
+    """One line for each name, through its points `(x, y)`."""
+    for name, (x, y) in series.items():
+        axes.plot(x, y, label=name, marker=".")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(series) > 1:
+        axes.legend(fontsize=8)
+
+
+def bars(axes: Axes, labels: Sequence[int], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
+    """A bar for each label."""
+    axes.bar([str(label) for label in labels], heights)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, fontsize=9)

@@ -1,0 +1,55 @@
+"""What each client counts for in an aggregation (GDA, dual aggregation, class-wise averaging)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from matplotlib.figure import Figure
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.figures import bars, heat_maps, panels
+
+if TYPE_CHECKING:
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class AggregationWeights(RoundFigure):
+    """The weights of an aggregator that works out its own: one a client, or one a client and class.
+
+    Logs each client's, summed over classes where there is one a class, as `client_<id>/weight`.
+
+    Args:
+        every: Rounds between measurements; by default each round has one.
+
+    Raises:
+        ConfigError: The aggregator has no weights of its own, as the mean by samples.
+    """
+
+    name = "aggregation_weights"
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__(every)
+
+    def measure(self, run: FederatedOrchestrator) -> Arrays:
+        """`clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
+        if "weights" not in run.state:
+            owner = type(run.algorithm.aggregator).__name__
+            raise ConfigError(f"callbacks: AggregationWeights: {owner} has none of its own; leave it out")
+        clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
+        return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}
+
+    def numbers(self, arrays: Arrays) -> Row:
+        """Each client's weight."""
+        totals = arrays["weights"].reshape(len(arrays["clients"]), -1).sum(axis=1)
+        return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
+
+    def draw(self, arrays: Arrays) -> Figure:
+        """A heat map, or a bar a client."""
+        if arrays["weights"].ndim == 2:
+            return heat_maps({"weight of a client in a class model": arrays["weights"]}, ids=arrays["clients"])
+        figure, (axes,) = panels(1)
+        bars(axes, arrays["clients"], arrays["weights"], "weight in the aggregation")
+        axes.axhline(1 / len(arrays["clients"]), color="grey", linewidth=0.8)
+        return figure

@@ -1,0 +1,86 @@
+"""How far clients' models are apart on the unit input (UA-PDFL, Fig. 12)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from fl_lightning.algorithms.ua_pdfl import DIVERGENCES, unit_input, unit_representation
+from fl_lightning.report.figures import heat_map, lines, panels
+
+if TYPE_CHECKING:
+    from fl_lightning.engines import Result
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class UnitDivergence(RoundFigure):
+    """UA-PDFL's Fig. 12: the divergence between what clients' trained models make of the unit input, for any method.
+
+    Logs `divergence/mean` over the round's pairs and `divergence/<i>-<j>` for the pairs asked for.
+
+    Args:
+        every: Rounds between measurements; by default each round has one.
+        pairs: Pairs of clients to log one by one.
+        divergence: `jensen_shannon` or `symmetric_kl`.
+    """
+
+    name = "divergence"
+
+    def __init__(
+        self,
+        every: int = 1,
+        pairs: list[tuple[int, int]] | None = None,
+        divergence: Literal["jensen_shannon", "symmetric_kl"] = "jensen_shannon",
+    ) -> None:
+        super().__init__(every)
+        self.pairs, self.divergence = list(pairs or []), DIVERGENCES[divergence]
+        self._seen: dict[int, Tensor] = {}
+
+    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+        """Show one client's trained model the unit input."""
+        if not self.is_due(run, run.round + 1) or result.upload is None:
+            return
+        module = run.worker.shared_module(result.upload.section("model"))
+        with run.worker.inference(module):
+            x, _ = next(iter(run.worker.test_batches()))
+            self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
+
+    def measure(self, run: FederatedOrchestrator) -> Arrays:
+        """`clients` `(K,)`, their unit representations `units` `(K, C)` and the divergence of each pair, `(K, K)`."""
+        clients = sorted(self._seen)
+        units = [self._seen[client] for client in clients]
+        self._seen = {}
+        gaps = np.array([[self.divergence(one, other) for other in units] for one in units])
+        arrays = {"clients": np.array(clients), "units": torch.stack(units).numpy(), "divergence": gaps}
+        return arrays | self._history(run, self.numbers(arrays))
+
+    def _history(self, run: FederatedOrchestrator, now: Row) -> Arrays:
+        """`rounds` measured so far `(R,)`, and of each of `names` `(L,)` the `values` `(L, R)`; NaN for none."""
+        rows = [*(row for row in run.csv.rows if "divergence/mean" in row), now | {"round": run.round}]
+        names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("divergence/")))
+        values = [[row.get(name, np.nan) for row in rows] for name in names]
+        rounds = np.array([row["round"] for row in rows])
+        return {"rounds": rounds, "names": np.array(names), "values": np.array(values)}
+
+    def numbers(self, arrays: Arrays) -> Row:
+        """The mean over pairs, and the pairs asked for."""
+        gaps, place = arrays["divergence"], {int(client): i for i, client in enumerate(arrays["clients"])}
+        pairs = len(gaps) * (len(gaps) - 1)
+        row = {"divergence/mean": float(gaps.sum() / pairs) if pairs else 0.0}
+        there = [(i, j) for i, j in self.pairs if i in place and j in place]
+        return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in there}
+
+    def draw(self, arrays: Arrays) -> Figure:
+        """The heat map, and the divergence by round."""
+        figure, (left, right) = panels(2)
+        heat_map(left, arrays["divergence"], "divergence", ids=arrays["clients"])
+        names = [str(name).removeprefix("divergence/") for name in arrays["names"]]
+        series = {name: (arrays["rounds"], row) for name, row in zip(names, arrays["values"], strict=True)}
+        lines(right, series, "divergence")
+        return figure

@@ -1,0 +1,89 @@
+"""How well a classification layer's row norms show which classes a client holds (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from matplotlib.figure import Figure
+
+from fl_lightning.algorithms.cwfedavg import class_layer, class_layer_name, class_models
+from fl_lightning.message import Tensors
+from fl_lightning.report.figures import heat_maps
+
+if TYPE_CHECKING:
+    from fl_lightning.engines import Result
+    from fl_lightning.evaluation import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+class RowNorms(RoundFigure):
+    """Client by class: the data, the row norms of the models clients got and of what they trained, and the difference.
+
+    Rows are the round's participants. With class-wise averaging the class models' norms are there too. Logs
+    `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the trained models (`p` class shares, `p̃` shares of the
+    norms), and `row_norms/correlation`, that of `p` and `p̃` over all clients and classes.
+
+    Args:
+        every: Rounds between measurements; by default only the last round has one.
+    """
+
+    name = "row_norms"
+
+    def __init__(self, every: int | None = None) -> None:
+        super().__init__(every)
+        self._received: dict[int, np.ndarray] = {}
+        self._trained: dict[int, np.ndarray] = {}
+
+    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+        """Note the norms of one client's model, before and after its fit."""
+        if not self.is_due(run, run.round + 1) or result.upload is None:
+            return
+        self._received[result.client] = norms(run.starting_module(result.client).backbone.state_dict())
+        self._trained[result.client] = norms(result.upload.section("model"))
+
+    def measure(self, run: FederatedOrchestrator) -> Arrays:
+        """`clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)` where there are some."""
+        clients = sorted(self._trained)
+        arrays = {
+            "clients": np.array(clients),
+            "data": run.data.class_counts()[clients],
+            "received": np.stack([self._received[client] for client in clients]),
+            "trained": np.stack([self._trained[client] for client in clients]),
+        }
+        if "sources" in run.state:
+            rows = class_models(run.state)[class_layer_name(run.state["model"])]
+            arrays["class_models"] = rows.norm(dim=2).numpy()
+        self._received, self._trained = {}, {}
+        return arrays
+
+    def numbers(self, arrays: Arrays) -> Row:
+        """Gap and correlation."""
+        shares, estimates = (by_row(arrays[name]) for name in ("data", "trained"))
+        gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
+        flat = estimates.std() == 0 or shares.std() == 0
+        correlation = 0.0 if flat else float(np.corrcoef(shares.ravel(), estimates.ravel())[0, 1])
+        return {"row_norms/gap": gap, "row_norms/correlation": correlation}
+
+    def draw(self, arrays: Arrays) -> Figure:
+        """The heat maps."""
+        panels = {
+            "samples": arrays["data"],
+            "row norms, received": arrays["received"],
+            "row norms, trained": arrays["trained"],
+            "trained - received": arrays["trained"] - arrays["received"],
+        }
+        if "class_models" in arrays:
+            panels["row norms, class models"] = arrays["class_models"]
+        return heat_maps(panels, ids=arrays["clients"])
+
+
+def by_row(matrix: np.ndarray) -> np.ndarray:
+    """Each entry's share of its row; zero in a row of zeros."""
+    return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1e-12)
+
+
+def norms(model: Tensors) -> np.ndarray:
+    """Row norms of a model's classification layer, `(C,)`."""
+    return class_layer(model).norm(dim=1).numpy()

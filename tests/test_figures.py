@@ -1,0 +1,206 @@
+"""What papers look at: numbers, arrays and pictures against loops over the same runs."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import experiment
+from fl_lightning.callbacks import (
+    AggregationWeights,
+    BytesByRound,
+    ClassRelations,
+    ClientDrift,
+    KnowledgeMap,
+    RoundFigure,
+    RowNorms,
+    UnitDivergence,
+)
+from matplotlib.image import imread
+
+from fl_lightning.algorithms import UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
+from fl_lightning.algorithms.cwfedavg import class_models
+from fl_lightning.algorithms.ua_pdfl import jensen_shannon
+from fl_lightning.errors import ConfigError
+from fl_lightning.loggers import WandbRoundLogger
+from fl_lightning.models import MLP, Head
+
+SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+
+
+class Uploads(RoundFigure):
+    """Notes what crosses, so that a test can work a figure out for itself."""
+
+    def __init__(self):
+        self.models, self.starts, self.shared = {}, {}, []
+
+    def on_fit_start(self, run):
+        self.shared.append(run.state["model"])
+
+    def on_client_end(self, run, result):
+        key = run.round + 1, result.client
+        self.models[key] = result.upload.section("model")
+        self.starts[key] = run.starting_module(result.client).backbone.state_dict()
+
+    def on_round_metrics(self, run, metrics):
+        self.shared.append(run.state["model"])
+
+    def on_round_end(self, run, metrics):
+        pass
+
+
+def watched(run_dir, figure, algorithm=None, **options):
+    """A run with one figure, what it left after the last round, and what crossed."""
+    seen = Uploads()
+    run = experiment(run_dir, algorithm, callbacks=[seen, figure], **options)
+    run.fit()
+    folder = run_dir / "figures" / figure.name
+    last = f"round-{run.round:06d}"
+    assert imread(folder / f"{last}.png").std() > 0
+    with np.load(folder / f"{last}.npz", allow_pickle=False) as arrays:
+        return run, dict(arrays), seen
+
+
+def vector(model):
+    return torch.cat([value.flatten() for value in model.values() if value.is_floating_point()])
+
+
+def test_class_relations_are_those_of_the_shared_model(tmp_path):
+    run, arrays, _ = watched(tmp_path, ClassRelations())
+    module = run.worker.shared_module(run.state["model"]).eval()
+    x, y = run.data.data.prepare(run.data.data.x_test), run.data.data.y_test
+    with torch.no_grad():
+        outputs = module(x).softmax(dim=1)
+        sl = torch.stack([outputs[y == j].mean(dim=0) for j in range(10)])
+        weight = module.backbone.head.weight
+        cr = torch.stack([torch.stack([weight[i] @ weight[j] for j in range(10)]).softmax(dim=0) for i in range(10)])
+    np.testing.assert_allclose(arrays["sl"], sl, atol=1e-6)
+    np.testing.assert_allclose(arrays["cr"], cr, atol=1e-6)
+    distance = sum(float((sl[i, j] - cr[i, j]) ** 2) for i in range(10) for j in range(10)) / 100
+    assert run.csv.rows[-1]["class_relations/distance"] == pytest.approx(distance, rel=1e-4)
+    assert all("class_relations/distance" not in row for row in run.csv.rows[:-1])
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
+def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
+    run, arrays, seen = watched(tmp_path, RowNorms(), algorithm())
+    clients = run.participants(3)
+    assert arrays["clients"].tolist() == clients
+    gaps, p, estimate = [], [], []
+    for row, client in enumerate(clients):
+        np.testing.assert_array_equal(arrays["data"][row], run.data.class_counts()[client])
+        for name, models in (("received", seen.starts), ("trained", seen.models)):
+            weight = models[3, client]["head.weight"]
+            np.testing.assert_allclose(arrays[name][row], [float(w.norm()) for w in weight], rtol=1e-6)
+        share = arrays["data"][row] / arrays["data"][row].sum()
+        norms = arrays["trained"][row] / arrays["trained"][row].sum()
+        gaps.append(np.sqrt(sum((share - norms) ** 2)))
+        p.extend(share)
+        estimate.extend(norms)
+    assert run.csv.rows[-1]["row_norms/gap"] == pytest.approx(np.mean(gaps))
+    assert run.csv.rows[-1]["row_norms/correlation"] == pytest.approx(np.corrcoef(p, estimate)[0, 1])
+    if "sources" in run.state:
+        rows = class_models(run.state)["head.weight"]
+        np.testing.assert_allclose(arrays["class_models"][4], [float(w.norm()) for w in rows[4]], rtol=1e-6)
+    else:
+        assert "class_models" not in arrays
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
+def test_a_knowledge_map_shows_samples_and_the_classes_a_client_holds(tmp_path, algorithm):
+    run, arrays, _ = watched(tmp_path, KnowledgeMap(client=2, samples=60), algorithm(), clients_per_round=6)
+    assert arrays["client"] == 2
+    assert arrays["points"].shape == (60, 2)
+    assert set(arrays["labels"]) <= set(range(10))
+    assert len(set(arrays["labels"])) > 5
+    assert arrays["classes"].tolist() == np.flatnonzero(run.data.class_counts()[2]).tolist()
+    assert arrays["knowledge"].shape == (len(arrays["classes"]), 2)
+
+
+def test_a_knowledge_map_takes_another_client_where_its_own_has_no_part(tmp_path):
+    run, arrays, _ = watched(tmp_path, KnowledgeMap(client=99), rounds=1)
+    assert arrays["client"] == run.participants(1)[0]
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, lambda: UAPDFL(n_com=2)])
+def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
+    figure = UnitDivergence(every=2, pairs=[(0, 1), (2, 3)])
+    run, arrays, seen = watched(tmp_path, figure, algorithm(), rounds=4, clients_per_round=6)
+    unit = torch.ones(1, *run.data.data.in_shape)
+
+    def distribution(client):
+        with torch.no_grad():
+            return run.worker.shared_module(seen.models[4, client]).eval()(unit).softmax(dim=1)[0]
+
+    units = [distribution(client) for client in range(6)]
+    for i in range(6):
+        for j in range(6):
+            assert arrays["divergence"][i, j] == pytest.approx(jensen_shannon(units[i], units[j]), abs=1e-6)
+    row = run.csv.rows[-1]
+    pairs = [arrays["divergence"][i, j] for i in range(6) for j in range(6) if i != j]
+    assert row["divergence/mean"] == pytest.approx(np.mean(pairs))
+    assert row["divergence/2-3"] == pytest.approx(arrays["divergence"][2, 3])
+    assert arrays["rounds"].tolist() == [2, 4]
+    assert arrays["names"].tolist() == ["divergence/mean", "divergence/0-1", "divergence/2-3"]
+    np.testing.assert_allclose(arrays["values"][0], [run.csv.rows[i]["divergence/mean"] for i in (1, 3)])
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
+def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
+    run, arrays, seen = watched(tmp_path, ClientDrift(), algorithm())
+    step = vector(seen.shared[3]) - vector(seen.shared[2])
+    for row, client in enumerate(run.participants(3)):
+        update = vector(seen.models[3, client]) - vector(seen.starts[3, client])
+        cosine = float(update @ step / (update.norm() * step.norm()))
+        assert arrays["distance"][row] == pytest.approx(float((update - step).norm()), rel=1e-4)
+        assert arrays["cosine"][row] == pytest.approx(cosine, abs=1e-5)
+        assert run.csv.rows[-1][f"client_{client}/drift_cosine"] == pytest.approx(cosine, abs=1e-5)
+    assert run.csv.rows[-1]["drift/distance_mean"] == pytest.approx(arrays["distance"].mean())
+
+
+@pytest.mark.parametrize("algorithm", [FedSKC, FedSiamDA, lambda: FedAvg(aggregator=ClassWise())])
+def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
+    run, arrays, seen = watched(tmp_path, AggregationWeights(), algorithm(), model=SIAMESE, rounds=1)
+    clients, weights = run.participants(1), torch.from_numpy(arrays["weights"])
+    assert arrays["clients"].tolist() == clients
+    assert weights.sum(dim=0).numpy() == pytest.approx(1.0)
+    total = weights.reshape(len(clients), -1).sum(dim=1)
+    assert run.csv.rows[0][f"client_{clients[0]}/weight"] == pytest.approx(float(total[0]))
+    if weights.ndim == 1:
+        made = sum(w * vector(seen.models[1, client]).double() for w, client in zip(weights, clients, strict=True))
+        torch.testing.assert_close(made.float(), vector(run.state["model"]), rtol=1e-5, atol=1e-6)
+
+
+def test_an_aggregator_without_weights_of_its_own_is_told():
+    with pytest.raises(ConfigError, match="callbacks: AggregationWeights: WeightedMean has none of its own"):
+        AggregationWeights().measure(type("Run", (), {"state": {}, "algorithm": FedAvg()}))
+
+
+def test_bytes_by_round_are_the_meters(tmp_path):
+    run, arrays, _ = watched(tmp_path, BytesByRound())
+    assert arrays["up"].tolist() == [row["comm/up_bytes"] for row in run.csv.rows]
+    assert arrays["up"].sum() + arrays["down"].sum() == run.csv.rows[-1]["comm/total_bytes"]
+
+
+def test_a_figure_is_measured_when_it_is_due(tmp_path):
+    experiment(tmp_path, callbacks=[RowNorms(every=2)], rounds=5).fit()
+    names = sorted(path.name for path in (tmp_path / "figures" / "row_norms").iterdir())
+    assert names == [f"round-00000{n}.{kind}" for n in (2, 4, 5) for kind in ("npz", "png")]
+    with pytest.raises(ConfigError, match=r"callbacks: RowNorms.every: 0 is below 1"):
+        RowNorms(every=0)
+    with pytest.raises(ConfigError, match=r"callbacks: KnowledgeMap.samples: 3 is below 10"):
+        KnowledgeMap(samples=3)
+
+
+def test_watching_changes_nothing(tmp_path):
+    figures = [ClassRelations(1), RowNorms(1), KnowledgeMap(1), UnitDivergence(), ClientDrift(), BytesByRound(1)]
+    plain, seen = experiment(tmp_path / "plain", FedSKC()), experiment(tmp_path / "seen", FedSKC(), callbacks=figures)
+    plain.fit()
+    seen.fit()
+    assert all(torch.equal(value, seen.state["model"][name]) for name, value in plain.state["model"].items())
+
+
+def test_wandb_gets_the_picture(tmp_path):
+    run = experiment(tmp_path, callbacks=[ClassRelations()], rounds=2, logger=WandbRoundLogger())
+    run.fit()
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/figures/class_relations_*.png"))
