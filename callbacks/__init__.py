@@ -8,7 +8,7 @@ from fl_lightning.callbacks.communication import BytesByRound, CommunicationMete
 from fl_lightning.callbacks.divergence import UnitDivergence
 from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
-from fl_lightning.callbacks.figures import RoundFigure
+from fl_lightning.callbacks.figures import RoundFigure as RoundFigure  # a base: `list` shows `__all__`
 from fl_lightning.callbacks.knowledge_map import KnowledgeMap
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.row_norms import RowNorms
@@ -23,7 +23,6 @@ __all__ = [
     "EarlyStopping",
     "KnowledgeMap",
     "RoundCallback",
-    "RoundFigure",
     "RoundProgress",
     "RowNorms",
     "UnitDivergence",

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
-from sklearn.manifold import TSNE
 
 from fl_lightning.algorithms.fedskc import local_knowledge
 from fl_lightning.errors import ConfigError
@@ -52,6 +51,8 @@ class KnowledgeMap(RoundFigure):
 
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`points` and `labels` of the samples, `knowledge` and its `classes`, in the plane; the `client`."""
+        from sklearn.manifold import TSNE  # a second to import
+
         assert self._chosen is not None
         client, model = self._chosen
         self._chosen = None

@@ -6,13 +6,22 @@ import inspect
 from importlib import import_module
 from importlib.resources import files
 
-# Each kind's base class, and the config key that takes one.
-BASES = {
-    "algorithms": ("Algorithm", "algorithm"),
-    "datasets": ("Dataset", "scenario.dataset"),
-    "models": ("Backbone", "model"),
-    "partitions": ("Partition", "scenario.partition"),
-    "callbacks": ("RoundCallback", "callbacks"),
+from fl_lightning.algorithms import Aggregator, Algorithm, Graph
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.client import LossTerm
+from fl_lightning.data import Dataset, Partition
+from fl_lightning.models import Backbone
+
+# Each kind's base class, the module that lists them, and the config key that takes one.
+BASES: dict[str, tuple[type, str, str]] = {
+    "algorithms": (Algorithm, "algorithms", "algorithm"),
+    "loss_terms": (LossTerm, "algorithms", "algorithm.loss_terms"),
+    "aggregators": (Aggregator, "algorithms", "algorithm.aggregator"),
+    "graphs": (Graph, "algorithms", "algorithm.graph"),
+    "datasets": (Dataset, "data", "scenario.dataset"),
+    "models": (Backbone, "models", "model"),
+    "partitions": (Partition, "data", "scenario.partition"),
+    "callbacks": (RoundCallback, "callbacks", "callbacks"),
 }
 KINDS = (*BASES, "configs")
 
@@ -23,8 +32,8 @@ def things(kind: str) -> dict[str, str]:
         folder = files("fl_lightning.configs")
         paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
         return {path.name: path.read_text().splitlines()[0].lstrip("# ") for path in paths}
-    module = import_module(f"fl_lightning.{'data' if kind in ('datasets', 'partitions') else kind}")
-    base = getattr(module, BASES[kind][0])
+    base, listing, _ = BASES[kind]
+    module = import_module(f"fl_lightning.{listing}")
     members = (getattr(module, name) for name in module.__all__)
     classes = [m for m in members if inspect.isclass(m) and issubclass(m, base) and m is not base]
     classes.sort(key=lambda cls: cls.__name__.lower())

@@ -49,7 +49,7 @@ def readable(message: str, parser: ArgumentParser) -> str:
     expected.pop("NoneType", None)
     if given and expected:
         return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
-    kind = next((kind for kind, (_, key) in BASES.items() if key == where), None)
+    kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
     known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
     if named := re.search(r"dot import path string: (\S+)", message):
         return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"

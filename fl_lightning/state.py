@@ -100,7 +100,7 @@ def combine(coefficients: Tensor, stacked: Tensors) -> Tensors:
     def combined(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value.amax(dim=0).expand(len(a), *value.shape[1:]).clone()
-        return (a @ value.double().flatten(1)).to(value.dtype).view(len(a), *value.shape[1:])
+        return torch.tensordot(a, value.double(), dims=1).to(value.dtype)
 
     return {name: combined(value) for name, value in stacked.items()}
 

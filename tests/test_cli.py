@@ -14,7 +14,7 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, algorithms, callbacks, cli, data, models
+from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, models
 from fl_lightning.data import Digits, Dirichlet, Scenario
 
 RICH = """# Everything nested that a config can hold.
@@ -135,6 +135,9 @@ def test_a_bare_config_name_is_a_file_here_or_else_a_shipped_one(words, here, ca
 
 LISTED = {
     "algorithms": (algorithms, algorithms.Algorithm, {"FedAvg", "FedSKC"}),
+    "loss_terms": (algorithms, LossTerm, {"LocalContrastive", "Proximal", "WeightDistribution"}),
+    "aggregators": (algorithms, algorithms.Aggregator, {"WeightedMean", "ClassWise", "DualAggregation"}),
+    "graphs": (algorithms, algorithms.Graph, {"Complete", "Ring"}),
     "datasets": (data, data.Dataset, {"Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "Arrays"}),
     "models": (models, models.Backbone, {"MLP", "CNN", "ResNet8"}),
     "partitions": (data, data.Partition, {"IID", "Dirichlet", "Pathological"}),

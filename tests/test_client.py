@@ -5,10 +5,12 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from experiments import experiment, untimed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.algorithms import FedAvg
 from fl_lightning.client import ClientModule, LossRecord, LossTerm, Step
 from fl_lightning.errors import ConfigError, NonFiniteError
 from fl_lightning.models import MLP
@@ -149,3 +151,102 @@ def test_the_first_term_to_fail_is_named():
         record.add({"ce": torch.tensor(ce), "moon": torch.tensor(term)})
     with pytest.raises(NonFiniteError, match="loss term 'moon' is NaN or Inf"):
         record.settle()
+
+
+@plain_lightning
+def test_a_term_is_told_when_a_fit_and_each_of_its_epochs_start():
+    class Diary(LossTerm):
+        def __init__(self):
+            super().__init__()
+            self.entries = []
+
+        def begin(self, module):
+            self.entries.append("fit")
+
+        def begin_epoch(self, module):
+            self.entries.append(module.current_epoch)
+
+        def forward(self, step):
+            self.entries.append("step")
+            return step.logits.new_zeros(())
+
+    module = ClientModule(model(), [Diary()])
+    (diary,) = module.terms()
+    for _ in range(2):
+        quiet_trainer(max_epochs=2).fit(module, loader(batch_size=10))
+    assert diary.entries == 2 * ["fit", 0, "step", "step", 1, "step", "step"]
+
+
+class Keeper(LossTerm):
+    """Keeps how often its client took part and what the client holds; its loss is the former."""
+
+    name = "keeper"
+
+    def __init__(self):
+        super().__init__()
+        self.rounds, self.counts = torch.tensor(0.0), None
+
+    def begin(self, module):
+        self.counts = module.class_counts
+
+    def remember(self, module):
+        return {"rounds": self.rounds + 1, "counts": self.counts}
+
+    def recall(self, kept):
+        self.rounds = kept.get("rounds", torch.tensor(0.0))
+
+    def forward(self, step):
+        return self.rounds
+
+
+def test_what_a_term_keeps_comes_back_to_it_in_its_clients_next_round(tmp_path):
+    options = {"clients_per_round": 2, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+    whole = experiment(tmp_path / "whole", FedAvg(loss_terms=[Keeper()]), rounds=4, **options)
+    sent, upload = [], whole.algorithm.upload
+    whole.algorithm.upload = lambda *args: sent.append(upload(*args)) or sent[-1]
+    whole.fit()
+    parts = [whole.participants(round) for round in range(1, 5)]
+    took_part = {k: sum(k in part for part in parts) for k in range(6)}
+    assert max(took_part.values()) > 1
+    assert {k: float(kept["term_keeper"]["rounds"]) for k, kept in whole.memory.items()} == {
+        k: float(n) for k, n in took_part.items() if n
+    }
+    before = [sum(sum(k in part for part in parts[:i]) for k in parts[i]) / 2 for i in range(4)]
+    assert [row["client/train_keeper"] for row in whole.csv.rows] == before
+    assert {name.partition("/")[0] for message in sent for name in message.tensors} == {"model"}
+    experiment(tmp_path / "parts", FedAvg(loss_terms=[Keeper()]), rounds=2, **options).fit()
+    rest = experiment(tmp_path / "parts", FedAvg(loss_terms=[Keeper()]), rounds=4, **options)
+    rest.fit(resume=True)
+    assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
+
+
+def test_a_term_that_keeps_nothing_has_no_place_in_the_memory(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[WeightNorm(0.1)]), rounds=1, clients_per_round=1)
+    run.fit()
+    assert list(run.memory.values()) == [{}]
+
+
+def test_a_module_knows_how_much_of_each_class_its_client_holds(tmp_path):
+    assert ClientModule(model()).class_counts is None
+    run = experiment(tmp_path, FedAvg(loss_terms=[Keeper()]), rounds=1)
+    run.fit()
+    assert len(run.memory) == 4
+    for k, kept in run.memory.items():
+        labels = run.data.data.y_train[run.data.shards[k].train].tolist()
+        assert kept["term_keeper"]["counts"].tolist() == [labels.count(j) for j in range(10)]
+
+
+def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
+    other = nn.Linear(2, 2)
+    module = ClientModule(model(), optimizer=partial(torch.optim.Adam, lr=0.4, weight_decay=0.1))
+    module.lr_scale = 0.5
+    made, own = module.optimizer_for(other.parameters()), module.configure_optimizers()
+    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in other.parameters()]
+    for optimizer in (made, own):
+        assert isinstance(optimizer, torch.optim.Adam)
+        assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.4, 0.1)
+        assert optimizer.param_groups[0]["lr"] == 0.2
+    plain = ClientModule(model())
+    plain.lr_scale = 0.5
+    (group,) = plain.optimizer_for(other.parameters()).param_groups
+    assert (group["lr"], group["momentum"]) == (0.005, 0)

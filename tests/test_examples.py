@@ -31,6 +31,30 @@ def test_an_example_learns_the_digits(name, capsys):
     assert "test accuracy 0.9" in capsys.readouterr().out
 
 
+def test_the_unit_representation_tells_classes_apart(capsys, tmp_path):
+    found = load("ua_pdfl_figure_4").main(seeds=2, out=str(tmp_path / "figure.png"))
+    for values in found.values():
+        assert values[:, 0].mean() < values[:, 1].mean()
+    assert "Div(1,2) < Div(1,3)" in capsys.readouterr().out
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+def test_the_regularizer_brings_the_estimate_to_the_class_shares(capsys, tmp_path):
+    found = load("cwfedavg_figure_2").main(out=str(tmp_path / "figure.png"))
+    assert found["with WDR"]["gap"] < found["without WDR"]["gap"]
+    assert found["with WDR"]["correlation"] > found["without WDR"]["correlation"]
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_outputs_and_classification_weights_are_compared(capsys, tmp_path):
+    distances = load("feddw_figure_8").main(rounds=1, out=str(tmp_path / "figure.png"))
+    assert list(distances) == ["FedAvg, IID", "FedAvg, non-IID", "FedDW, non-IID"]
+    assert all(distance > 0 for distance in distances.values())
+    assert distances["FedDW, non-IID"] != distances["FedAvg, non-IID"]
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
 def test_the_custom_algorithm_runs_by_class_path(tmp_path):
     script = Path(sys.executable).parent / "fl-lightning"
     command = [script, "fit", "--config", "custom_algorithm.yaml"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ import torch
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping
 
-from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
 from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
 from fl_lightning.errors import CheckpointError, Interrupted
 from fl_lightning.loggers import MetricsCsv
+from fl_lightning.models import MLP, Head
 
-RUN = ["--config", "digits_fedskc.yaml", "--rounds", "6", "--logger", "null"]
+FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
+SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -29,10 +32,14 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     return untimed(csv.rows)
 
 
-@pytest.mark.parametrize("method", [FedSKC, lambda: FedAvg(buffers="local")])
+@pytest.mark.parametrize(
+    "method",
+    [FedSKC, FedDW, FedSiamDA, CwFedAvg, lambda: UAPDFL(n_com=2), lambda: FedAvg(buffers="local")],
+    ids=[*FIVE, "local buffers"],
+)
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
 def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method, checkpoint_every):
-    options = {"checkpoint_every": checkpoint_every, "callbacks": []}
+    options = {"checkpoint_every": checkpoint_every, "callbacks": [], "model": SIAMESE}
     whole = experiment(tmp_path / "whole", method(), rounds=5, **options)
     whole.fit()
     experiment(tmp_path / "parts", method(), rounds=3, **options).fit()
@@ -156,9 +163,13 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
-def kill_and_resume(folder: Path, delay: float) -> bool:
+def command_line(method: str) -> list[str]:
+    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null"]
+
+
+def kill_and_resume(method: str, folder: Path, delay: float) -> bool:
     """Kill a run after a delay, then resume it; False if it had already ended by then."""
-    command = [sys.executable, "-m", "fl_lightning", "fit", *RUN, "--run_dir", str(folder)]
+    command = [sys.executable, "-m", "fl_lightning", *command_line(method), "--run_dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
@@ -173,9 +184,9 @@ def kill_and_resume(folder: Path, delay: float) -> bool:
     return killed
 
 
-def survive_kills(tmp_path: Path, kills: int) -> None:
+def survive_kills(method: str, tmp_path: Path, kills: int) -> None:
     whole = tmp_path / "whole"
-    assert main(["fit", *RUN, "--run_dir", str(whole)]) == 0
+    assert main([*command_line(method), "--run_dir", str(whole)]) == 0
     csv = MetricsCsv(whole / "metrics.csv")
     csv.rewind(6)
     duration = sum(row["time/round_s"] for row in csv.rows)
@@ -183,17 +194,19 @@ def survive_kills(tmp_path: Path, kills: int) -> None:
     while survived < kills:
         tried += 1
         folder = tmp_path / f"killed-{tried}"
-        survived += kill_and_resume(folder, chance.uniform(0, duration))
+        survived += kill_and_resume(method, folder, chance.uniform(0, duration))
         for name in ("final/model.pt", "final/summary.json"):
             assert (folder / name).read_bytes() == (whole / name).read_bytes()
         assert metrics(folder) == metrics(whole)
         assert tried < 3 * kills + 5, "the run ends before it can be killed"
 
 
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills(tmp_path, 2)
+@pytest.mark.parametrize("method", ["fedskc", "fedsiam_da", "ua_pdfl"])  # little, some and all of it with the clients
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
+    survive_kills(method, tmp_path, 1)
 
 
 @pytest.mark.slow
-def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path):
-    survive_kills(tmp_path, 20)
+@pytest.mark.parametrize("method", FIVE)
+def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path, method):
+    survive_kills(method, tmp_path, 20)

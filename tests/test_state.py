@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.state import RunningMean, extrapolate, first_non_finite, weighted_mean
+from fl_lightning.state import RunningMean, combine, extrapolate, first_non_finite, flatten, stack, weighted_mean
 
 # Multiples of 1/1024 below 1024: their weighted sums are exact in float64, so references need no tolerance.
 exact = st.integers(-(2**20), 2**20).map(lambda k: Fraction(k, 1024))
@@ -153,3 +153,79 @@ def test_the_first_entry_that_is_not_finite_is_named(bad: float) -> None:
     assert first_non_finite({"n": n, "a": good}) is None
     assert first_non_finite({"n": n, "a": good, "b": spoilt, "c": spoilt}) == "b"
     assert first_non_finite({"half": spoilt.half()}) == "half"
+
+
+# Sums of a few quarters are exact in float64: references need no tolerance.
+quarters = st.integers(-400, 400).map(lambda k: k / 4)
+
+
+def quarter_states(clients: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"w": (2, 3), "b": (4,), "none": (0,)}
+    return [
+        {name: torch.randint(-400, 400, shape, generator=generator) / 4 for name, shape in shapes.items()}
+        for _ in range(clients)
+    ]
+
+
+def test_stack_puts_each_state_in_a_row() -> None:
+    states = [{"w": torch.rand(2, 3), "n": torch.tensor(k)} for k in (3, 9)]
+    stacked = stack(states)
+    assert stacked["w"].shape == (2, 2, 3)
+    assert stacked["n"].tolist() == [3, 9]
+    for k in range(2):
+        assert torch.equal(stacked["w"][k], states[k]["w"])
+    stacked["w"].zero_()
+    assert states[0]["w"].any()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 999), st.data())
+def test_combine_equals_a_brute_force_loop(rows: int, clients: int, seed: int, data: st.DataObject) -> None:
+    row = st.lists(quarters, min_size=clients, max_size=clients)
+    coefficients = [data.draw(row) for _ in range(rows)]
+    states = quarter_states(clients, seed)
+    combined = combine(torch.tensor(coefficients, dtype=torch.float64), stack(states))
+    for name, value in combined.items():
+        assert value.dtype == torch.float32
+        assert value.shape == (rows, *states[0][name].shape)
+        for i in range(rows):
+            expected = sum(a * w[name].double() for a, w in zip(coefficients[i], states, strict=True))
+            assert torch.equal(value[i], torch.as_tensor(expected).to(torch.float32))
+
+
+def test_combine_takes_entries_without_dimensions() -> None:
+    states = [{"s": torch.tensor(1.0)}, {"s": torch.tensor(3.0)}]
+    assert combine(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), stack(states))["s"].tolist() == [2.0, 1.0]
+
+
+def test_combine_of_one_with_coefficient_one_is_itself_bit_for_bit() -> None:
+    values = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    almost = torch.tensor([[1 - 2.0**-53]], dtype=torch.float64)  # what a sum of shares may come to
+    assert torch.equal(combine(almost, stack([{"w": values}]))["w"][0], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_combine_rounds_half_precision_once(dtype: torch.dtype) -> None:
+    states = [{"w": torch.tensor([value], dtype=dtype)} for value in (256.0, *[1.0] * 255)]
+    combined = combine(torch.full((1, 256), 1 / 256), stack(states))["w"]
+    assert torch.equal(combined, torch.tensor([[511 / 256]], dtype=dtype))
+
+
+def test_combine_keeps_the_largest_of_integer_entries() -> None:
+    states = [{"n": torch.tensor(n), "steps": torch.tensor([n, 7 - n])} for n in (3, 9, 6)]
+    combined = combine(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), stack(states))
+    assert combined["n"].dtype == torch.int64
+    assert combined["n"].tolist() == [9, 9]
+    assert combined["steps"].tolist() == [[9, 4], [9, 4]]
+    combined["n"][0] = 0
+    assert combined["n"].tolist() == [0, 9]
+
+
+def test_flatten_is_every_parameter_and_no_statistic() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2).half())
+    model[1].running_mean += 5
+    flat = flatten(model.state_dict())
+    assert flat.dtype == torch.float64
+    expected = [value for p in model.parameters() for value in p.flatten().tolist()]
+    assert flat.tolist() == expected
+    assert torch.equal(flatten({"running_variance": torch.ones(1)}), torch.ones(1, dtype=torch.float64))

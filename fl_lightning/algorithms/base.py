@@ -241,6 +241,6 @@ def to_cpu(sections: Mapping[str, Tensors]) -> State:
 
     def widened(value: Tensor) -> Tensor:
         half = value.dtype in (torch.float16, torch.bfloat16)
-        return value.detach().to("cpu", torch.float32 if half else value.dtype)
+        return value.detach().to("cpu", torch.float32 if half else value.dtype, copy=True)
 
     return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

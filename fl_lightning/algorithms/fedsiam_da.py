@@ -108,6 +108,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
+        torch.clear_autocast_cache()  # it may hold the weights from before the step
 
 
 class HistoryContrast(LossTerm):
@@ -135,8 +136,10 @@ class HistoryContrast(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Take up the model of the last round."""
         self._earlier = []
+        if not self.active:
+            return
+        encoder = copy.deepcopy(with_encoder(module.backbone).encoder)
         if self._kept:
-            encoder = copy.deepcopy(with_encoder(module.backbone).encoder)
             encoder.load_state_dict(self._kept)
             self._earlier = [encoder.eval()]
 
@@ -193,7 +196,7 @@ def dual_weights(models: Tensor) -> Tensor:
 
 
 class DualAggregation(Aggregator):
-    """Eq. 13-16: clients count by the cosine of their parameters with the plain mean of all.
+    """Dual aggregation: clients count by the cosine of their parameters with the plain mean of all (Eq. 13-16).
 
     BatchNorm's statistics are averaged by the same weights but have no part in the cosine. It holds all of a round's
     uploads at once: the second aggregation needs the first.

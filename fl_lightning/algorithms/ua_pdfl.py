@@ -149,6 +149,10 @@ class UnitAlignment(LossTerm):
         """The unit representation."""
         return (self.unit,)
 
+    def begin(self, module: ClientModule) -> None:
+        """Look whether there is an encoder."""
+        with_encoder(module.backbone)
+
     def forward(self, step: Step) -> Tensor:
         """Eq. 12 for the weights as they are; zero while there is no average."""
         average = self.unit.average

@@ -150,6 +150,9 @@ class Worker:
                 self.optimizer(module.backbone.parameters())
         with blame("lr_scheduler"):
             module.configure_optimizers()
+        with blame("algorithm"):
+            module.class_counts = torch.ones(self.data.data.num_classes)
+            module.on_fit_start()
         with blame("model"), self.inference(module):
             x, _ = next(iter(self._ordered(None)))
             logits = module(x)
@@ -161,8 +164,10 @@ class Worker:
             )
 
     def module(self) -> ClientModule:
-        """A fresh client module with the run's initial weights."""
-        return copy.deepcopy(self.template)
+        """A fresh client module with the run's initial weights, in the trainer's precision."""
+        module = self._setup.precision_plugin.convert_module(copy.deepcopy(self.template))
+        assert isinstance(module, ClientModule)
+        return module
 
     def run(self, task: Task) -> Result:
         """Carry out a task. An error is part of the result: it names client and round, and holds its cause."""

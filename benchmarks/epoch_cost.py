@@ -1,0 +1,127 @@
+"""What each method adds to a client's local epoch: time against FedAvg's, side by side in one run.
+
+    python benchmarks/epoch_cost.py [--repeats 5] [--steps 20]
+
+Each method first runs a round, so that its knowledge is there; then one client's fit is timed, the methods taking
+turns.
+The second epoch of each fit counts: FedSiam-DA's history term is on by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from fl_lightning.callbacks import RoundCallback
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.algorithms import UAPDFL, Algorithm, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
+from fl_lightning.data import IID, Arrays, Scenario
+from fl_lightning.data.loaders import Batches, ClientDataModule
+from fl_lightning.engines.worker import lightning_silenced
+from fl_lightning.models import CNN4, Head
+
+METHODS = {
+    "FedAvg": FedAvg,
+    "FedProx": FedProx,
+    "FedSKC": partial(FedSKC, gpr=False),
+    "FedDW": FedDW,
+    "FedSiam-DA": FedSiamDA,
+    "cwFedAVG + WDR": partial(CwFedAvg, lam=1.0),
+    "UA-PDFL": partial(UAPDFL, mu=1e-4, n_com=1),
+}
+BATCH = 64
+
+
+class Clock(L.Callback):
+    """Notes how long each epoch took."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        """Stop it."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.epochs.append(time.perf_counter() - self.started)
+
+
+class OneRound(RoundCallback):
+    """Ends a run of two rounds after the first, so that the second can be looked into."""
+
+    stops = False
+
+    def on_round_end(self, *args: Any) -> None:
+        """Enough."""
+        self.stops = True
+
+
+def prepared(algorithm: Algorithm, data: Path, run_dir: Path) -> FederatedOrchestrator:
+    """A run after its first round; the siamese heads are there for all, so that the networks are the same."""
+    run = FederatedOrchestrator(
+        Scenario(Arrays(str(data)), IID(), clients=2, local_test=0),
+        partial(CNN4, head=Head(projection=256, prediction=256)),
+        algorithm,
+        rounds=2,
+        batch_size=BATCH,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        trainer={"accelerator": "auto", "max_steps": 2},
+        callbacks=[OneRound()],
+        run_dir=str(run_dir),
+    )
+    run.fit()
+    return run
+
+
+def epoch(run: FederatedOrchestrator) -> float:
+    """Seconds of a client's second local epoch."""
+    module, data = run.starting_module(0).train(), run.data.data
+    batches = Batches(data.x_train, data.y_train, run.data.shards[0].train, BATCH, seed=0)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    clock = Clock()
+    with lightning_silenced():
+        trainer = L.Trainer(max_epochs=2, devices=1, limit_val_batches=0, callbacks=[clock], **quiet)
+        trainer.fit(module, datamodule=ClientDataModule(batches, data.prepare, data.augment))
+    return clock.epochs[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    given = parser.parse_args()
+    rng = np.random.default_rng(0)
+    n = 2 * BATCH * given.steps
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "images.npz"
+        images = rng.random((n + 64, 1, 28, 28), dtype=np.float32)
+        labels = rng.integers(0, 10, n + 64)
+        np.savez(path, x_train=images[:n], y_train=labels[:n], x_test=images[n:], y_test=labels[n:])
+        runs = {name: prepared(make(), path, Path(folder) / name) for name, make in METHODS.items()}
+        for run in runs.values():
+            epoch(run)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(given.repeats):
+            for name, run in runs.items():
+                times[name].append(epoch(run))
+    print(f"{torch.get_num_threads()} threads, {given.steps} steps of {BATCH}, CNN4 with projection and predictor")
+    for name, seconds in times.items():
+        ratios = [mine / base for mine, base in zip(seconds, times["FedAvg"], strict=True)]
+        spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
+        print(f"{name:15s} {1000 * median(seconds):7.0f} ms an epoch, {median(ratios):.3f} of FedAvg's ({spread})")
+
+
+if __name__ == "__main__":
+    main()

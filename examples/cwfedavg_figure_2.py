@@ -1,0 +1,88 @@
+"""cwFedAVG's Fig. 2: what the weight distribution regularizer does to one client's class estimates in a round.
+
+One client of a Dirichlet 0.1 split trains for an epoch without the regularizer and with it; after each step the class
+distribution is estimated from the row norms of its classification layer.
+
+    python examples/cwfedavg_figure_2.py [--data FOLDER_OF_FASHION_MNIST] [--out cwfedavg_figure_2.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.algorithms import CwFedAvg
+from fl_lightning.algorithms.cwfedavg import class_shares, weight_distribution
+from fl_lightning.data import Digits, Dirichlet, FashionMNIST, Scenario
+from fl_lightning.models import CNN4, MLP, classification_layer
+from fl_lightning.report.figures import lines, panels, write_png
+
+
+class Estimates(L.Callback):
+    """Notes the estimated class distribution before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.seen: list[np.ndarray] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self._note(module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        self._note(module)
+
+    def _note(self, module: Any) -> None:
+        weight = classification_layer(module.backbone).weight.detach()
+        self.seen.append(weight_distribution(weight).numpy())
+
+
+def main(data: str | None = None, out: str | None = None, lam: float = 10.0) -> dict[str, dict[str, float]]:
+    """Print and draw the estimates; gap and correlation without and with the regularizer."""
+    dataset = FashionMNIST(data_dir=data) if data else Digits()
+    split = Scenario(dataset, Dirichlet(0.1, min_samples=20), clients=20).build(seed=0)
+    counts = split.class_counts()
+    client = int((counts > counts.sum(axis=1, keepdims=True) / 20).sum(axis=1).argmax())  # with the most classes
+    index = split.shards[client].train
+    x, y = split.data.prepare(split.data.x_train[index]), split.data.y_train[index]
+    shares = class_shares(torch.from_numpy(counts[client])).numpy()
+    figure, places = panels(3)
+    found = {}
+    for axes, (name, weight) in zip(places, {"without WDR": 0.0, "with WDR": lam}.items(), strict=False):
+        L.seed_everything(0, verbose=False)
+        shape, kind = tuple(x.shape[1:]), CNN4 if data else MLP
+        optimizer = partial(torch.optim.SGD, lr=0.005)
+        module = CwFedAvg(lam=weight).client_module(kind(in_shape=shape, num_classes=10), optimizer=optimizer)
+        module.class_counts = torch.from_numpy(counts[client])
+        estimates = Estimates()
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = L.Trainer(max_epochs=1 if data else 10, accelerator="cpu", callbacks=[estimates], **quiet)
+        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True))
+        seen = np.stack(estimates.seen)
+        gap, correlation = np.linalg.norm(shares - seen[-1]), np.corrcoef(shares, seen[-1])[0, 1]
+        found[name] = {"gap": float(gap), "correlation": float(correlation)}
+        print(f"{name}: ||p - p~|| {np.linalg.norm(shares - seen[0]):.3f} -> {gap:.3f}, correlation {correlation:.3f}")
+        steps = np.arange(len(seen))
+        lines(axes, {f"class {j}": (steps, seen[:, j]) for j in range(10)}, "estimate", "step")
+        axes.set_title(name, fontsize=9)
+        axes.get_legend().remove()
+        places[2].scatter(shares, seen[-1], label=name)
+    places[2].plot([0, shares.max()], [0, shares.max()], color="grey", linewidth=0.8)
+    places[2].set(xlabel="true class share", ylabel="estimate")
+    places[2].legend(fontsize=8)
+    if out:
+        write_png(figure, Path(out))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="Folder of Fashion-MNIST; the 8x8 digits without it.")
+    parser.add_argument("--out", default="cwfedavg_figure_2.png")
+    parser.add_argument("--lam", type=float, default=10.0)
+    main(**vars(parser.parse_args()))

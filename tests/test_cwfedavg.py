@@ -1,0 +1,553 @@
+"""cwFedAVG's and WDR's equations against brute force, and their identities (spec: 4. cwFedAVG and WDR)."""
+
+import copy
+import math
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, untimed, weights_after
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.algorithms import (
+    ClassWise,
+    CwFedAvg,
+    FedAvg,
+    FedSKC,
+    LocalContrastive,
+    WeightDistribution,
+    WeightedMean,
+)
+from fl_lightning.algorithms import cwfedavg as cw
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP, Backbone, Head
+
+C, WIDTH = 4, 3
+SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,))
+SHORT = {"rounds": 2, "clients_per_round": 2, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def weights_of_a_client(seed, empty_rows=()):
+    """A small model's entries: BatchNorm's among them, and a head of two layers with some rows of zeros."""
+    generator = seeded(seed)
+    head = torch.randn(C, WIDTH, generator=generator)
+    head[list(empty_rows)] = 0
+    return {
+        "encoder.weight": torch.randn(WIDTH, 2, generator=generator),
+        "encoder.running_mean": torch.randn(WIDTH, generator=generator),
+        "encoder.num_batches_tracked": torch.randint(0, 99, (), generator=generator),
+        "head.0.weight": torch.randn(WIDTH, WIDTH, generator=generator),
+        "head.2.weight": head,
+        "head.2.bias": torch.randn(C, generator=generator),
+    }
+
+
+def upload(client, model, n, shares=None):
+    known = {} if shares is None else {"class_shares": {"values": shares}}
+    return Upload(client, Message.pack({"model": model} | known, n_samples=n))
+
+
+def by_hand_distribution(weight):
+    """Eq. 9, number by number."""
+    norms = [math.sqrt(sum(value**2 for value in row)) for row in weight.tolist()]
+    return [norm / sum(norms) if sum(norms) else 1 / len(norms) for norm in norms]
+
+
+def by_hand_weights(samples, distributions):
+    """Eq. 4 and 5, number by number; a column of zeros where nobody accounts for the class."""
+    q = [[0.0] * C for _ in samples]
+    for j in range(C):
+        total = sum(n / sum(samples) * p[j] for n, p in zip(samples, distributions, strict=True))
+        for i, n in enumerate(samples):
+            q[i][j] = n / sum(samples) * distributions[i][j] / total if total else 0.0
+    return q
+
+
+def mixed(coefficients, models):
+    """The floating-point entries of `Σ a_i w_i`, in float64."""
+    names = [name for name, value in models[0].items() if value.is_floating_point()]
+    return {n: sum(a * w[n].double() for a, w in zip(coefficients, models, strict=True)) for n in names}
+
+
+def assert_equals(model, expected):
+    floats = {name: value.double() for name, value in model.items() if value.is_floating_point()}
+    torch.testing.assert_close(floats, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- Class distributions ---
+
+
+def test_class_shares_are_counts_over_their_sum():
+    assert cw.class_shares(torch.tensor([1, 0, 3])).tolist() == [0.25, 0.0, 0.75]
+    assert cw.class_shares(torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
+@given(st.integers(0, 999), st.sets(st.integers(0, C - 1)))
+def test_eq9_equals_a_brute_force_loop(seed, empty_rows):
+    weight = weights_of_a_client(seed, empty_rows)["head.2.weight"].double()
+    estimate = cw.weight_distribution(weight)
+    assert estimate.tolist() == pytest.approx(by_hand_distribution(weight), rel=1e-9)
+    assert float(estimate.sum()) == pytest.approx(1.0)
+
+
+def test_wdr_is_the_distance_not_its_square():
+    weight, shares = torch.randn(C, WIDTH), torch.tensor([0.7, 0.0, 0.1, 0.2])
+    expected = math.dist(shares.tolist(), by_hand_distribution(weight))
+    assert cw.distribution_gap(shares, weight).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_wdr_has_the_gradient_of_its_finite_differences():
+    weight = torch.randn(C, WIDTH, dtype=torch.float64, requires_grad=True)
+    shares = torch.tensor([0.7, 0.0, 0.1, 0.2], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda w: cw.distribution_gap(shares, w), weight)
+
+
+@pytest.mark.parametrize("case", ["a zero row", "all zero", "no gap", "one class"])
+def test_wdr_and_its_gradient_are_finite_in_every_corner(case):
+    layer, shares = nn.Linear(WIDTH, C), torch.tensor([0.5, 0.0, 0.25, 0.25])
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(C, WIDTH))
+        if case == "a zero row":
+            layer.weight[1] = 0
+        elif case == "all zero":
+            layer.weight.zero_()
+        elif case == "no gap":
+            layer.weight.copy_(torch.tensor([[0.0, 3.0, 4.0]]).expand(C, WIDTH))
+            shares = torch.full((C,), 0.25)
+        else:
+            shares = torch.eye(C)[1]
+    term = WeightDistribution(lam=10.0)
+    term.shares = shares
+    x, y = torch.randn(2, WIDTH), torch.tensor([0, 2])
+    loss = F.cross_entropy(layer(x), y) + term(Step(layer(x), y, backbone=layer))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(layer.weight.grad).all()
+    if case == "no gap":
+        assert term(Step(layer(x), y, backbone=layer)) == 0
+
+
+def test_wdr_runs_in_float32_under_mixed_and_half_precision():
+    module = ClientModule(SMALL(), [WeightDistribution(3.0)])
+    (term,) = module.terms()
+    term.shares = torch.tensor([0.7, 0.0, 0.1, 0.2])
+    batch = torch.randn(5, 6), torch.arange(5) % C
+    exact = term(module.step(batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        step = module.step(batch)
+        assert step.logits.dtype == torch.bfloat16
+        loss = term(step)
+    assert loss.dtype == torch.float32
+    assert loss == exact
+    module.backbone.bfloat16()
+    rounded = cw.distribution_gap(term.shares, module.backbone.head.weight.float())
+    loss = term(module.step((batch[0].bfloat16(), batch[1])))
+    assert loss.dtype == torch.float32
+    assert loss == 3 * rounded
+
+
+def test_wdr_touches_the_classification_layer_alone():
+    backbone = SMALL(head=Head(hidden=(7,)))
+    term = WeightDistribution(3.0)
+    term.shares = torch.tensor([0.7, 0.0, 0.1, 0.2])
+    term(Step(torch.zeros(1, C), torch.tensor([0]), backbone=backbone)).backward()
+    assert [name for name, p in backbone.named_parameters() if p.grad is not None] == ["head.2.weight"]
+
+
+# --- Eq. 3-7 ---
+
+
+@given(st.integers(1, 5), st.integers(0, 999), st.data())
+def test_eq4_and_5_equal_a_brute_force_loop(clients, seed, data):
+    samples = data.draw(st.lists(st.integers(1, 500), min_size=clients, max_size=clients))
+    nobody = data.draw(st.sets(st.integers(0, C - 1), max_size=C - 1))  # nobody accounts for these classes
+    distributions = torch.rand(clients, C, generator=seeded(seed), dtype=torch.float64)
+    distributions[:, list(nobody)] = 0
+    distributions /= distributions.sum(dim=1, keepdim=True)
+    q = cw.class_weights(torch.tensor(samples), distributions)
+    assert q.dtype == torch.float64
+    torch.testing.assert_close(q, torch.tensor(by_hand_weights(samples, distributions.tolist()), dtype=torch.float64))
+    assert q.sum(dim=0).tolist() == pytest.approx([0.0 if j in nobody else 1.0 for j in range(C)])
+
+
+def test_eq3_and_7_in_one_equal_a_brute_force_loop():
+    known, q = torch.rand(6, C, generator=seeded(0)), torch.rand(3, C, generator=seeded(1), dtype=torch.float64)
+    together = cw.mixing_weights(known, q)
+    assert together.shape == (6, 3)
+    for i in range(6):
+        expected = [sum(float(known[i, j]) * float(q[m, j]) for j in range(C)) for m in range(3)]
+        assert together[i].tolist() == pytest.approx(expected)
+        assert cw.mixing_weights(known[i], q).tolist() == pytest.approx(expected)
+
+
+class ByHand:
+    """Class models that are there: Eq. 3 and 7 as the paper writes them, and every ruling on who is sent what."""
+
+    def __init__(self, initial, unknown):
+        self.class_models = [mixed([1.0], [initial])] * C
+        self.unknown, self.known = unknown, {}
+
+    def aggregate(self, clients, models, samples, distributions):
+        q = by_hand_weights(samples, distributions)
+        for j in range(C):
+            column = [row[j] for row in q]
+            if any(column):
+                self.class_models[j] = mixed(column, models)
+        self.known |= dict(zip(clients, distributions, strict=True))
+
+    def start_of(self, client):
+        return mixed(self.known.get(client, self.unknown), self.class_models)
+
+
+SAMPLED = [[0, 2, 3], [1], [1, 2], [0, 3]]  # of five: client 4 never, the others not each time
+
+
+@pytest.mark.parametrize("distribution", ["weights", "true"])
+@pytest.mark.parametrize("empty", [(), (1,), (0, 3)])
+def test_starts_and_class_models_equal_explicit_ones_over_partial_rounds(distribution, empty):
+    """`empty` are classes that nobody has anything of from round 2 on."""
+    aggregator, initial = ClassWise(distribution), weights_of_a_client(seed=100)
+    state = {"model": initial} | aggregator.initial(initial, C)
+    unknown = by_hand_distribution(initial["head.2.weight"]) if distribution == "weights" else [1 / C] * C
+    by_hand = ByHand(initial, unknown)
+    for round, clients in enumerate(SAMPLED):
+        gone = empty if round else ()
+        models = [weights_of_a_client(10 * round + k, gone) for k in clients]
+        samples = [5 + 3 * k + round for k in clients]
+        counts = torch.randint(0, 9, (len(clients), C), generator=seeded(round)) + 1
+        counts[:, list(gone)] = 0
+        shares = [cw.class_shares(row) for row in counts]
+        sent = shares if distribution == "true" else [None] * len(clients)
+        uploads = map(upload, clients, models, samples, sent)
+        state |= aggregator.finish(aggregator.fold(uploads), state, {})
+        truth = [(row / row.sum()).tolist() for row in counts.double()]
+        estimates = [by_hand_distribution(model["head.2.weight"]) for model in models]
+        by_hand.aggregate(clients, models, samples, truth if distribution == "true" else estimates)
+        for client in range(5):
+            assert_equals(aggregator.model_for(state, client), by_hand.start_of(client))
+        stacked = cw.class_models(state)
+        for j in range(C):
+            assert_equals({name: value[j] for name, value in stacked.items()}, by_hand.class_models[j])
+        assert state["weights"]["client"].tolist() == clients + [-1] * len(gone)
+        assert state["weights"]["value"].sum(dim=0).tolist() == pytest.approx([1.0] * C)
+        assert_equals(state["model"], mixed([n / sum(samples) for n in samples], models))
+
+
+def test_a_class_that_nobody_holds_keeps_its_model_over_two_rounds():
+    aggregator = ClassWise("true")
+    first, second, third = (weights_of_a_client(seed) for seed in (1, 2, 3))
+    state = {"model": first} | aggregator.initial(first, C)
+    for round, (model, held) in enumerate([(second, [1, 1, 1, 0]), (third, [1, 1, 0, 0]), (second, [1, 0, 0, 0])]):
+        shares = cw.class_shares(torch.tensor(held))
+        state |= aggregator.finish([upload(round, model, 7, shares)], state, {})
+    kept = cw.class_models(state)["encoder.weight"]
+    for j, model in enumerate([second, third, second, first]):
+        torch.testing.assert_close(kept[j], model["encoder.weight"])
+
+
+def test_integer_entries_keep_the_largest_of_the_round():
+    aggregator, models = ClassWise(), [weights_of_a_client(seed) for seed in range(3)]
+    for model, batches in zip(models, (4, 9, 6), strict=True):
+        model["encoder.num_batches_tracked"] = torch.tensor(batches)
+    before = {"model": models[0]} | aggregator.initial(models[0], C)
+    state = before | aggregator.finish([upload(k, model, 3) for k, model in enumerate(models)], before, {})
+    for model in (state["model"], aggregator.model_for(state, 0), aggregator.model_for(state, 7)):
+        assert model["encoder.num_batches_tracked"].dtype == torch.int64
+        assert model["encoder.num_batches_tracked"].item() == 9
+
+
+@pytest.mark.parametrize("distribution", ["weights", "true"])
+def test_theorem_1_uniform_classes_make_every_model_fedavgs(distribution):
+    aggregator, models, samples = ClassWise(distribution), [], [3, 50, 11]
+    for seed in range(3):
+        model = weights_of_a_client(seed)
+        model["head.2.weight"] = F.normalize(model["head.2.weight"], dim=1) * (seed + 1)
+        models.append(model)
+    before = {"model": models[0]} | aggregator.initial(models[0], C)
+    uniform = torch.full((C,), 1 / C) if distribution == "true" else None
+    uploads = [upload(k, model, n, uniform) for k, (model, n) in enumerate(zip(models, samples, strict=True))]
+    state = before | aggregator.finish(uploads, before, {})
+    mean = mixed([n / sum(samples) for n in samples], models)
+    for j in range(C):
+        assert_equals({name: value[j] for name, value in cw.class_models(state).items()}, mean)
+    for client in range(4):
+        assert_equals(aggregator.model_for(state, client), mean)
+
+
+def test_one_participant_starts_again_from_its_own_weights():
+    aggregator, first, own = ClassWise(), weights_of_a_client(0), weights_of_a_client(1)
+    before = {"model": first} | aggregator.initial(first, C)
+    state = before | aggregator.finish([upload(3, own, 9)], before, {})
+    assert same_bytes(state["model"], own)
+    assert_equals(aggregator.model_for(state, 3), mixed([1.0], [own]))
+
+
+def test_models_with_a_number_among_their_parameters_have_class_models_too():
+    model = SMALL(head=Head(classifier="cosine")).state_dict()
+    aggregator = ClassWise()
+    state = {"model": model} | aggregator.initial(model, C)
+    assert same_bytes(aggregator.model_for(state, 0), model)
+
+
+# --- Runs ---
+
+
+def watched(run):
+    """Every upload of a run, by round, as it goes on."""
+    rounds, aggregate = [], run.algorithm.aggregate
+
+    def watch(state, uploads):
+        rounds.append(list(uploads))
+        return aggregate(state, rounds[-1])
+
+    run.algorithm.aggregate = watch
+    return rounds
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+@pytest.mark.parametrize("distribution", ["weights", "true"])
+def test_round_ones_download_is_the_initial_weights_bit_for_bit(tmp_path, distribution, model):
+    run = experiment(tmp_path, CwFedAvg(distribution=distribution), model=model)
+    run.load()
+    initial = dict(run.worker.template.backbone.state_dict())
+    for client in range(6):
+        assert same_bytes(run.download(1, client).section("model"), initial)
+
+
+@pytest.mark.parametrize("distribution", ["weights", "true"])
+def test_a_run_sends_everybody_what_the_explicit_equations_say(tmp_path, distribution):
+    run = experiment(tmp_path, CwFedAvg(distribution=distribution), **SHORT)
+    rounds = watched(run)
+    run.fit()
+    assert len({upload.client for uploads in rounds for upload in uploads}) < 6  # somebody was never sampled
+    counts = [
+        torch.bincount(run.data.data.y_train[shard.train], minlength=10).double() / len(shard.train)
+        for shard in run.data.shards
+    ]
+    initial = dict(run.worker.template.backbone.state_dict())
+    known = dict.fromkeys(range(6), by_hand_distribution(initial["head.weight"]) if distribution == "weights" else None)
+    class_models = [mixed([1.0], [initial])] * 10
+    for uploads in rounds:
+        models = [upload.message.section("model") for upload in uploads]
+        for k, model in zip((u.client for u in uploads), models, strict=True):
+            known[k] = by_hand_distribution(model["head.weight"]) if distribution == "weights" else counts[k].tolist()
+        for j in range(10):
+            mass = [len(run.data.shards[u.client].train) * known[u.client][j] for u in uploads]
+            if sum(mass):
+                class_models[j] = mixed([m / sum(mass) for m in mass], models)
+    for client in range(6):
+        start = mixed(known[client] or [0.1] * 10, class_models)
+        assert_equals(run.download(run.round + 1, client).section("model"), start)
+
+
+@pytest.mark.parametrize("distribution", ["weights", "true"])
+def test_nothing_but_weights_and_counts_goes_up(tmp_path, distribution):
+    run = experiment(tmp_path, CwFedAvg(distribution=distribution), rounds=1)
+    rounds = watched(run)
+    run.fit()
+    parameters = sum(p.numel() for p in run.worker.template.backbone.parameters())
+    shares = 10 if distribution == "true" else 0
+    row, clients = run.csv.rows[0], 4
+    assert row["comm/down_bytes"] == clients * 4 * parameters
+    assert row["comm/up_bytes"] == clients * (4 * (parameters + shares) + 8)  # and N_i
+    for upload in rounds[0]:
+        beside = upload.message.without("model")
+        assert list(beside.tensors) == (["class_shares/values"] if shares else [])
+        assert beside.numbers == {"n_samples": len(run.data.shards[upload.client].train)}
+
+
+def test_each_step_adds_wdr_to_the_gradient(tmp_path):
+    lam, lr = 3.0, 0.1
+    options = {
+        "clients_per_round": 1,
+        "rounds": 1,
+        "batch_size": 10_000,
+        "optimizer": partial(torch.optim.SGD, lr=lr),
+        "trainer": {"accelerator": "cpu", "max_epochs": 3},
+    }
+    run = experiment(tmp_path, CwFedAvg(lam), **options)
+    run.fit()
+    local = copy.deepcopy(run.worker.template.backbone)
+    own = run.data.shards[run.participants(1)[0]].train
+    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    shares = [int((y == j).sum()) / len(y) for j in range(10)]
+    for _ in range(3):
+        norms = [(row**2).sum() ** 0.5 for row in local.head.weight]
+        gap = sum((share - norm / sum(norms)) ** 2 for share, norm in zip(shares, norms, strict=True)) ** 0.5
+        loss = F.cross_entropy(local(x), y) + lam * gap
+        gradients = torch.autograd.grad(loss, list(local.parameters()))
+        with torch.no_grad():
+            for p, g in zip(local.parameters(), gradients, strict=True):
+                p -= lr * g
+    for name, value in local.state_dict().items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+def test_wdr_makes_the_weights_show_the_classes_of_separable_data():
+    counts = torch.tensor([60, 15, 5, 0])
+    targets = torch.arange(C).repeat_interleave(counts)
+    inputs = 5 * torch.eye(C, 6)[targets] + 0.1 * torch.randn(len(targets), 6, generator=seeded(0))
+    gaps, correct = {}, {}
+    for lam in (0.0, 1.0):
+        torch.manual_seed(0)
+        module = CwFedAvg(lam).client_module(SMALL(), partial(torch.optim.SGD, lr=0.2))
+        module.class_counts = counts
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        batches = DataLoader(TensorDataset(inputs, targets), batch_size=len(targets))
+        L.Trainer(accelerator="cpu", max_epochs=100, **quiet).fit(module, batches)
+        estimate = by_hand_distribution(module.backbone.head.weight)
+        gaps[lam] = math.dist((counts / counts.sum()).tolist(), estimate)
+        correct[lam] = float((module(inputs).argmax(dim=1) == targets).float().mean())
+    assert gaps[1.0] < gaps[0.0] / 4
+    assert correct == {0.0: 1.0, 1.0: 1.0}
+
+
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
+    whole = experiment(tmp_path / "whole", CwFedAvg(), **SHORT | {"rounds": 4})
+    whole.fit()
+    experiment(tmp_path / "parts", CwFedAvg(), **SHORT).fit()
+    rest = experiment(tmp_path / "parts", CwFedAvg(), **SHORT | {"rounds": 4})
+    rest.fit(resume=True)
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+    for client in range(6):
+        one, other = (run.download(5, client).section("model") for run in (whole, rest))
+        assert same_bytes(one, other)
+
+
+def test_mixed_precision_runs_and_stays_finite(tmp_path):
+    trainer = SHORT["trainer"] | {"precision": "bf16-mixed"}
+    run = experiment(tmp_path, CwFedAvg(), **SHORT | {"trainer": trainer})
+    run.fit()
+    for client in range(6):
+        for value in run.download(3, client).section("model").values():
+            assert value.dtype == torch.float32
+            assert torch.isfinite(value).all()
+    assert 0 < run.csv.rows[-1]["client/train_wdr"] < 10 * math.sqrt(2)
+
+
+# --- Options, and parts in other methods ---
+
+
+def test_lam_zero_skips_the_term(tmp_path):
+    module = CwFedAvg(lam=0.0).client_module(SMALL())
+    assert module.losses(module.step((torch.randn(2, 6), torch.tensor([0, 1])))).keys() == {"ce"}
+    off = CwFedAvg(lam=0.0, aggregator=WeightedMean())
+    assert same_bytes(weights_after(tmp_path / "off", off, **SHORT), weights_after(tmp_path / "avg", FedAvg(), **SHORT))
+
+
+def test_the_variants_of_table_1_differ(tmp_path):
+    variants = {
+        "with": CwFedAvg(),
+        "without": CwFedAvg(lam=0.0),
+        "distributions": CwFedAvg(lam=0.0, distribution="true"),
+    }
+    starts = {}
+    for name, method in variants.items():
+        run = experiment(tmp_path / name, method, **SHORT)
+        run.fit()
+        starts[name] = [run.download(3, client).section("model") for client in run.participants(2)]
+        assert not same_bytes(starts[name][0], starts[name][1])  # personal
+    names = list(variants)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            assert not same_bytes(starts[one][0], starts[other][0])
+
+
+def test_wdr_works_in_fedavg(tmp_path):
+    parts = weights_after(tmp_path / "parts", FedAvg(loss_terms=[WeightDistribution(2.0)]), **SHORT)
+    assert same_bytes(parts, weights_after(tmp_path / "whole", CwFedAvg(2.0, aggregator=WeightedMean()), **SHORT))
+    assert not same_bytes(parts, weights_after(tmp_path / "avg", FedAvg(), **SHORT))
+
+
+def test_class_wise_averaging_works_with_fedskcs_contrastive_loss(tmp_path):
+    methods = {
+        "parts": FedAvg(loss_terms=[LocalContrastive(0.1)], aggregator=ClassWise()),
+        "whole": FedSKC(tau=0.1, gda=False, gpr=False, aggregator=ClassWise()),
+        "alone": CwFedAvg(lam=0.0),
+    }
+    starts = {}
+    for name, method in methods.items():
+        run = experiment(tmp_path / name, method, **SHORT)
+        run.fit()
+        download = run.download(3, 0)
+        starts[name] = download.section("model")
+        assert bool(download.section("structural")) == (name != "alone")
+    assert same_bytes(starts["parts"], starts["whole"])
+    assert not same_bytes(starts["parts"], starts["alone"])
+
+
+def test_wdr_is_zero_in_a_module_whose_fit_was_never_begun():
+    assert WeightDistribution()(Step(torch.randn(2, C), torch.tensor([0, 1]), backbone=SMALL())) == 0
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize("lam", [-1.0, math.nan])
+def test_lam_below_zero_is_refused(lam):
+    with pytest.raises(ConfigError, match=rf"algorithm.lam: {lam} is below 0"):
+        CwFedAvg(lam=lam)
+
+
+def test_wdr_needs_class_counts():
+    module = FedAvg(loss_terms=[WeightDistribution()]).client_module(SMALL())
+    with pytest.raises(ConfigError, match=r"WeightDistribution: set module.class_counts"):
+        module.on_fit_start()
+
+
+class NoMatrix(Backbone):
+    """The encoder has all weights, the head none."""
+
+    def __init__(self, in_shape, num_classes):
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(in_shape), num_classes))
+        super().__init__(encoder, nn.Identity(), num_classes)
+
+
+def test_a_model_without_a_classification_layer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="model: a head that ends with a row of weights a class is needed"):
+        experiment(tmp_path / "class wise", FedAvg(aggregator=ClassWise()), model=NoMatrix).fit()
+    term = WeightDistribution()
+    term.shares = torch.full((C,), 1 / C)
+    with pytest.raises(ConfigError, match="model: this method needs a linear classification layer"):
+        term(Step(torch.zeros(1, C), torch.tensor([0]), backbone=NoMatrix((6,), C)))
+
+
+# --- preset: reference ---
+
+
+def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
+    paper, reference = CwFedAvg(3.0), CwFedAvg(3.0, preset="reference")
+    losses = []
+    for method in (paper, reference):
+        (term,) = method.loss_terms
+        term.shares = torch.tensor([0.7, 0.0, 0.1, 0.2])
+        torch.manual_seed(0)
+        losses.append(term(Step(torch.zeros(1, C), torch.tensor([0]), backbone=SMALL())).item())
+    assert losses[0] > 0
+    assert losses[1] == pytest.approx(losses[0] / 2)
+    assert (paper.buffers, reference.buffers) == ("average", "local")
+    assert CwFedAvg(preset="reference", buffers="average").buffers == "average"
+
+    run = experiment(tmp_path, CwFedAvg(preset="reference"), model=NormMLP, **SHORT)
+    rounds = watched(run)
+    run.fit()
+    backbone = run.worker.template.backbone
+    parameters, statistics = set(dict(backbone.named_parameters())), set(dict(backbone.named_buffers()))
+    for upload in rounds[1]:
+        assert set(upload.message.section("model")) == parameters
+        assert set(run.memory[upload.client]["buffers"]) == statistics
+        module = run.worker.module()
+        run.algorithm.receive(module, run.download(3, upload.client), run.memory[upload.client])
+        assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["buffers"])

@@ -1,0 +1,569 @@
+"""FedSiam-DA's equations against brute force, and its identities (spec: 3. FedSiam-DA)."""
+
+import copy
+import gc
+import math
+import weakref
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from experiments import SGD, NormMLP, digits, experiment, same_bytes, untimed, weights_after
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
+from fl_lightning.algorithms import fedsiam_da as siam
+from fl_lightning.client import ClientModule
+from fl_lightning.errors import ClientFailure, ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP, Backbone, Head
+
+C = 4
+SIAM = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,), head=Head(projection=7, prediction=8))
+SHORT = {"model": SIAM, "rounds": 2, "clients_per_round": 2, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+
+plain_lightning = pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+
+
+def cosine(one, other):
+    """Of two vectors, number by number; zero where a norm is zero."""
+    pairs = list(zip(one.tolist(), other.tolist(), strict=True))
+    norms = math.sqrt(sum(a * a for a, _ in pairs)) * math.sqrt(sum(b * b for _, b in pairs))
+    return sum(a * b for a, b in pairs) / norms if norms else 0.0
+
+
+def similarity(one, other):
+    """Eq. 3 with its gradient."""
+    return ((one * other).sum(dim=1) / (one**2).sum(dim=1).sqrt() / (other**2).sum(dim=1).sqrt()).mean()
+
+
+class SiamNorm(Backbone):
+    """BatchNorm in the encoder and in the predictor."""
+
+    def __init__(self):
+        encoder = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 7))
+        predictor = nn.Sequential(nn.Linear(7, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7))
+        super().__init__(encoder, nn.Linear(7, C), 7, predictor)
+
+
+def client(algorithm=None, model=SMALL, lr=0.3, momentum=0.9):
+    """A client's module in float64, and where its optimizers' parameters will be, as they are made."""
+    torch.manual_seed(0)
+    seen = []
+
+    def optimizer(parameters):
+        seen.append(list(parameters))
+        return torch.optim.SGD(seen[-1], lr=lr, momentum=momentum)
+
+    module = (algorithm or FedSiamDA(mu=0.4)).client_module(model().double(), optimizer)
+    return module.train(), seen
+
+
+def batches(n=5, size=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, size, 6, generator=generator, dtype=torch.float64)
+    return list(zip(x, torch.randint(0, C, (n, size), generator=generator), strict=True))
+
+
+# --- Eq. 3, 4, 6 and 7 ---
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 999), st.booleans())
+def test_eq3_and_4_equal_a_brute_force_loop(size, width, seed, with_zero):
+    one, other = torch.randn(2, size, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if with_zero:
+        one[0] = 0
+    expected = sum(cosine(a, b) for a, b in zip(one, other, strict=True)) / size
+    assert siam.positive_similarity(one, other).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert siam.negative_similarity(one, other).item() == pytest.approx(-expected, rel=1e-9, abs=1e-12)
+
+
+def test_the_similarity_of_zeros_has_a_finite_gradient():
+    zeros = torch.zeros(3, 4, requires_grad=True)
+    siam.positive_similarity(zeros, torch.randn(3, 4)).backward()
+    assert torch.isfinite(zeros.grad).all()
+
+
+def test_eq6_learns_from_the_prediction_alone():
+    prediction, representation = torch.randn(2, 5, 7, dtype=torch.float64).requires_grad_()
+    prediction.retain_grad()
+    representation.retain_grad()
+    loss = siam.stop_gradient_half(prediction, representation)
+    mean = sum(cosine(a, b) for a, b in zip(prediction, representation, strict=True)) / 5
+    assert loss.item() == pytest.approx(-mean / 2)
+    loss.backward()
+    assert prediction.grad.any()
+    assert representation.grad is None
+
+
+# --- Eq. 8 and 9: the two models take turns ---
+
+
+def halves(local, received, x, mu):
+    """Both halves of Eq. 7, each a function of what its model has at that moment."""
+    with torch.no_grad():
+        z = local.encoder(x)
+    first = -mu * similarity(received.predictor(received.encoder(x)), z) / 2
+
+    def second():
+        with torch.no_grad():
+            seen = received.encoder(x)
+        return -mu * similarity(local.predictor(local.encoder(x)), seen) / 2
+
+    return first, second
+
+
+def test_each_half_has_a_gradient_for_its_own_model_only():
+    module, seen = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]))
+    module.on_fit_start()
+    (received,) = seen
+    local, reference = module.backbone, copy.deepcopy(module.backbone)
+    (x, y) = batches()[0]
+    (term,) = module.terms()
+    loss = term(module.step((x, y)))
+    assert all(p.grad is None for p in local.parameters())  # the first half is done, and was not the client's
+    first, _ = halves(reference, reference, x, 0.4)
+    first.backward()
+    after_first = [None if p.grad is None else p.grad.clone() for p in received]
+    for own, p in zip(after_first, reference.parameters(), strict=True):
+        assert (own is None) == (p.grad is None)
+        torch.testing.assert_close(own, p.grad)
+    loss.backward()
+    for own, p in zip(after_first, received, strict=True):
+        assert own is None or torch.equal(own, p.grad)
+    without = {name for name, p in local.named_parameters() if p.grad is None}
+    assert without == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_copy_steps_first_and_the_client_looks_at_the_updated_copy(momentum):
+    mu, lr = 0.4, 0.3
+    module, seen = client(FedAvg(loss_terms=[SiameseAlignment(mu)]), lr=lr, momentum=momentum)
+    module.on_fit_start()
+    (received,) = seen
+    reference = copy.deepcopy(module.backbone)
+    moving = [p for name, p in reference.named_parameters() if not name.startswith("head")]
+    velocity = [torch.zeros_like(p) for p in moving]
+    (term,) = module.terms()
+    for x, y in batches():
+        first, second = halves(module.backbone, reference, x, mu)
+        stale = second()
+        for p, v, g in zip(moving, velocity, torch.autograd.grad(first, moving), strict=True):
+            v.mul_(momentum).add_(g)
+            p.data -= lr * v
+        own = term(module.step((x, y)))
+        torch.testing.assert_close(own, second())
+        assert abs(own - stale) > 1e-6
+        for p, expected in zip(received, reference.parameters(), strict=True):
+            torch.testing.assert_close(p, expected)
+        with torch.no_grad():
+            for p in module.backbone.parameters():
+                p += 0.05  # the client moves too, on its own
+
+
+def test_the_copys_learning_rate_is_the_rounds():
+    module, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.3)
+    module.lr_scale = 0.5
+    slow, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.15)
+    losses = []
+    for one in (module, slow):
+        one.on_fit_start()
+        (term,) = one.terms()
+        losses.append([term(one.step(batch)).item() for batch in batches()])
+    assert losses[0] == losses[1]
+
+
+def test_the_copy_starts_from_the_received_weights_at_each_fit():
+    module, seen = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]))
+    (term,) = module.terms()
+    for value in (0.1, -0.2):
+        with torch.no_grad():
+            for p in module.backbone.parameters():
+                p += value
+        module.on_fit_start()
+        for p, own in zip(seen[-1], module.backbone.parameters(), strict=True):
+            assert torch.equal(p, own)
+            assert p is not own
+        term(module.step(batches()[0]))
+        assert not torch.equal(seen[-1][0], next(module.backbone.parameters()))
+    assert len(seen) == 2
+
+
+def test_the_copy_is_no_part_of_the_client_and_is_gone_after_its_fit(tmp_path):
+    module, _ = client()
+    before = set(module.state_dict())
+    module.on_fit_start()
+    assert set(module.state_dict()) == before
+    assert len(list(module.parameters())) == len(list(module.backbone.parameters()))
+    assert set(FedSiamDA().remember(module, Message())) == {"term_history"}
+
+    alive = []
+
+    def optimizer(parameters):
+        parameters = list(parameters)
+        alive.extend(weakref.ref(p) for p in parameters)
+        return SGD(parameters)
+
+    run = experiment(tmp_path, FedSiamDA(), **SHORT, optimizer=optimizer)
+    run.fit()
+    gc.collect()
+    fits, made_by_check = 4, 3
+    assert len(alive) == (2 * fits + made_by_check) * len(list(run.worker.template.backbone.parameters()))
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_the_client_looks_at_the_updated_copy_under_plain_autocast_too():
+    losses = []
+    for cache in (True, False):  # Lightning's autocast has none, torch's own has one by default
+        torch.manual_seed(0)
+        module = ClientModule(SMALL(), [SiameseAlignment(1.0)], optimizer=partial(torch.optim.SGD, lr=5.0)).train()
+        module.on_fit_start()
+        (term,) = module.terms()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            losses.append(term(module.step((torch.ones(8, 6).cumsum(dim=0), torch.zeros(8, dtype=torch.long)))).item())
+    assert losses[0] == losses[1]
+
+
+# --- Eq. 10: history ---
+
+
+def test_eq10_equals_a_brute_force_loop():
+    mu, (x, y) = 0.4, batches()[0]
+    module, _ = client(FedAvg(loss_terms=[HistoryContrast(mu)]), SiamNorm)
+    torch.manual_seed(1)
+    earlier = SiamNorm().double().encoder.eval()
+    (term,) = module.terms()
+    term.recall(earlier.state_dict())
+    module.on_fit_start()
+    for one in (x, x[:2]):
+        step = module.step((one, y[: len(one)]))
+        expected = sum(cosine(a, b) for a, b in zip(earlier(one), step.features, strict=True)) / len(one)
+        assert module.losses(step)["history"].item() == pytest.approx(mu * expected, rel=1e-9)
+
+
+def plain_fit(module, data, epochs):
+    x, y = (torch.stack(part).flatten(0, 1) for part in zip(*data, strict=True))
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(data[0][1]))
+    L.Trainer(accelerator="cpu", max_epochs=epochs, **quiet).fit(module, loader)
+
+
+def by_hand(local, data, epochs, mu, lr, momentum, kept=None):
+    """The client's whole fit in plain torch; returns the means a step of the losses."""
+    received = copy.deepcopy(local)
+    own = torch.optim.SGD(local.parameters(), lr=lr, momentum=momentum)
+    other = torch.optim.SGD(received.parameters(), lr=lr, momentum=momentum)
+    earlier, sums = kept, [0.0, 0.0, 0.0]
+    for epoch in range(epochs):
+        if epoch:
+            earlier = copy.deepcopy(local.encoder).eval()
+        for x, y in data:
+            z = local.encoder(x)
+            other.zero_grad()
+            (-mu * similarity(received.predictor(received.encoder(x)), z.detach()) / 2).backward()
+            other.step()
+            ce = F.cross_entropy(local.head(z), y)
+            history = mu * similarity(earlier(x).detach(), z) if earlier else torch.zeros(())
+            siamese = -mu * similarity(local.predictor(z), received.encoder(x).detach()) / 2
+            own.zero_grad()
+            (ce + history + siamese).backward()
+            own.step()
+            sums = [s + v.item() for s, v in zip(sums, (ce, history, siamese), strict=True)]
+    return [s / epochs / len(data) for s in sums]
+
+
+@plain_lightning
+def test_two_fits_under_a_trainer_equal_a_loop_by_hand():
+    """Its first round, where history starts in the second epoch, and its next, where it starts at once."""
+    method = FedSiamDA(mu=0.4)
+    reference, kept, memory = client(method, SiamNorm)[0].backbone, None, {}
+    for round in range(2):
+        module, _ = client(method, SiamNorm)
+        method.receive(module, Message.pack({"model": reference.state_dict()}), memory)
+        plain_fit(module, batches(seed=round), epochs=2)
+        losses = by_hand(reference, batches(seed=round), 2, 0.4, lr=0.3, momentum=0.9, kept=kept)
+        for name, value in module.backbone.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-9, atol=1e-12)
+        measured = module.train_losses()
+        assert [measured[name] for name in ("ce", "history", "siamese")] == pytest.approx(losses)
+        memory, kept = method.remember(module, Message()), copy.deepcopy(reference.encoder).eval()
+        assert same_bytes(memory["term_history"], dict(module.backbone.encoder.state_dict()))
+        with torch.no_grad():  # what the server makes of it is another model
+            for p in reference.parameters():
+                p *= 0.9
+
+
+def test_what_a_client_keeps_does_not_move_with_its_module():
+    module, _ = client()
+    kept = FedSiamDA().remember(module, Message())["term_history"]
+    before = copy.deepcopy(kept)
+    with torch.no_grad():
+        for p in module.backbone.parameters():
+            p += 1
+    assert same_bytes(kept, before)
+
+
+@plain_lightning
+def test_history_is_off_in_a_first_participations_first_epoch():
+    module, _ = client(FedAvg(loss_terms=[HistoryContrast(0.4)]), SiamNorm)
+    plain_fit(module, batches(), epochs=1)
+    assert module.train_losses()["history"] == 0
+    plain_fit(module, batches(), epochs=2)
+    assert module.train_losses()["history"] != 0
+
+
+def whole_run_by_hand(run, mu, with_history=True):
+    """Two rounds of everybody, full batches, one epoch a round, dual aggregation, in float64."""
+    model, kept = copy.deepcopy(run.worker.template.backbone).double(), {}
+    for _ in range(2):
+        trained = []
+        for k, shard in enumerate(run.data.shards):
+            local = copy.deepcopy(model).train()
+            own = [(run.data.data.x_train[shard.train].double(), run.data.data.y_train[shard.train])]
+            by_hand(local, own, 1, mu, lr=0.1, momentum=0.9, kept=kept.get(k))
+            trained.append(local)
+            if with_history:
+                kept[k] = copy.deepcopy(local.encoder).eval()
+        flat = [torch.cat([p.detach().flatten() for p in local.parameters()]) for local in trained]
+        xi = by_hand_xi(flat)
+        merged = {
+            name: sum(x * local.state_dict()[name] for x, local in zip(xi, trained, strict=True))
+            for name, value in model.state_dict().items()
+            if value.is_floating_point()
+        }
+        model.load_state_dict(merged, strict=False)
+    return merged, kept
+
+
+def test_the_next_rounds_first_epoch_uses_the_clients_last_model(tmp_path):
+    mu, trainer = 5.0, SHORT["trainer"] | {"precision": "64-true"}
+    options = SHORT | {"scenario": digits(clients=2), "batch_size": 10_000, "trainer": trainer}
+    run = experiment(tmp_path, FedSiamDA(mu), **options)
+    run.fit()
+    expected, kept = whole_run_by_hand(run, mu)
+    for name, value in expected.items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-7)
+    for k, encoder in kept.items():
+        for name, value in encoder.state_dict().items():
+            torch.testing.assert_close(run.memory[k]["term_history"][name], value, rtol=1e-5, atol=1e-7)
+    without, _ = whole_run_by_hand(run, mu, with_history=False)
+    assert max((without[name] - value).abs().max() for name, value in expected.items()) > 1e-4
+
+
+def test_history_stays_with_its_client_and_survives_a_resume(tmp_path):
+    whole = experiment(tmp_path / "whole", FedSiamDA(mu=1.0), **SHORT | {"rounds": 4})
+    uploads, aggregate = {}, whole.algorithm.aggregate
+
+    def watch(state, arriving):
+        rounds = list(arriving)
+        uploads.update(rounds)
+        return aggregate(state, rounds)
+
+    whole.algorithm.aggregate = watch
+    whole.fit()
+    for k, upload in uploads.items():
+        assert {name.partition("/")[0] for name in upload.tensors} == {"model"}
+        encoder = {n.removeprefix("encoder."): v for n, v in upload.section("model").items() if "encoder." in n}
+        assert same_bytes(whole.memory[k]["term_history"], encoder)
+    experiment(tmp_path / "parts", FedSiamDA(mu=1.0), **SHORT).fit()
+    rest = experiment(tmp_path / "parts", FedSiamDA(mu=1.0), **SHORT | {"rounds": 4})
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+    assert whole.csv.rows[-1]["client/train_history"] != 0
+
+
+# --- Eq. 5: without the stop-gradient ---
+
+
+def test_eq5_equals_a_brute_force_loop():
+    mu = 0.4
+    without_predictor = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,), head=Head(projection=7))
+    module, seen = client(FedSiamDA(mu, stop_gradient=False), without_predictor)
+    torch.manual_seed(1)
+    earlier, received = without_predictor().double().encoder, copy.deepcopy(module.backbone)
+    history, _ = module.terms()
+    history.recall(earlier.state_dict())
+    module.on_fit_start()
+    for x, y in batches():
+        losses = module.losses(module.step((x, y)))
+        z = module.backbone.encoder(x)
+        to_history = sum(cosine(a, b) for a, b in zip(earlier(x), z, strict=True)) / len(x)
+        to_global = -sum(cosine(a, b) for a, b in zip(received.encoder(x), z, strict=True)) / len(x)
+        assert losses["history"].item() == pytest.approx(mu * to_history / 2, rel=1e-9)
+        assert losses["siamese"].item() == pytest.approx(mu * to_global / 2, rel=1e-9)
+        expected = mu * (similarity(earlier(x).detach(), z) - similarity(received.encoder(x).detach(), z)) / 2
+        parameters = list(module.backbone.encoder.parameters())
+        own = torch.autograd.grad(losses["history"] + losses["siamese"], parameters)
+        for g, h in zip(own, torch.autograd.grad(expected, parameters), strict=True):
+            torch.testing.assert_close(g, h)
+        with torch.no_grad():
+            for p in module.backbone.parameters():
+                p += 0.05
+    for p, start in zip(seen[0], received.parameters(), strict=True):
+        assert torch.equal(p, start)  # the received model stays as it is
+
+
+# --- Eq. 13-16: dual aggregation ---
+
+
+def by_hand_xi(models):
+    mean = torch.stack([m.double() for m in models]).sum(dim=0) / len(models)
+    cosines = [cosine(m, mean) for m in models]
+    return [c / sum(cosines) for c in cosines]
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 999))
+def test_eq13_to_15_equal_a_brute_force_loop(clients, width, seed):
+    models = torch.randn(clients, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.7
+    mean = models.sum(dim=0) / clients
+    assume(min(cosine(m, mean) for m in models) > 1e-6)
+    xi = siam.dual_weights(models)
+    assert xi.tolist() == pytest.approx(by_hand_xi(list(models)), rel=1e-9)
+    assert float(xi.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5])
+def test_identical_clients_count_the_same(clients):
+    models = torch.randn(1, 9, dtype=torch.float64).repeat(clients, 1)
+    assert siam.dual_weights(models).tolist() == pytest.approx([1 / clients] * clients, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "models",
+    [[[1.0, 0.0], [1.0, 0.2], [-0.5, 0.0]], [[1.0, 2.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[1.0], [-1.0]]],
+    ids=["away from the mean", "one is zero", "all are zero", "the mean is zero"],
+)
+def test_cosines_that_are_not_all_positive_fall_back_to_uniform(models):
+    with pytest.warns(UserWarning, match="a client's weights point away from the mean; all count the same"):
+        xi = siam.dual_weights(torch.tensor(models, dtype=torch.float64))
+    assert xi.tolist() == [1 / len(models)] * len(models)
+
+
+def uploads(models, samples):
+    messages = [Message.pack({"model": m}, n_samples=n) for m, n in zip(models, samples, strict=True)]
+    return [Upload(k, message) for k, message in enumerate(messages)]
+
+
+def random_model(seed):
+    torch.manual_seed(seed)
+    model = NormMLP(in_shape=(5,), num_classes=3).train()
+    for _ in range(seed + 1):
+        model(torch.randn(8, 5) * 3 + seed)  # moves BatchNorm's statistics
+    return model
+
+
+def test_eq16_weighs_statistics_too_but_they_have_no_part_in_the_cosine():
+    models = [random_model(seed) for seed in range(3)]
+    flat = [torch.cat([p.detach().double().flatten() for p in model.parameters()]) for model in models]
+    xi, states = by_hand_xi(flat), [model.state_dict() for model in models]
+    aggregator = DualAggregation()
+    result = aggregator.finish(aggregator.fold(iter(uploads(states, [1, 50, 9]))), {}, {})
+    assert result["weights"]["value"].tolist() == pytest.approx(xi, rel=1e-9)
+    assert result["weights"]["client"].tolist() == [0, 1, 2]
+    for name, value in result["model"].items():
+        if value.is_floating_point():
+            mean = sum(x * state[name].double() for x, state in zip(xi, states, strict=True))
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+        else:
+            assert value.item() == 3
+    assert len({round(x, 6) for x in xi}) == 3  # a plain mean is another
+
+
+def test_one_participant_keeps_its_weights_bit_for_bit():
+    model = dict(random_model(4).state_dict())
+    result = DualAggregation().finish(uploads([model], [7]), {}, {})
+    assert same_bytes(result["model"], model)
+    assert result["weights"]["value"].tolist() == [1.0]
+
+
+# --- Runs ---
+
+
+def test_mu_zero_and_uniform_is_the_plain_mean_bit_for_bit(tmp_path):
+    options = SHORT | {"clients_per_round": 4, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
+    plain = weights_after(tmp_path / "avg", FedAvg(weighting="uniform"), **options)
+    zero = FedSiamDA(mu=0.0, aggregation="uniform")
+    assert same_bytes(weights_after(tmp_path / "zero", zero, **options), plain)
+    for name, other in {"mu": FedSiamDA(aggregation="uniform"), "dual": FedSiamDA(mu=0.0)}.items():
+        assert not same_bytes(weights_after(tmp_path / name, other, **options), plain)
+
+
+def test_mu_zero_is_fedavgs_client_under_each_aggregation(tmp_path):
+    for aggregation, same in {"weighted": FedAvg(), "dual": FedAvg(aggregator=DualAggregation())}.items():
+        zero = FedSiamDA(mu=0.0, aggregation=aggregation)
+        ours = weights_after(tmp_path / aggregation, zero, **SHORT)
+        assert same_bytes(ours, weights_after(tmp_path / f"{aggregation} by FedAvg", same, **SHORT))
+
+
+def test_mu_zero_switches_both_terms_off_and_keeps_nothing():
+    module, seen = client(FedSiamDA(mu=0.0))
+    module.on_fit_start()
+    assert module.losses(module.step(batches()[0])).keys() == {"ce"}
+    assert seen == []
+    assert FedSiamDA(mu=0.0).remember(module, Message()) == {}
+
+
+def test_every_ablation_changes_the_result(tmp_path):
+    methods = {
+        "whole": FedSiamDA(mu=1.0),
+        "no stop": FedSiamDA(mu=1.0, stop_gradient=False),
+        "uniform": FedSiamDA(mu=1.0, aggregation="uniform"),
+        "weighted": FedSiamDA(mu=1.0, aggregation="weighted"),
+    }
+    results = [weights_after(tmp_path / name, method, **SHORT) for name, method in methods.items()]
+    for i, one in enumerate(results):
+        assert not any(same_bytes(one, other) for other in results[:i])
+
+
+def test_what_travels_is_what_fedavg_sends(tmp_path):
+    run = experiment(tmp_path, FedSiamDA(), **SHORT)
+    run.fit()
+    nbytes = sum(v.numel() * v.element_size() for v in run.worker.template.backbone.state_dict().values())
+    for row in run.csv.rows:
+        assert (row["comm/down_bytes"], row["comm/up_bytes"]) == (2 * nbytes, 2 * (nbytes + 8))
+
+
+@pytest.mark.parametrize("stop_gradient", [True, False])
+def test_mixed_precision_runs_and_stays_finite(tmp_path, stop_gradient):
+    trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
+    run = experiment(tmp_path, FedSiamDA(mu=1.0, stop_gradient=stop_gradient), **SHORT | {"trainer": trainer})
+    run.fit()
+    assert all(torch.isfinite(value).all() for value in run.state["model"].values())
+    row = run.csv.rows[-1]
+    assert 0 < row["client/train_history"] <= 1
+    assert -0.5 <= row["client/train_siamese"] < 0
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize("mu", [-0.1, math.nan])
+def test_mu_below_zero_is_refused(mu):
+    with pytest.raises(ConfigError, match=rf"algorithm.mu: {mu} is below 0"):
+        FedSiamDA(mu=mu)
+
+
+def test_a_model_without_a_predictor_is_refused(tmp_path):
+    message = "model.head.prediction: the siamese loss needs a predictor"
+    without = partial(MLP, hidden=(16,), head=Head(projection=16))
+    with pytest.raises(ConfigError, match=message):
+        FedSiamDA().client_module(without(in_shape=(6,), num_classes=C)).on_fit_start()
+    with pytest.raises((ConfigError, ClientFailure), match=message):
+        experiment(tmp_path / "run", FedSiamDA(), **SHORT | {"model": without}).fit()
+    experiment(tmp_path / "no stop", FedSiamDA(stop_gradient=False), **SHORT | {"model": without}).fit()
+
+
+@pytest.mark.parametrize("term", [SiameseAlignment, HistoryContrast])
+def test_a_module_that_is_no_backbone_is_refused(tmp_path, term):
+    def model(in_shape, num_classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(in_shape), num_classes))
+
+    with pytest.raises((ConfigError, ClientFailure), match=r"model: .* must be a Backbone; FromModule makes"):
+        experiment(tmp_path, FedAvg(loss_terms=[term()]), **SHORT | {"model": model}).fit()
