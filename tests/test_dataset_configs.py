@@ -1,115 +1,46 @@
-"""The shipped FedAvg config of each data set, run small on files in the data set's own layout."""
+"""Every shipped config of a data set in files, run small on files in the data set's own layout."""
 
 import csv
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from layouts import (
-    write_ag_news,
-    write_arrays,
-    write_cifar,
-    write_emnist,
-    write_imdb_folder,
-    write_mnist,
-    write_pathmnist,
-    write_svhn,
-    write_tiny_imagenet,
-)
+from layouts import write_cifar, write_mnist
+from reduced import SMALL, name_of, read, reduced
 from torch import nn
 
 from fl_lightning import data
 from fl_lightning.catalogue import things
-from fl_lightning.cli import config_path, main
+from fl_lightning.cli import main
 from fl_lightning.models import ModelFactory
 
-
-def lay_out(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writers = {
-        "agnews": partial(write_ag_news, root),
-        "arrays": partial(write_arrays, root / "arrays.npz"),
-        "cifar10": partial(write_cifar, root, 10, monkeypatch, (60, 20)),
-        "cifar10lt": partial(write_cifar, root, 10, monkeypatch, (1000, 20)),
-        "cifar100": partial(write_cifar, root, 100, monkeypatch, (200, 20)),
-        "emnist": partial(write_emnist, root, "bymerge"),
-        "fc100": partial(write_cifar, root, 100, monkeypatch, (300, 100)),
-        "fashionmnist": partial(write_mnist, root, "FashionMNIST"),
-        "imdb": partial(write_imdb_folder, root),
-        "mnist": partial(write_mnist, root),
-        "pathmnist": partial(write_pathmnist, root),
-        "svhn": partial(write_svhn, root, monkeypatch),
-        "tinyimagenet": partial(write_tiny_imagenet, root, classes=4, n=(4, 1)),
-    }
-    writers[config]()
+CONFIGS = [name for name in things("configs") if not name.startswith("digits_")]
+# Their networks take seconds a step on a CPU, and another config of the method and network is in the fast suite.
+HEAVY = {"cifar100_fedsiam_da.yaml", "tinyimagenet_fedsiam_da.yaml", "cifar100_feddw_pathological.yaml"}
 
 
-CONFIGS = {
-    "agnews": "AGNews",
-    "arrays": "Arrays",
-    "cifar10": "CIFAR10",
-    "cifar100": "CIFAR100",
-    "cifar10lt": "CIFAR10",
-    "emnist": "EMNIST",
-    "fashionmnist": "FashionMNIST",
-    "fc100": "FC100",
-    "imdb": "IMDB",
-    "mnist": "MNIST",
-    "pathmnist": "PathMNIST",
-    "svhn": "SVHN",
-    "tinyimagenet": "TinyImageNet",
-}
-SMALL = [
-    "--rounds=1",
-    "--batch_size=4",
-    "--scenario.clients=3",
-    "--trainer.max_steps=1",
-    "--trainer.accelerator=cpu",
-    "--trainer.precision=32-true",
-    "--logger=null",
-]
-
-
-def read(config: str) -> dict:
-    return yaml.safe_load(Path(config_path(f"{config}_fedavg.yaml")).read_text())
-
-
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [pytest.param(c, marks=[pytest.mark.slow] * (c in HEAVY)) for c in CONFIGS])
 def test_a_config_runs_at_reduced_size(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    lay_out(config, tmp_path, monkeypatch)
-    source = f"path={tmp_path / 'arrays.npz'}" if config == "arrays" else f"data_dir={tmp_path}"
-    small = [*SMALL, f"--scenario.dataset.{source}", f"--run_dir={tmp_path / 'run'}"]
-    shape = read(config)
-    if shape["scenario"]["partition"]["class_path"] == "Dirichlet":
-        small.append("--scenario.partition.min_samples=1")
-    if config == "tinyimagenet":
-        small.append("--model=ResNet18")  # a ResNet-50 takes its time without a GPU
-    if config == "fc100":
-        small += [f"--scenario.dataset.few_shot.{name}=1" for name in ("shots", "queries")]
-    if "clients_per_round" in shape:
-        small.append("--clients_per_round=2")
-    assert main(["fit", "--config", f"{config}_fedavg.yaml", *small]) == 0, capsys.readouterr().err
+    words = ["--config", config, *reduced(config, tmp_path, monkeypatch), f"--run_dir={tmp_path / 'run'}"]
+    assert main(["fit", *words]) == 0, capsys.readouterr().err
     with (tmp_path / "run" / "metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert 0 <= float(row["global/acc"]) <= 1
-    assert ("client/acc_mean" in row) == (shape["scenario"]["local_test"] != 0)
+    assert ("client/acc_mean" in row) == (read(config)["scenario"]["local_test"] != 0)
 
 
-@pytest.mark.parametrize(("config", "dataset"), CONFIGS.items())
-def test_a_config_is_of_its_dataset_in_mixed_precision_where_there_is_a_gpu(config: str, dataset: str) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_is_in_mixed_precision_where_there_is_a_gpu(config: str) -> None:
     given = read(config)
-    named = given["scenario"]["dataset"]
-    assert (named if isinstance(named, str) else named["class_path"]) == dataset
     assert given["trainer"]["precision"] == "bf16-mixed"
     assert given["trainer"]["accelerator"] == "auto"
-    method = given["algorithm"]
-    assert (method if isinstance(method, str) else method["class_path"]) == "FedAvg"
 
 
 def test_every_dataset_has_a_config() -> None:
-    assert set(CONFIGS.values()) | {"Digits"} == set(things("datasets"))
+    configured = {name_of(read(config)["scenario"]["dataset"]) for config in CONFIGS if config.endswith("_fedavg.yaml")}
+    assert configured | {"Digits"} == set(things("datasets"))
 
 
 @pytest.mark.parametrize("kind", ["datasets", "models", "partitions", "configs"])
@@ -141,7 +72,7 @@ def test_a_module_of_ones_own_trains_from_yaml(tmp_path: Path, monkeypatch: pyte
             "head": "fc",
         },
     }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**read("cifar10"), "model": model}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**read("cifar10_fedavg.yaml"), "model": model}))
     where = [f"--scenario.dataset.data_dir={tmp_path}", f"--run_dir={tmp_path / 'run'}"]
     options = ["--clients_per_round=2", "--scenario.partition.min_samples=1"]
     assert main(["fit", "--config", str(tmp_path / "mine.yaml"), *SMALL, *where, *options]) == 0
@@ -155,7 +86,7 @@ def flat_network() -> nn.Module:
 def test_initial_weights_of_ones_own_module_follow_the_seed(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     model = {"class_path": "FromModule", "init_args": {"module": f"{__name__}.flat_network", "head": "1"}}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**read("mnist"), "model": model}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**read("mnist_fedavg.yaml"), "model": model}))
     start = [f"--config={tmp_path / 'mine.yaml'}", *SMALL, f"--scenario.dataset.data_dir={tmp_path}"]
     runs = [tmp_path / name for name in ("one", "two")]
     for run in runs:

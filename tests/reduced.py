@@ -1,0 +1,86 @@
+"""Shipped configs at a size that a test can run: a few samples in the data set's own layout, one round, one step."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from layouts import (
+    write_ag_news,
+    write_arrays,
+    write_cifar,
+    write_emnist,
+    write_imdb_folder,
+    write_mnist,
+    write_pathmnist,
+    write_svhn,
+    write_tiny_imagenet,
+)
+
+from fl_lightning.cli import config_path
+
+SMALL = [
+    "--rounds=1",
+    "--batch_size=4",
+    "--scenario.clients=2",
+    "--trainer.max_steps=1",
+    "--trainer.accelerator=cpu",
+    "--trainer.precision=32-true",
+    "--logger=null",
+]
+
+WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "AGNews": lambda root, patch: write_ag_news(root),
+    "Arrays": lambda root, patch: write_arrays(root / "arrays.npz"),
+    "CIFAR10": lambda root, patch: write_cifar(root, 10, patch, (60, 20)),
+    "CIFAR100": lambda root, patch: write_cifar(root, 100, patch, (200, 20)),
+    "Digits": lambda root, patch: None,
+    "EMNIST": lambda root, patch: write_emnist(root, "bymerge"),
+    "FC100": lambda root, patch: write_cifar(root, 100, patch, (300, 100)),
+    "FashionMNIST": lambda root, patch: write_mnist(root, "FashionMNIST"),
+    "IMDB": lambda root, patch: write_imdb_folder(root),
+    "MNIST": lambda root, patch: write_mnist(root),
+    "PathMNIST": lambda root, patch: write_pathmnist(root),
+    "SVHN": lambda root, patch: write_svhn(root, patch),
+    "TinyImageNet": lambda root, patch: write_tiny_imagenet(root, classes=4, n=(4, 1)),
+}
+
+
+def read(config: str) -> dict:
+    """A shipped config as it is written."""
+    return yaml.safe_load(Path(config_path(config)).read_text())
+
+
+def name_of(value: str | dict) -> str:
+    """A class in either way of writing it: `MLP`, or `class_path: MLP`."""
+    return (value["class_path"] if isinstance(value, dict) else value).rpartition(".")[2]
+
+
+def reduced(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Write fake files for a shipped config below `root`; the overrides that make the config small enough for them."""
+    given = read(config)
+    scenario = given["scenario"]
+    dataset = name_of(scenario["dataset"])
+    words = [*SMALL]
+    if "long_tail" in scenario:
+        words.append("--scenario.long_tail=2")
+        classes = {"CIFAR10": 10, "CIFAR100": 100}[dataset]
+        write_cifar(root, classes, monkeypatch, (max(3 * classes, 60), 20))  # the last classes keep a sample
+    else:
+        WRITERS[dataset](root, monkeypatch)
+    if dataset == "Arrays":
+        words.append(f"--scenario.dataset.path={root / 'arrays.npz'}")
+    elif dataset != "Digits":
+        words.append(f"--scenario.dataset.data_dir={root}")
+    if dataset == "FC100":
+        words += [f"--scenario.dataset.few_shot.{option}=1" for option in ("shots", "queries")]
+        words.append("--scenario.dataset.few_shot.episodes=2")
+    if name_of(scenario["partition"]) == "Dirichlet":
+        words.append("--scenario.partition.min_samples=4")
+    if "clients_per_round" in given:
+        words.append("--clients_per_round=1")
+    if name_of(given["algorithm"]) == "UAPDFL":
+        words.append("--algorithm.n_com=1")
+    if name_of(given["model"]) == "ResNet50":
+        words.append("--model=ResNet18")  # a ResNet-50 takes its time without a GPU
+    return words

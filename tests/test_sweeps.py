@@ -1,0 +1,167 @@
+"""Every sweep file is what W&B takes, and the command lines its agent makes of one run."""
+
+import json
+import os
+import re
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+import jsonschema
+import pytest
+import wandb
+import yaml
+from commands import rows, run, summary
+from reduced import reduced
+from test_wandb import Logged, of_kind, values
+from wandb import wandb_agent
+from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
+
+from fl_lightning.cli import config_path, fit_parser, flatten, plain_config
+
+ROOT = Path(__file__).parent.parent
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+FOR_ANY = {"FL_CONFIG": "digits_fedskc.yaml"}  # what a sweep over a config of the agent's choice is given here
+KEYS = {"program", "project", "name", "command", "method", "metric", "parameters"}
+
+
+@pytest.fixture(params=SWEEPS, ids=lambda path: path.stem)
+def sweep(request):
+    return request.param
+
+
+@pytest.fixture
+def agent_at(tmp_path, monkeypatch):
+    """W&B's agent in a folder of its own, with what it puts into the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ |= {"WANDB_DIR": str(tmp_path), "WANDB_SWEEP_ID": "sweep1", **FOR_ANY}
+    return tmp_path
+
+
+class Caught:
+    """Takes the place of the process that the agent would start."""
+
+    def __init__(self, command, env, forward_signals):
+        self.command, self.env = command, env
+
+
+def loaded(sweep):
+    return yaml.safe_load(sweep.read_text())
+
+
+def points(sweep):
+    """Every point of a grid, in W&B's form."""
+    parameters = loaded(sweep)["parameters"]
+    for chosen in product(*(parameter["values"] for parameter in parameters.values())):
+        yield {name: {"value": value} for name, value in zip(parameters, chosen, strict=True)}
+
+
+def started(sweep, point, monkeypatch):
+    """The process that W&B's agent starts for a point: its command line and environment."""
+    monkeypatch.setattr(wandb_agent, "AgentProcess", Caught)
+    given = loaded(sweep)
+    agent = wandb_agent.Agent(api=None, queue=None)
+    agent._sweep_command = given["command"]
+    order = {"type": "run", "run_id": "run1", "program": given["program"], "args": point}
+    response = agent._process_command(order)
+    assert "exception" not in response, response
+    return agent._run_processes["run1"]
+
+
+def config_of(sweep):
+    name = loaded(sweep)["command"][3]
+    return FOR_ANY["FL_CONFIG"] if name == "${envvar:FL_CONFIG}" else name
+
+
+def test_there_is_one_for_each_of_the_papers_parameters():
+    swept = {(Path(config_of(path)).stem.split("_")[1], name) for path in SWEEPS for name in loaded(path)["parameters"]}
+    assert swept >= {
+        ("fedskc", "algorithm.tau"),
+        ("fedskc", "algorithm.similar_clients"),
+        ("feddw", "algorithm.mu"),
+        ("fedsiam", "algorithm.mu"),
+        ("ua", "algorithm.mu"),
+        ("ua", "algorithm.th_i"),
+        ("cwfedavg", "algorithm.lam"),
+        ("fedskc", "scenario.partition.alpha"),
+        ("fedskc", "seed"),
+    }
+
+
+def test_it_follows_wandbs_schema(sweep):
+    """The schema is that of W&B's package `sweeps`, which wants an older numpy: only its file is read."""
+    try:
+        schema = metadata.distribution("sweeps").locate_file("sweeps/config/schema.json")
+    except metadata.PackageNotFoundError:
+        pytest.skip("needs W&B's schema: pip install --no-deps sweeps")
+    validator = jsonschema.Draft7Validator(json.loads(Path(str(schema)).read_text()))
+    assert [error.message for error in validator.iter_errors(loaded(sweep))] == []
+    assert list(validator.iter_errors({**loaded(sweep), "method": "girdle"}))
+
+
+def test_wandbs_client_takes_it_as_it_is(sweep):
+    given = loaded(sweep)
+    assert _validate_config_and_fill_distribution(given) == given
+    assert given.keys() == KEYS
+    assert given["name"] == sweep.stem
+    assert (given["program"], given["method"], given["metric"]["goal"]) == ("fl-lightning", "grid", "maximize")
+    for parameter in given["parameters"].values():
+        assert parameter.keys() == {"values"}
+        assert len(parameter["values"]) == len(set(parameter["values"])) >= 3
+        assert None not in parameter["values"]  # W&B would write the word None
+
+
+def test_its_first_line_describes_it(sweep):
+    assert re.fullmatch(r"# \S.{20,117}[.]", sweep.read_text().splitlines()[0])
+
+
+def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
+    """A parameter is a key of the config, and has the point's value in the resolved one."""
+    parser = fit_parser()
+    for point in points(sweep):
+        program, command, *words = started(sweep, point, monkeypatch).command
+        assert (program, command, words[0]) == ("fl-lightning", "fit", "--config")
+        taken = flatten(plain_config(parser.parse_args(["--config", config_path(words[1]), *words[2:]]), parser))
+        assert {name: taken[name] for name in point} == {name: chosen["value"] for name, chosen in point.items()}
+        assert taken["logger.offline"] is False
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_the_agents_command_line_runs(sweep, which, agent_at, monkeypatch):
+    """The line that W&B's agent builds for a point, less the program and with overrides that make it small."""
+    chosen = list(points(sweep))[which]
+    command = started(sweep, chosen, monkeypatch).command
+    small = reduced(config_of(sweep), agent_at, monkeypatch)
+    if "scenario.partition.alpha" in chosen:
+        small.remove("--scenario.clients=2")  # digits are enough for the config's own clients
+    outcome = run(*command[1:], *small, "--run_dir", agent_at / "run")
+    assert outcome.code == 0, outcome.err
+    columns = rows(agent_at / "run")[0].keys() | summary(agent_at / "run").keys()
+    assert loaded(sweep)["metric"]["name"] in columns
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file.*config-run1:ResourceWarning")  # W&B's reading of its own file
+def test_a_run_is_wandbs_run_of_the_sweep(agent_at, monkeypatch):
+    """In the agent's environment: the id is the agent's, and metric and parameters are where the sweep looks."""
+    sweep = ROOT / "sweeps" / "heterogeneity.yaml"
+    process = started(sweep, {"scenario.partition.alpha": {"value": 0.5}, "seed": {"value": 2}}, monkeypatch)
+    for name, text in process.env.items():
+        monkeypatch.setitem(os.environ, name, text)
+    small = [word for word in reduced("digits_fedskc.yaml", agent_at, monkeypatch) if word != "--logger=null"]
+    wandb.teardown()  # it reads the environment once
+    try:
+        outcome = run(*process.command[1:], *small, "--logger.offline", "true", "--run_dir", agent_at / "run")
+    finally:
+        wandb.teardown()
+    assert outcome.code == 0, outcome.err
+    logged = Logged(agent_at / "run")
+    (begun,) = of_kind(logged.records, "run")
+    assert (begun.run_id, begun.sweep_id) == ("run1", "sweep1")
+    config = values(begun.config.update)
+    assert (config["scenario.partition.alpha"], config["seed"]) == (0.5, 2)
+    told = {}
+    for record in of_kind(logged.records, "summary"):
+        told |= values(record.update)
+    assert loaded(sweep)["metric"]["name"] in told
+    assert (agent_at / "run" / "config.yaml").read_text().count("seed: 2") == 1
