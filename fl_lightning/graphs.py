@@ -66,7 +66,11 @@ class Torus(Graph):
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Up, down, left and right."""
-        rows = self.rows or max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
+        rows = (
+            self.rows
+            if self.rows is not None
+            else max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
+        )
         if rows < 1 or clients % rows:
             raise ConfigError(f"algorithm.graph.rows: {clients} clients cannot stand in {rows} rows of one length")
         grid = np.arange(clients).reshape(rows, -1)
@@ -116,12 +120,18 @@ class Adjacency(Graph):
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """The file's, less its diagonal."""
         try:
-            text = Path(self.path).read_text().replace(",", " ").splitlines() if self.path[-4:] != ".npy" else []
-            matrix = np.loadtxt(text, ndmin=2) if text else np.load(self.path, allow_pickle=False)
-        except (OSError, ValueError) as error:
+            matrix = np.asarray(read_matrix(Path(self.path)))
+        except (OSError, EOFError, ValueError) as error:
             raise ConfigError(f"algorithm.graph.path: {self.path} cannot be read: {error}") from error
         if matrix.shape != (clients, clients) or not np.isin(matrix, (0, 1)).all():
             raise ConfigError(
                 f"algorithm.graph.path: {self.path} must hold {clients} rows of {clients} zeros and ones, one a client"
             )
         return matrix.astype(bool) & Complete().links(clients, rng)
+
+
+def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
+    """The numbers in a file: a `.npy` file, or text with one row a line."""
+    if path.suffix == ".npy":
+        return np.load(path, allow_pickle=False)
+    return [[float(word) for word in line.split()] for line in path.read_text().replace(",", " ").splitlines()]

@@ -344,8 +344,6 @@ class FederatedOrchestrator:
         if self.csv.path.exists() and not resume:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
-        if not self.algorithm.server and not self.round:
-            self._publish()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_counts(self.run_dir / "partition.csv", self.data)
@@ -354,6 +352,8 @@ class FederatedOrchestrator:
             self.csv.rewind(self.round)
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
+        if not self.algorithm.server and not self.round:
+            self._publish()
         if isinstance(self.logger, WandbRoundLogger):
             self.logger.attach(self.run_dir)
         if self.logger and config:

@@ -95,13 +95,17 @@ class PeerAlgorithm(Algorithm):
         load_weights(module.backbone, own.section("model") | memory.get("buffers", {}))
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
-            heard = [Upload(-1, own), *received]
-            classes = len(module.class_counts) if module.class_counts is not None else 0
-            piece.load(piece.merge(memory.get(piece.name) or piece.initial(classes), heard))
+            start = piece.initial(len(module.class_counts) if module.class_counts is not None else 0)
+            if module.round == 1 and start:  # what untrained models know is worth nothing
+                piece.load(start)
+            else:
+                piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received]))
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The client's own publication, and the knowledge it merged."""
+        """The client's own publication, and after its first fit the knowledge it merged and what its terms keep."""
+        if not module.round:
+            return {LAID_OUT: stored(upload)}
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: stored(upload)}
 
@@ -123,7 +127,9 @@ def section(peer: int) -> str:
 
 def stored(message: Message) -> Tensors:
     """A message as tensors alone, for the state: each number under `number/<name>`."""
-    return message.tensors | {f"number/{name}": torch.tensor(value) for name, value in message.numbers.items()}
+    return message.tensors | {
+        f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
+    }
 
 
 def restored(tensors: Tensors) -> Message:

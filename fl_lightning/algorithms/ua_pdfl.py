@@ -12,6 +12,7 @@ method, with a server too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import numpy as np
@@ -168,9 +169,12 @@ class UnitAlignment(LossTerm):
 def in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
     """Run a module in eval mode, with gradients, and leave each of its parts in the mode it was in."""
     training = [part for part in module.modules() if part.training]
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     module.eval()
     try:
-        return module(inputs)
+        # cuDNN has no backward pass for a recurrent layer in eval mode.
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+            return module(inputs)
     finally:
         for part in training:
             part.training = True

@@ -1,0 +1,569 @@
+"""Peers without a server: what they collect, mix and keep, against hand-written loops."""
+
+import multiprocessing
+import pickle
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import TINY, rows, run, tiny
+from experiments import SGD, NormMLP, digits, experiment, same_bytes, untimed
+from lightning.pytorch.loggers.logger import Logger
+from test_engines import Backwards, carry_out
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import (
+    UAPDFL,
+    DistillingWeights,
+    ErdosRenyi,
+    FedAvg,
+    HistoryContrast,
+    LocalContrastive,
+    PeerAlgorithm,
+    Ring,
+)
+from fl_lightning.algorithms.fedskc import global_knowledge
+from fl_lightning.algorithms.peers import bundle, restored, stored, unbundle
+from fl_lightning.client import LossTerm
+from fl_lightning.engines import Task, Worker
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP, Head
+from fl_lightning.state import weighted_mean
+
+K = 6
+MODEL = partial(MLP, hidden=(16,))
+WEIGHTS = 64 * 16 + 16 + 16 * 10 + 10  # |w| of that model on digits
+ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+
+
+class Watching:
+    """Keeps the tasks in which clients train, and the models they train to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def run(self, worker, tasks):
+        for task in tasks:
+            self.tasks += [task] if task.fit else []
+            yield worker.run(task)
+
+    def of_round(self, round):
+        return {task.client: task for task in self.tasks if task.round == round}
+
+
+class Trouble(LossTerm):
+    """NaN in one round, for clients with so many samples."""
+
+    def __init__(self, round, n):
+        super().__init__()
+        self.round, self.n, self.bad = round, n, False
+
+    def begin(self, module):
+        self.bad = module.round == self.round and int(module.class_counts.sum()) == self.n
+
+    def forward(self, step):
+        return step.logits.sum() * (torch.nan if self.bad else 0.0)
+
+
+class Recording(Logger):
+    """Keeps what it is given to log."""
+
+    name, version = "recording", "0"
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, metrics))
+
+
+def peers_in(message):
+    """Ids of the peers whose publications a download holds."""
+    return sorted({int(name.split("/")[0].removeprefix("peer_")) for name in [*message.tensors, *message.numbers]})
+
+
+def published(run, client):
+    """A client's publication in a run's state: its tensors, and its number of samples."""
+    tensors = dict(run.state[f"peer_{client}"])
+    return tensors, int(tensors.pop("number/n_samples"))
+
+
+def model_of(tensors):
+    return {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
+
+
+def mean_by_hand(models, samples):
+    """Entry by entry, in Python's floats; the largest of whole numbers."""
+    mean = {}
+    for name, first in models[0].items():
+        columns = zip(*(model[name].flatten().tolist() for model in models), strict=True)
+        if first.is_floating_point():
+            values = [sum(n * v for n, v in zip(samples, c, strict=True)) / sum(samples) for c in columns]
+        else:
+            values = [max(column) for column in columns]
+        mean[name] = torch.tensor(values, dtype=first.dtype).view(first.shape)
+    return mean
+
+
+def publications(clients, seed=0):
+    """Random publications with a parameter, statistics and a counter."""
+    generator = torch.Generator().manual_seed(seed)
+    sections = [
+        {"weight": torch.randn(3, 2, generator=generator), "tracked": torch.randint(9, (), generator=generator)}
+        for _ in range(clients)
+    ]
+    samples = torch.randint(1, 50, (clients,), generator=generator).tolist()
+    return [Message.pack({"model": s}, n_samples=n) for s, n in zip(sections, samples, strict=True)]
+
+
+def plain_worker(run, model=MODEL):
+    """FedAvg's worker: it trains from the weights it is sent, and knows of no peers."""
+    return Worker(run.seed, FedAvg(), model, run.data, 32, {"accelerator": "cpu", "max_epochs": 1}, SGD)
+
+
+# --- Mixing ---
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5])
+def test_mix_is_the_mean_by_samples_of_own_and_peers(clients):
+    own, *others = messages = publications(clients)
+    mixed = PeerAlgorithm().mix(own, [Upload(k, message) for k, message in enumerate(others)])
+    expected = mean_by_hand([m.section("model") for m in messages], [m.numbers["n_samples"] for m in messages])
+    assert mixed.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(mixed[name], value)
+
+
+def test_a_client_alone_keeps_its_weights_bit_for_bit():
+    (own,) = publications(1)
+    assert same_bytes(PeerAlgorithm().mix(own, []), own.section("model"))
+
+
+def test_a_publication_survives_the_state_and_the_way():
+    messages = dict(zip((2, 10, 1), publications(3), strict=True))
+    for message in messages.values():
+        again = restored(stored(message))
+        assert same_bytes(again.tensors, message.tensors)
+        assert again.numbers == message.numbers
+    arrived = unbundle(bundle(messages))
+    assert [upload.client for upload in arrived] == [1, 2, 10]
+    for client, message in arrived:
+        assert same_bytes(message.tensors, messages[client].tensors)
+        assert message.numbers == messages[client].numbers
+    assert unbundle(bundle({})) == []
+
+
+def test_a_published_number_keeps_its_digits():
+    message = Message(numbers={"n_samples": 2**53 + 1, "share": 0.1})
+    assert restored(stored(message)).numbers == message.numbers
+
+
+def test_bytes_of_a_bundle_are_those_of_its_messages():
+    messages = dict(enumerate(publications(4)))
+    assert bundle(messages).nbytes == sum(message.nbytes for message in messages.values())
+
+
+# --- Collecting ---
+
+
+def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
+    run.fit()
+    drawn = {(r, k): peers_in(run.download(r, k)) for r in range(2, 302) for k in range(K)}
+    assert all(len(set(peers)) == 2 and k not in peers for (_, k), peers in drawn.items())
+    for k in range(K):
+        counts = np.bincount(np.concatenate([drawn[r, k] for r in range(2, 302)]), minlength=K)
+        np.testing.assert_allclose(np.delete(counts, k) / 300, 2 / (K - 1), atol=0.13)  # 4.6 standard deviations
+    assert any(drawn[r, 0] != drawn[r, 1] for r in range(2, 12) if {0, 1}.isdisjoint(drawn[r, 0] + drawn[r, 1]))
+    assert {key: peers_in(run.download(*key)) for key in list(drawn)[:20]} == dict(list(drawn.items())[:20])
+
+
+@pytest.mark.parametrize("n_com", [None, 1, 3])
+def test_only_linked_peers_are_heard(tmp_path, n_com):
+    run = experiment(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
+    run.fit()
+    for client in range(K):
+        around = {(client - 1) % K, (client + 1) % K}
+        drawn = [set(peers_in(run.download(round, client))) for round in range(2, 22)]
+        assert set.union(*drawn) == around
+        assert all(len(peers) == (1 if n_com == 1 else 2) for peers in drawn)
+
+
+@pytest.mark.parametrize("n_com", [1, 3, None])
+def test_gossip_moves_n_com_models_and_numbers_of_samples_a_client(tmp_path, n_com):
+    run = experiment(tmp_path, PeerAlgorithm(n_com), rounds=2)
+    run.fit()
+    each = (K - 1 if n_com is None else n_com) * (4 * WEIGHTS + 8)
+    for round, row in enumerate(run.csv.rows, start=1):
+        assert row["comm/up_bytes"] == 0
+        assert row["comm/down_bytes"] == 4 * each  # 4 of 6 take part
+        assert row["comm/total_bytes"] == round * 4 * each
+
+
+@pytest.mark.parametrize("n_com", [0, -1])
+def test_too_few_peers_are_named(n_com):
+    with pytest.raises(ConfigError, match=f"algorithm.n_com: {n_com} is below 1"):
+        PeerAlgorithm(n_com)
+
+
+def test_more_peers_than_others_are_named(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=K))
+    with pytest.raises(ConfigError, match=r"algorithm.n_com: 6 peers, and a client has only 5 others"):
+        run.fit()
+    experiment(tmp_path, PeerAlgorithm(n_com=K - 1)).load()
+
+
+# --- Rounds ---
+
+
+def test_two_rounds_equal_a_hand_written_loop(tmp_path):
+    engine = Watching()
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=MODEL, engine=engine, **ALL)
+    run.fit()
+    worker = plain_worker(run)
+    samples = [len(shard.train) for shard in run.data.shards]
+    models = [worker.module().backbone.state_dict()] * K
+    for round in (1, 2):
+        heard = {client: peers_in(task.download) for client, task in engine.of_round(round).items()}
+        trained = []
+        for client in range(K):
+            group = [client, *heard[client]]
+            mixed = weighted_mean([models[k] for k in group], [samples[k] for k in group])
+            result = worker.run(Task(round, client, Message.pack({"model": mixed}), {}))
+            trained.append(result.upload.section("model"))
+        models = trained
+    for client in range(K):
+        tensors, n = published(run, client)
+        assert same_bytes(model_of(tensors), models[client])
+        assert n == samples[client]
+        assert same_bytes(run.memory[client]["laid_out"], run.state[f"peer_{client}"])
+    assert same_bytes(run.state["model"], weighted_mean(models, samples))
+
+
+def test_if_all_hear_all_it_is_fedavg(tmp_path):
+    peers, server = (
+        experiment(tmp_path / type(method).__name__, method, rounds=2, **ALL) for method in (PeerAlgorithm(), FedAvg())
+    )
+    peers.fit()
+    server.fit()
+    for name, value in server.state["model"].items():
+        torch.testing.assert_close(peers.state["model"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
+    engine = Watching()
+    run = experiment(tmp_path, PeerAlgorithm(), rounds=1, clients_per_round=1, engine=engine)
+    run.fit()
+    initial = run.worker.module().backbone.state_dict()
+    (task,) = engine.tasks
+    for client in range(K):
+        tensors, n = published(run, client)
+        assert same_bytes(model_of(tensors), initial) == (client != task.client)
+        assert n == len(run.data.shards[client].train)
+    assert all(same_bytes(upload.message.section("model"), initial) for upload in unbundle(task.download))
+    assert run.csv.rows[0]["comm/total_bytes"] == (K - 1) * (4 * WEIGHTS + 8)  # laying out moves nothing
+
+
+def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=3, clients_per_round=2)
+    states, aggregate = [], run.algorithm.aggregate
+
+    def watch(state, uploads):
+        states.append(aggregate(state, uploads))
+        return states[-1]
+
+    run.algorithm.aggregate = watch
+    run.fit()
+    for round in (1, 2, 3):
+        for client in range(K):
+            kept = same_bytes(states[round - 1][f"peer_{client}"], states[round][f"peer_{client}"])
+            assert kept == (client not in run.participants(round))
+
+
+def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
+    probe = experiment(tmp_path / "probe", PeerAlgorithm())
+    probe.load()
+    victim = probe.participants(2)[0]
+    trouble = Trouble(2, len(probe.data.shards[victim].train))
+    method, options = partial(PeerAlgorithm, 2, loss_terms=[trouble]), {"on_client_failure": "drop"}
+    runs = [experiment(tmp_path / str(rounds), method(), rounds=rounds, **options) for rounds in (1, 2)]
+    runs[0].fit()
+    with pytest.warns(UserWarning, match=f"client {victim}, round 2: .* is NaN or Inf"):
+        runs[1].fit()
+    for client in range(K):
+        kept = same_bytes(runs[0].state[f"peer_{client}"], runs[1].state[f"peer_{client}"])
+        assert kept == (client == victim or client not in probe.participants(2))
+    assert runs[1].csv.rows[1]["client/failed"] == 1
+
+
+def test_a_client_without_neighbours_trains_alone(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(graph=ErdosRenyi(p=0.0)), rounds=2, **ALL)
+    run.fit()
+    worker = plain_worker(run)
+    for client in (0, 3):
+        model = worker.module().backbone.state_dict()
+        for round in (1, 2):
+            result = worker.run(Task(round, client, Message.pack({"model": model}), {}))
+            model = result.upload.section("model")
+        assert same_bytes(model_of(published(run, client)[0]), model)
+    assert [row["comm/total_bytes"] for row in run.csv.rows] == [0, 0]
+
+
+# --- Shared knowledge ---
+
+
+def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
+    engine = Watching()
+    model = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
+    method = PeerAlgorithm(n_com=1, loss_terms=[DistillingWeights()])
+    run = experiment(tmp_path, method, rounds=3, engine=engine, model=model, scenario=digits(alpha=0.05), **ALL)
+    run.fit()
+    kept = 0
+    for client, task in engine.of_round(3).items():
+        merged, before = (memory["soft_labels"]["values"] for memory in (run.memory[client], task.memory))
+        heard = [restored(task.memory["laid_out"]), *(upload.message for upload in unbundle(task.download))]
+        sections = [message.section("soft_labels") for message in heard]
+        for i in range(10):
+            total = sum(float(section["counts"][i]) for section in sections)
+            kept += not total and not torch.equal(before[i], torch.eye(10)[i])
+            expected = before[i]
+            if total:
+                expected = sum(section["counts"][i] / total * section["values"][i] for section in sections)
+            torch.testing.assert_close(merged[i], expected)
+    assert kept  # what a client once heard of a class lasts while nobody near holds it
+
+
+def test_structural_knowledge_is_merged_from_own_and_peers(tmp_path):
+    engine = Watching()
+    method = PeerAlgorithm(n_com=2, loss_terms=[LocalContrastive()])
+    run = experiment(tmp_path, method, rounds=2, engine=engine, **ALL)
+    run.fit()
+    assert run.csv.rows[1]["client/train_lcl"] > 0
+    for client, task in engine.of_round(2).items():
+        heard = [task.memory["laid_out"], *(upload.message.tensors for upload in unbundle(task.download))]
+        local = torch.stack([tensors["structural/values"] for tensors in heard])
+        held = torch.stack([tensors["structural/known"] for tensors in heard])
+        values, known = global_knowledge(local, held, similar_clients=1)
+        torch.testing.assert_close(run.memory[client]["structural"]["values"][known], values[known])
+
+
+@pytest.mark.parametrize("term", [LocalContrastive, HistoryContrast])
+def test_terms_that_need_a_trained_round_are_off_in_the_first(tmp_path, term):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2, loss_terms=[term()]), rounds=1, **ALL)
+    run.fit()
+    assert run.csv.rows[0].get(f"client/train_{term.name}", 0.0) == 0.0
+
+
+def test_what_a_term_keeps_stays_with_its_client(tmp_path):
+    engine = Watching()
+    run = experiment(tmp_path, PeerAlgorithm(2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
+    run.fit()
+    assert run.csv.rows[1]["client/train_history"] > 0
+    for task in engine.of_round(2).values():
+        own = {f"model/encoder.{name}": value for name, value in task.memory["term_history"].items()}
+        assert own
+        assert same_bytes(own, {name: task.memory["laid_out"][name] for name in own})
+        assert not any("history" in name for name in task.download.tensors)
+
+
+# --- BatchNorm's statistics ---
+
+STATISTICS = {f"encoder.2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "drop"])
+def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
+    engine = Watching()
+    method = PeerAlgorithm(n_com=2, buffers=buffers)
+    run = experiment(tmp_path, method, rounds=2, model=NormMLP, engine=engine, **ALL)
+    run.fit()
+    initial = run.worker.module().backbone.state_dict()
+    for task in engine.of_round(2).values():
+        messages = [restored(task.memory["laid_out"]), *(upload.message for upload in unbundle(task.download))]
+        assert all((message.section("model").keys() >= STATISTICS) == (buffers == "average") for message in messages)
+        assert STATISTICS.isdisjoint(messages[0].section("model")) == (buffers != "average")
+        module = run.worker.module()
+        run.algorithm.receive(module, task.download, task.memory)
+        loaded = module.backbone.state_dict()
+        expected = mean_by_hand([m.section("model") for m in messages], [m.numbers["n_samples"] for m in messages])
+        if buffers == "local":
+            expected |= task.memory["buffers"]
+        elif buffers == "drop":
+            expected |= {name: initial[name] for name in STATISTICS}
+        for name, value in expected.items():
+            torch.testing.assert_close(loaded[name], value)
+        assert ("buffers" in task.memory) == (buffers == "local")
+        assert (loaded["encoder.2.num_batches_tracked"] > 0) == (buffers != "drop")
+    if buffers == "local":
+        means = torch.stack([run.memory[client]["buffers"]["encoder.2.running_mean"] for client in range(K)])
+        assert len(means.unique(dim=0)) == K
+
+
+# --- What is measured ---
+
+
+def accuracy(module, x, y):
+    with torch.no_grad():
+        logits = module.eval()(x)
+    return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
+
+
+def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=NormMLP, clients_per_round=3)
+    run.fit()
+    models, samples = zip(*(published(run, client) for client in range(K)), strict=True)
+    module = run.worker.module()
+    module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
+    acc, loss = accuracy(module, run.data.data.x_test, run.data.data.y_test)
+    assert run.csv.rows[-1]["global/acc"] == pytest.approx(acc, abs=1e-9)
+    assert run.csv.rows[-1]["global/loss"] == pytest.approx(loss, rel=1e-5)
+    saved = torch.load(tmp_path / "final" / "model.pt", weights_only=True)
+    assert same_bytes(saved, run.state["model"])
+
+
+@pytest.mark.parametrize("clients", ["trained", "received"])
+def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
+    run.fit()
+    row, scored = run.csv.rows[-1], run.participants(2) if clients == "trained" else range(K)
+    assert {name for name in row if name.endswith("/acc")} == {"global/acc", *(f"client_{k}/acc" for k in scored)}
+    for client in scored:
+        group = [client, *peers_in(run.download(3, client))] if clients == "received" else [client]
+        models, samples = zip(*(published(run, k) for k in group), strict=True)
+        module = run.worker.module()
+        module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
+        test = run.data.shards[client].test
+        acc, _ = accuracy(module, run.data.data.x_train[test], run.data.data.y_train[test])
+        assert row[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
+
+
+def test_a_saved_run_is_tested_on_what_its_clients_would_receive(tmp_path):
+    options = {"rounds": 2, "evaluation": Evaluation("received")}
+    done = experiment(tmp_path, PeerAlgorithm(n_com=2), **options)
+    done.fit()
+    again = experiment(tmp_path, PeerAlgorithm(n_com=2), **options)
+    again.load()
+    row = done.csv.rows[-1]
+    assert again.test() == {name: row[name] for name in again.test()}
+    assert {f"client_{k}/acc" for k in range(K)} <= again.test().keys()
+
+
+def test_the_metrics_are_those_of_every_method_and_reach_the_logger(tmp_path):
+    logger = Recording()
+    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=2, logger=logger)
+    run.fit()
+    plain = experiment(tmp_path / "plain", FedAvg(), rounds=2)
+    plain.fit()
+    for (step, told), row, other in zip(logger.logged, run.csv.rows, plain.csv.rows, strict=True):
+        assert told | {"round": step} == row
+        assert row.keys() == other.keys() | {"client/train_unit"}
+
+
+# --- Nothing depends on order, process or restarts ---
+
+METHODS = {
+    "gossip": partial(PeerAlgorithm, n_com=2, buffers="local"),
+    "terms": partial(PeerAlgorithm, graph=ErdosRenyi(0.4), loss_terms=[LocalContrastive(), HistoryContrast()]),
+    "ua_pdfl": partial(UAPDFL, n_com=2, th_i=0.02, buffers="local"),
+}
+
+
+def same_state(one, other):
+    return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
+
+
+def same_run(one, other):
+    memories = [one.memory.get(client) for client in range(K)], [other.memory.get(client) for client in range(K)]
+    return (
+        same_state(one.state, other.state)
+        and all(same_state(*pair) for pair in zip(*memories, strict=True))
+        and untimed(one.csv.rows) == untimed(other.csv.rows)
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_order_of_clients_changes_nothing(tmp_path, method):
+    forth, back = (
+        experiment(tmp_path / type(engine).__name__, METHODS[method](), model=NormMLP, engine=engine)
+        for engine in (Watching(), Backwards())
+    )
+    forth.fit()
+    back.fit()
+    assert len(forth.state) > K
+    assert same_run(forth, back)
+
+
+def test_a_spawned_process_gives_the_same_bytes(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        for name, method in METHODS.items():
+            run = experiment(tmp_path / name, method(), model=NormMLP, rounds=2)
+            run.fit()
+            client = run.participants(2)[0]
+            task = Task(3, client, run.download(3, client), run.memory[client], lr_scale=0.5, evaluate=True)
+            here = run.worker.run(task)
+            there = pickle.loads(pool.apply(carry_out, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
+            assert here.failure is None
+            assert same_bytes(here.upload.tensors, there.upload.tensors)
+            assert here.upload.numbers == there.upload.numbers
+            assert same_state(here.memory, there.memory)
+            assert (here.losses, here.local) == (there.losses, there.local)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method):
+    whole = experiment(tmp_path / "whole", METHODS[method](), rounds=3, model=NormMLP)
+    whole.fit()
+    experiment(tmp_path / "parts", METHODS[method](), rounds=2, model=NormMLP).fit()
+    rest = experiment(tmp_path / "parts", METHODS[method](), rounds=3, model=NormMLP)
+    rest.fit(resume=True)
+    assert same_run(whole, rest)
+    model = Path("final") / "model.pt"
+    assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(tmp_path):
+    whole = experiment(tmp_path / "whole", METHODS["ua_pdfl"](), rounds=1)
+    whole.fit()
+    again = experiment(tmp_path / "again", METHODS["ua_pdfl"](), rounds=1)
+    again.fit(resume=True)
+    assert same_run(whole, again)
+
+
+# --- The command line ---
+
+
+def test_peers_and_their_graph_can_be_named_in_the_shell(tmp_path):
+    graph = ["--algorithm.n_com", "1", "--algorithm.graph", "Ring", "--algorithm.graph.reach", "2"]
+    tiny(tmp_path / "run", "--algorithm", "UAPDFL", *graph, "--algorithm.th_i", ".inf", "--rounds", "2")
+    weights = 64 * 8 + 8 + 8 * 10 + 10
+    for row in rows(tmp_path / "run"):
+        assert float(row["comm/down_bytes"]) == 4 * (4 * (10 + 8) + 8 + 4 * weights)
+    outcome = run("fit", "--resume", tmp_path / "run", "--rounds", "3")
+    assert outcome.code == 0, outcome.err
+    assert len(rows(tmp_path / "run")) == 3
+    assert run("test", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--algorithm.n_com", "4"], "algorithm.n_com: 4 peers, and a client has only 3 others"),
+        (["--algorithm.n_com", "0"], "algorithm.n_com: 0 is below 1"),
+        (["--algorithm.graph", "Torus", "--algorithm.graph.rows", "3"], "algorithm.graph.rows: 4 clients cannot stand"),
+    ],
+)
+def test_what_cannot_work_is_one_line(tmp_path, words, message):
+    (tmp_path / "own.yaml").write_text(TINY)
+    words = ["--config", tmp_path / "own.yaml", "--run_dir", tmp_path / "run", "--algorithm", "PeerAlgorithm", *words]
+    code, _, err = run("fit", *words)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1

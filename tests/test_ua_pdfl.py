@@ -1,0 +1,620 @@
+"""UA-PDFL's equations against brute force, Algorithm 2 by hand, and its bytes (spec: 5. UA-PDFL)."""
+
+import math
+import os
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, same_bytes, weights_after
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.spatial.distance import jensenshannon
+from test_peers import Watching, mean_by_hand, model_of, peers_in, published
+
+from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
+from fl_lightning.algorithms import ua_pdfl as ua
+from fl_lightning.algorithms.peers import restored, unbundle
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.data import MNIST, Digits, FashionMNIST, Partition, Scenario
+from fl_lightning.engines import Task
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import CNN4, MLP
+
+K, C, D = 6, 10, 16  # clients, classes and features of the digits experiments
+ENCODER, HEAD = 64 * D + D, D * C + C
+UNIT = 4 * (C + D) + 8  # I, I^Aux and the number of samples
+ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+LN2 = math.log(2)
+
+
+def floored(distribution):
+    return [max(p, 1e-8) for p in distribution.tolist()]
+
+
+def kl_by_hand(one, other):
+    return sum(p * math.log(p / q) for p, q in zip(floored(one), floored(other), strict=True))
+
+
+def symmetric_by_hand(one, other):
+    return kl_by_hand(one, other) / 2 + kl_by_hand(other, one) / 2
+
+
+def shannon_by_hand(one, other):
+    total = 0.0
+    for p, q in zip(floored(one), floored(other), strict=True):
+        total += 0.5 * p * math.log(2 * p / (p + q)) + 0.5 * q * math.log(2 * q / (p + q))
+    return total
+
+
+BY_HAND = {"jensen_shannon": shannon_by_hand, "symmetric_kl": symmetric_by_hand}
+
+
+@st.composite
+def distributions(draw, n=2):
+    """Some distributions over the same classes, zeros among their probabilities."""
+    classes = draw(st.integers(2, 8))
+    row = st.lists(st.sampled_from([0.0, 0.0, 1e-12, 1e-6, 0.1, 1.0, 7.0]), min_size=classes, max_size=classes)
+    rows = [draw(row.filter(any)) for _ in range(n)]
+    return [torch.tensor(row, dtype=torch.float64) / sum(row) for row in rows]
+
+
+def publication(distribution, n_samples, seed=0):
+    """A client's publication: a small random model, and the representation it is to have."""
+    generator = torch.Generator().manual_seed(seed)
+    model = {
+        "encoder.0.weight": torch.randn(3, 2, generator=generator),
+        "encoder.1.running_mean": torch.randn(3, generator=generator),
+        "encoder.1.num_batches_tracked": torch.randint(9, (), generator=generator),
+        "head.weight": torch.randn(2, 3, generator=generator),
+        "head.bias": torch.randn(2, generator=generator),
+    }
+    unit = {"distribution": torch.tensor(distribution), "features": torch.randn(3, generator=generator)}
+    return Message.pack({"model": model, "unit": unit}, n_samples=n_samples)
+
+
+OWN, NEAR, FAR = [0.5, 0.3, 0.2], [0.5, 0.31, 0.19], [0.01, 0.09, 0.9]
+
+
+def crossing(method, own, peers, seed=0):
+    """What a client collects, and what it makes of it."""
+    collected = method.collect(own, peers, np.random.default_rng(seed))
+    assert list(collected) == list(peers)
+    for message, peer in zip(collected.values(), peers.values(), strict=True):
+        assert message.section("unit").keys() == {"distribution", "features"}
+        assert message.numbers == peer.numbers
+    return collected, method.mix(own, [Upload(*item) for item in collected.items()])
+
+
+def split(model):
+    encoder = {name: value for name, value in model.items() if name.startswith("encoder")}
+    return encoder, {name: value for name, value in model.items() if name.startswith("head")}
+
+
+# --- Eq. 4 to 7: unit representation and divergence ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_eq4_is_a_constant_tensor_of_one_inputs_shape(dtype):
+    batch = torch.randint(9, (5, 3, 8, 8)).to(dtype)
+    unit = ua.unit_input(batch)
+    assert (unit.shape, unit.dtype) == ((1, 3, 8, 8), dtype)
+    assert (unit == 1).all()
+    assert (ua.unit_input(batch[:1], 3.0) == 3).all()
+
+
+def test_eq5_is_the_softmax_of_the_only_row():
+    logits = torch.randn(1, C)
+    exps = [math.exp(value) for value in logits[0].tolist()]
+    representation = ua.unit_representation(logits)
+    torch.testing.assert_close(representation, torch.tensor([value / sum(exps) for value in exps]))
+    assert ua.unit_representation(logits.half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@given(distributions())
+def test_eq6_equals_a_brute_force_loop(name, pair):
+    assert ua.DIVERGENCES[name](*pair) == pytest.approx(BY_HAND[name](*pair), rel=1e-9, abs=1e-12)
+
+
+@given(distributions())
+def test_jensen_shannon_is_scipys(pair):
+    assert ua.jensen_shannon(*pair) == pytest.approx(jensenshannon(*pair) ** 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@given(distributions())
+def test_a_divergence_is_symmetric_and_at_least_zero(name, pair):
+    divergence = ua.DIVERGENCES[name]
+    assert divergence(*pair) == pytest.approx(divergence(*reversed(pair)), rel=1e-12, abs=1e-15)
+    assert divergence(*pair) >= 0
+    assert divergence(pair[0], pair[0].clone()) == 0
+    if (pair[0] - pair[1]).abs().max() > 1e-3:
+        assert divergence(*pair) > 0
+    assert ua.jensen_shannon(*pair) <= LN2 + 1e-6
+
+
+def test_disjoint_distributions_reach_the_bound_and_stay_finite():
+    one, other = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.5, 0.5])
+    assert ua.jensen_shannon(one, other) == pytest.approx(LN2, abs=1e-6)
+    assert ua.symmetric_kl(one, other) == pytest.approx((0.5 - 1e-8) * math.log(0.5 / 1e-8) * 2, rel=1e-9)
+
+
+def test_the_method_uses_the_divergence_it_is_given():
+    own, peer = publication(OWN, 3), publication(FAR, 3)
+    for name, by_hand in BY_HAND.items():
+        (gap,) = UAPDFL(divergence=name).divergences(own, [peer])
+        sections = own.section("unit")["distribution"], peer.section("unit")["distribution"]
+        assert gap == pytest.approx(by_hand(*sections), rel=1e-9)
+    assert UAPDFL().divergence is ua.jensen_shannon
+
+
+# --- Eq. 11: auxiliary representation, and its average ---
+
+
+@pytest.mark.parametrize("value", [1.0, -0.5])
+def test_a_publications_representations_are_those_of_the_model_beside_them(tmp_path, value):
+    run = experiment(tmp_path, UAPDFL(n_com=2, unit=value), rounds=2, model=NormMLP)
+    run.fit()
+    for client in range(K):
+        tensors, _ = published(run, client)
+        backbone = run.worker.module().backbone.eval()
+        backbone.load_state_dict(model_of(tensors))
+        with torch.no_grad():
+            features = backbone.encoder(torch.full((1, 1, 8, 8), value))
+            torch.testing.assert_close(tensors["unit/features"], features[0])
+            torch.testing.assert_close(tensors["unit/distribution"], backbone.head(features)[0].softmax(dim=0))
+        assert (tensors["unit/features"].shape, tensors["unit/distribution"].shape) == ((D,), (C,))
+
+
+@pytest.mark.parametrize("peers", [1, 4])
+def test_the_average_is_of_own_and_peers_or_by_samples_of_peers_alone(peers):
+    messages = [publication(OWN, n, seed=n) for n in (50, 3, 9, 20, 7)[: peers + 1]]
+    heard = [Upload(k - 1, message) for k, message in enumerate(messages)]
+    features = [message.section("unit")["features"].tolist() for message in messages]
+    samples = [message.numbers["n_samples"] for message in messages]
+    plain, reference = (UnitRepresentation(reference=r).merge({}, heard)["average"] for r in (False, True))
+    for i in range(3):
+        assert plain[i].item() == pytest.approx(sum(f[i] for f in features) / len(features), rel=1e-5)
+        total = sum(n * f[i] for n, f in zip(samples[1:], features[1:], strict=True))
+        assert reference[i].item() == pytest.approx(total / sum(samples[1:]), rel=1e-5)
+
+
+def test_without_peers_the_average_is_ones_own_and_the_reference_has_none():
+    own = publication(OWN, 5)
+    alone = [Upload(-1, own)]
+    assert torch.equal(UnitRepresentation().merge({}, alone)["average"], own.section("unit")["features"])
+    assert UnitRepresentation(reference=True).merge({}, alone) == {}
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
+    engine = Watching()
+    run = experiment(tmp_path, UAPDFL(n_com=2, preset=preset), rounds=2, engine=engine, **ALL)
+    run.fit()
+    for client, task in engine.of_round(2).items():
+        own, peers = restored(task.memory["laid_out"]), [message for _, message in unbundle(task.download)]
+        heard = peers if preset == "reference" else [own, *peers]
+        weights = [m.numbers["n_samples"] if preset == "reference" else 1 for m in heard]
+        expected = sum(n * m.section("unit")["features"] for n, m in zip(weights, heard, strict=True)) / sum(weights)
+        torch.testing.assert_close(run.memory[client]["unit"]["average"], expected)
+
+
+# --- Eq. 12 ---
+
+
+def test_eq12_equals_a_brute_force_loop():
+    features, average = torch.randn(D), torch.randn(D)
+    expected = sum((features[i].item() - average[i].item()) ** 2 for i in range(D))
+    assert ua.alignment_loss(features, average).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_eq12_and_its_gradient_are_those_of_the_expression_written_out():
+    torch.manual_seed(0)
+    backbone, average = MLP(in_shape=(4,), num_classes=3, hidden=(5,)), torch.randn(5)
+    term = UnitAlignment(mu=0.7, value=2.0)
+    term.unit.load({"average": average})
+    linear = backbone.encoder[1]
+    step = ClientModule(backbone, [term]).step((torch.randn(6, 4), torch.arange(6) % 3))
+    for _ in range(2):  # anew for the weights as they are
+        weight, bias = (p.detach().clone().requires_grad_() for p in (linear.weight, linear.bias))
+        expected = 0.7 * ((weight @ torch.full((4,), 2.0) + bias).clamp(min=0) - average).pow(2).sum()
+        expected.backward()
+        backbone.zero_grad()
+        value = term(step)
+        value.backward()
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(linear.weight.grad, weight.grad)
+        torch.testing.assert_close(linear.bias.grad, bias.grad)
+        assert linear.weight.grad.any()
+        assert all(p.grad is None for p in backbone.head.parameters())
+        assert not term.unit.average.requires_grad
+        with torch.no_grad():
+            linear.weight += 0.3
+
+
+def test_the_references_regulariser_is_the_mean_squared_distance_of_the_batch():
+    torch.manual_seed(0)
+    backbone, average = MLP(in_shape=(4,), num_classes=3, hidden=(5,)), torch.randn(5)
+    term = UnitAlignment(mu=0.7, reference=True)
+    term.unit.load({"average": average})
+    x = torch.randn(6, 4)
+    value = term(ClientModule(backbone, [term]).step((x, torch.arange(6) % 3)))
+    features = backbone.encoder(x)
+    total = sum((features[b, i].item() - average[i].item()) ** 2 for b in range(6) for i in range(5))
+    assert value.item() == pytest.approx(0.7 * total / (6 * 5), rel=1e-5)
+    assert torch.autograd.grad(value, backbone.encoder[1].weight)[0].any()
+
+
+def test_the_unit_pass_is_in_eval_mode_and_leaves_no_trace():
+    torch.manual_seed(0)
+    backbone = NormMLP((4,), 3)
+    norm = backbone.encoder[2]
+    with torch.no_grad():
+        norm.running_mean.copy_(torch.randn(16))
+        norm.running_var.copy_(torch.rand(16) + 0.5)
+    term = UnitAlignment(mu=1.0)
+    term.unit.load({"average": torch.randn(16)})
+    backbone.train()
+    backbone.encoder[3].eval()  # somebody froze a part
+    modes = [part.training for part in backbone.modules()]
+    buffers = {name: value.clone() for name, value in backbone.named_buffers()}
+    step = Step(torch.zeros(2, 3), torch.tensor([0, 1]), None, torch.randn(2, 4), backbone)
+    chance = torch.get_rng_state()
+    value = term(step)
+    assert [part.training for part in backbone.modules()] == modes
+    assert modes.count(False) == 1
+    assert all(torch.equal(value, buffers[name]) for name, value in backbone.named_buffers())
+    assert torch.equal(torch.get_rng_state(), chance)
+    features = backbone.eval().encoder(torch.ones(1, 4))[0]
+    torch.testing.assert_close(value, (features - term.unit.average).square().sum())
+
+
+def test_the_modes_are_restored_after_an_error():
+    backbone = NormMLP((4,), 3).train()
+    with pytest.raises(RuntimeError):
+        ua.in_eval_mode(backbone.encoder, torch.ones(1, 5))
+    assert all(part.training for part in backbone.modules())
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_term_is_zero_while_there_is_no_average(reference):
+    backbone = MLP(in_shape=(4,), num_classes=3)
+    term = UnitAlignment(mu=1.0, reference=reference)
+    assert term(ClientModule(backbone, [term]).step((torch.randn(2, 4), torch.tensor([0, 1])))).item() == 0
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_alignment_works_with_a_server(tmp_path, reference):
+    run = experiment(tmp_path / "two", FedAvg(loss_terms=[UnitAlignment(0.5, reference=reference)]), rounds=2)
+    heard, aggregate = [], run.algorithm.aggregate
+
+    def watch(state, uploads):
+        heard.append(uploads := list(uploads))
+        return aggregate(state, uploads)
+
+    run.algorithm.aggregate = watch
+    run.fit()
+    weights = [upload.n_samples if reference else 1 for upload in heard[1]]
+    features = [upload.message.section("unit")["features"] for upload in heard[1]]
+    expected = sum(n * f for n, f in zip(weights, features, strict=True)) / sum(weights)
+    torch.testing.assert_close(run.state["unit"]["average"], expected)
+    assert [row["client/train_unit"] > 0 for row in run.csv.rows] == [False, True]
+    plain = weights_after(tmp_path / "plain", FedAvg(), rounds=2)
+    off = weights_after(tmp_path / "off", FedAvg(loss_terms=[UnitAlignment(0.0)]), rounds=2)
+    assert same_bytes(off, plain)
+    assert not same_bytes(run.state["model"], plain)
+
+
+# --- Algorithm 2 on messages made by hand ---
+
+
+def test_one_similar_peer_by_hand():
+    own, near, far = publication(OWN, 10, 0), publication(NEAR, 30, 1), publication(FAR, 60, 2)
+    collected, mixed = crossing(UAPDFL(th_i=0.1), own, {4: near, 7: far})
+    w, v, u = (message.section("model") for message in (own, near, far))
+    assert collected[4] is near
+    assert collected[7].section("model").keys() == split(u)[0].keys()
+    for name in ("encoder.0.weight", "encoder.1.running_mean"):
+        torch.testing.assert_close(mixed[name], (10 * w[name] + 30 * v[name] + 60 * u[name]) / 100)
+    for name in ("head.weight", "head.bias"):
+        torch.testing.assert_close(mixed[name], (10 * w[name] + 30 * v[name]) / 40)
+    assert mixed.keys() == w.keys()
+
+
+@given(st.integers(1, 5), st.integers(0, 999), st.sampled_from([0.0, 1e-3, 0.02, 0.1, 0.5, math.inf]), st.booleans())
+def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
+    rng = np.random.default_rng(seed)
+    rows = rng.dirichlet(np.full(3, 20.0 if seed % 2 else 1.0), peers + 1)
+    samples = rng.integers(1, 90, peers + 1).tolist()
+    own, *others = (publication(rows[k].tolist(), samples[k], k) for k in range(peers + 1))
+    heard = dict(zip(sorted(rng.choice(20, peers, replace=False).tolist()), others, strict=True))
+    collected, mixed = crossing(UAPDFL(th_i, preset="reference" if reference else "paper"), own, heard, seed)
+    mine = own.section("unit")["distribution"]
+    gaps = [shannon_by_hand(mine, message.section("unit")["distribution"]) for message in others]
+    if th_i and all(gap < th_i for gap in gaps):
+        (sent,) = [j for j, message in collected.items() if message.section("model")]
+        assert same_bytes(collected[sent].tensors, heard[sent].tensors)
+        assert same_bytes(mixed, heard[sent].section("model"))
+        return
+    similar = [message for message, gap in zip(others, gaps, strict=True) if gap < th_i]
+    for j, gap in zip(heard, gaps, strict=True):
+        encoder, head = split(heard[j].section("model"))
+        assert same_bytes(collected[j].section("model"), encoder | (head if gap < th_i else {}))
+    expected = {}
+    for part, group in ((0, [own, *others]), (1, [own, *similar])):
+        models = [split(message.section("model"))[part] for message in group]
+        expected |= mean_by_hand(models, [message.numbers["n_samples"] for message in group])
+    assert mixed.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(mixed[name], value)
+    if not similar:
+        assert same_bytes(split(mixed)[1], split(own.section("model"))[1])
+
+
+@pytest.mark.parametrize("divergence", ["jensen_shannon", "symmetric_kl"])
+@pytest.mark.parametrize("others", [[], [NEAR]])
+def test_a_divergence_equal_to_the_threshold(divergence, others):
+    """The paper drops out at `<=` and finds similar at `<`; the authors' code has `<` for both."""
+    own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in enumerate([FAR, *others])}
+    th_i = ua.DIVERGENCES[divergence](*(torch.tensor(d) for d in (OWN, FAR)))
+
+    def whole_models(th_i, **options):
+        collected, _ = crossing(UAPDFL(th_i, divergence=divergence, **options), own, peers)
+        return [j for j, message in collected.items() if split(message.section("model"))[1]], collected
+
+    chosen, collected = whole_models(th_i)
+    assert len(chosen) == 1
+    assert sum(bool(message.section("model")) for message in collected.values()) == 1
+    for options in ({"preset": "reference"}, {"dropout": False}):
+        shared, collected = whole_models(th_i, **options)
+        assert shared == list(range(1, len(peers)))  # the one at the threshold keeps its classifier to itself
+        assert all(message.section("model") for message in collected.values())
+        shared, _ = whole_models(math.nextafter(th_i, math.inf), dropout=False)
+        assert shared == list(peers)
+    below, collected = whole_models(math.nextafter(th_i, 0))
+    assert below == list(range(1, len(peers)))
+    assert all(message.section("model") for message in collected.values())
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_no_threshold_drops_nobody_out_even_among_equals(preset):
+    own, peers = publication(OWN, 2), {k: publication(OWN, 3, k) for k in range(1, 4)}
+    collected, mixed = crossing(UAPDFL(th_i=0.0, preset=preset), own, peers)
+    for j, message in collected.items():
+        assert same_bytes(message.section("model"), split(peers[j].section("model"))[0])
+    assert same_bytes(split(mixed)[1], split(own.section("model"))[1])
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_an_endless_threshold_always_takes_one_peers_model_each_as_often(preset):
+    own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in ((2, NEAR), (5, FAR), (9, OWN))}
+    method, taken = UAPDFL(th_i=math.inf, preset=preset), Counter()
+    for seed in range(300):
+        collected, mixed = crossing(method, own, peers, seed)
+        (chosen,) = [j for j, message in collected.items() if message.section("model")]
+        assert same_bytes(mixed, peers[chosen].section("model"))
+        taken[chosen] += 1
+    assert set(taken) == {2, 5, 9}
+    assert all(abs(n - 100) < 38 for n in taken.values())  # 4.6 standard deviations
+
+
+def test_ablations_of_algorithm_2():
+    own, near, far = publication(OWN, 10, 0), publication(NEAR, 30, 1), publication(FAR, 60, 2)
+    whole = mean_by_hand([m.section("model") for m in (own, near, far)], [10, 30, 60])
+
+    collected, mixed = crossing(UAPDFL(th_i=math.inf, dropout=False), own, {1: near, 2: far})
+    assert collected == {1: near, 2: far}
+    for name, value in whole.items():
+        torch.testing.assert_close(mixed[name], value)
+
+    collected, mixed = crossing(UAPDFL(th_i=0.1, layerwise=False), own, {1: near, 2: far})
+    assert collected == {1: near, 2: far}
+    for name, value in whole.items():
+        torch.testing.assert_close(mixed[name], value)
+
+    collected, mixed = crossing(UAPDFL(th_i=0.1, layerwise=False), own, {1: near})
+    assert same_bytes(mixed, near.section("model"))
+
+    collected, mixed = crossing(UAPDFL(th_i=0.1, dropout=False), own, {1: near})
+    expected = mean_by_hand([m.section("model") for m in (own, near)], [10, 30])
+    for name, value in expected.items():
+        torch.testing.assert_close(mixed[name], value)
+
+
+@pytest.mark.parametrize("th_i", [0.0, 0.1, math.inf])
+def test_a_client_alone_goes_on_with_its_own(th_i):
+    own = publication(OWN, 4)
+    collected, mixed = crossing(UAPDFL(th_i), own, {})
+    assert collected == {}
+    assert same_bytes(mixed, own.section("model"))
+
+
+# --- Bytes of runs ---
+
+
+@pytest.mark.parametrize("n_com", [1, 3])
+@pytest.mark.parametrize(("th_i", "models"), [(math.inf, lambda n: ENCODER + HEAD), (0.0, lambda n: n * ENCODER)])
+def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, n_com, th_i, models):
+    run = experiment(tmp_path, UAPDFL(th_i, n_com=n_com))
+    run.fit()
+    for row in run.csv.rows:
+        assert row["comm/down_bytes"] == 4 * (n_com * UNIT + 4 * models(n_com))  # 4 of 6 take part
+        assert row["comm/up_bytes"] == 0
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset):
+    engine, th_i, n_com = Watching(), 0.03, 3
+    run = experiment(tmp_path, UAPDFL(th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
+    run.fit()
+    branches = Counter()
+    for round in range(1, 5):
+        expected = 0
+        for task in engine.of_round(round).values():
+            mine = task.memory["laid_out"]["unit/distribution"]
+            gaps = [
+                shannon_by_hand(mine, task.download.tensors[f"peer_{j}/unit/distribution"])
+                for j in peers_in(task.download)
+            ]
+            assert len(gaps) == n_com
+            similar = sum(gap < th_i for gap in gaps)
+            dropped = similar == n_com
+            branches["dropout" if dropped else ("mixed" if similar else "none alike")] += 1
+            models = ENCODER + HEAD if dropped else n_com * ENCODER + similar * HEAD
+            assert task.download.nbytes == n_com * UNIT + 4 * models
+            expected += task.download.nbytes
+        assert run.csv.rows[round - 1]["comm/down_bytes"] == expected
+    assert set(branches) == {"dropout", "mixed", "none alike"}, branches
+
+
+def test_statistics_that_stay_at_home_are_in_no_byte(tmp_path):
+    parameters = 64 * 16 + 16 + 16 + 16  # the encoder of NormMLP, BatchNorm's scale and shift included
+    for buffers, statistics in (("local", 0), ("average", 4 * 16 * 2 + 8)):
+        run = experiment(tmp_path / buffers, UAPDFL(0.0, n_com=2, buffers=buffers), rounds=1, model=NormMLP)
+        run.fit()
+        assert run.csv.rows[0]["comm/down_bytes"] == 4 * 2 * (UNIT + 4 * parameters + statistics)
+
+
+def test_half_precision_travels_as_wide_as_any(tmp_path):
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "precision": "bf16-mixed"}
+    run = experiment(tmp_path, UAPDFL(0.0, n_com=2), rounds=2, trainer=trainer)
+    run.fit()
+    assert run.csv.rows[1]["comm/down_bytes"] == 4 * 2 * (UNIT + 4 * ENCODER)
+    assert run.csv.rows[1]["client/train_unit"] > 0
+
+
+# --- The method ---
+
+
+def test_in_round_one_all_are_equal_and_drop_out(tmp_path):
+    run = experiment(tmp_path, UAPDFL(th_i=1e-9, n_com=3), rounds=1)
+    run.fit()
+    assert run.csv.rows[0]["comm/down_bytes"] == 4 * (3 * UNIT + 4 * (ENCODER + HEAD))
+
+
+def test_a_client_trains_from_the_model_it_took(tmp_path):
+    """With a rate of zero a round of dropout hands models on as they are."""
+    frozen = {"optimizer": partial(torch.optim.SGD, lr=0.0)}
+    experiment(tmp_path, UAPDFL(math.inf, n_com=2), rounds=1, **ALL).fit()
+    engine = Watching()
+    run = experiment(tmp_path, UAPDFL(math.inf, n_com=2), rounds=2, engine=engine, **(ALL | frozen))
+    run.fit(resume=True)
+    for client, task in engine.of_round(2).items():
+        (taken,) = [message.section("model") for _, message in unbundle(task.download) if message.section("model")]
+        assert same_bytes(model_of(published(run, client)[0]), taken)
+
+
+def test_without_both_parts_and_mu_it_is_gossip_plus_the_representations(tmp_path):
+    off = {"dropout": False, "layerwise": False, "mu": 0.0}
+    unit = experiment(tmp_path / "unit", UAPDFL(n_com=2, **off))
+    plain = experiment(tmp_path / "plain", PeerAlgorithm(n_com=2))
+    unit.fit()
+    plain.fit()
+    for client in range(K):
+        assert same_bytes(*(model_of(published(run, client)[0]) for run in (unit, plain)))
+    assert same_bytes(unit.state["model"], plain.state["model"])
+    for row, other in zip(unit.csv.rows, plain.csv.rows, strict=True):
+        assert row["comm/down_bytes"] - other["comm/down_bytes"] == 4 * 2 * 4 * (C + D)
+        assert row["client/train_loss"] == other["client/train_loss"]
+        assert row.keys() == other.keys()  # a term that is off is skipped
+
+
+def test_options_reach_the_term_that_comes_before_any_others():
+    other = UnitAlignment(knowledge=UnitRepresentation())
+    other.name = "other"
+    for preset in ("paper", "reference"):
+        term, last = UAPDFL(mu=0.3, unit=2.0, preset=preset, loss_terms=[other]).loss_terms
+        assert (term.mu, term.unit.value, last) == (0.3, 2.0, other)
+        assert [term.reference, term.unit.reference] == [preset == "reference"] * 2
+
+
+def test_the_classifier_stays_at_home_where_nobody_is_alike(tmp_path):
+    """With th_i 0 and no training the feature extractors mix, the classifiers do not."""
+    experiment(tmp_path, UAPDFL(0.0, n_com=2), rounds=1, **ALL).fit()
+    before = experiment(tmp_path, UAPDFL(0.0, n_com=2), rounds=1, **ALL)
+    before.load()
+    frozen = ALL | {"optimizer": partial(torch.optim.SGD, lr=0.0)}
+    after = experiment(tmp_path, UAPDFL(0.0, n_com=2), rounds=2, **frozen)
+    after.fit(resume=True)
+    for client in range(K):
+        encoders, heads = zip(*(split(model_of(published(run, client)[0])) for run in (before, after)), strict=True)
+        assert same_bytes(*heads)
+        assert not same_bytes(*encoders)
+
+
+def test_the_references_alignment_is_off_for_a_client_that_hears_nobody(tmp_path):
+    options = {"graph": ErdosRenyi(p=0.0), "mu": 1.0}
+    lone = experiment(tmp_path / "lone", UAPDFL(preset="reference", **options), rounds=2, **ALL)
+    lone.fit()
+    assert [row["client/train_unit"] for row in lone.csv.rows] == [0.0, 0.0]
+    plain = experiment(tmp_path / "plain", PeerAlgorithm(graph=ErdosRenyi(p=0.0)), rounds=2, **ALL)
+    plain.fit()
+    assert same_bytes(lone.state["model"], plain.state["model"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"th_i": -0.1}, "algorithm.th_i: -0.1 is below 0"),
+        ({"th_i": math.nan}, "algorithm.th_i: nan is below 0"),
+        ({"mu": -1.0}, "algorithm.mu: -1.0 is below 0"),
+        ({"mu": math.nan}, "algorithm.mu: nan is below 0"),
+        ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        UAPDFL(**options)
+
+
+def test_the_default_number_of_peers_asks_for_six_clients(tmp_path):
+    run = experiment(tmp_path, UAPDFL(), scenario=digits(5), clients_per_round=5)
+    with pytest.raises(ConfigError, match=r"algorithm.n_com: 5 peers, and a client has only 4 others"):
+        run.fit()
+
+
+# --- Fig. 4's toy ---
+
+
+class Toy(Partition):
+    """Clients 0 and 1 share classes 0 and 1, client 2 has classes 2 and 3; so many samples of a class each."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def split(self, labels, clients, rng):
+        n, pools = self.samples, [rng.permutation(np.flatnonzero(labels == j)) for j in range(4)]
+        one, two = ([pool[start : start + n] for pool in pools[:2]] for start in (0, n))
+        return [np.concatenate(part) for part in (one, two, [pool[:n] for pool in pools[2:]])]
+
+
+def real(dataset):
+    """A dataset of the folder that FL_LIGHTNING_DATA names."""
+    if "FL_LIGHTNING_DATA" not in os.environ:
+        pytest.skip("FL_LIGHTNING_DATA names no folder with the data")
+    return dataset(os.environ["FL_LIGHTNING_DATA"])
+
+
+@pytest.mark.parametrize("dataset", [Digits, MNIST, FashionMNIST])
+def test_fig_4s_clients_with_the_same_classes_are_nearer(tmp_path, dataset):
+    source = (Digits(), Toy(60), MLP, 20) if dataset is Digits else (real(dataset), Toy(150), CNN4, 5)
+    data, partition, model, epochs = source
+    run = experiment(
+        tmp_path,
+        UAPDFL(n_com=2),
+        scenario=Scenario(data, partition, 3),
+        clients_per_round=3,
+        model=model,
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.5),
+        trainer={"accelerator": "cpu", "max_epochs": epochs},
+    )
+    run.load()
+    results = [run.worker.run(Task(1, client, Message(), {})) for client in range(3)]
+    one, two, three = (result.upload.section("unit")["distribution"] for result in results)
+    for divergence in ua.DIVERGENCES.values():
+        near, far = divergence(one, two), divergence(one, three)
+        assert 0 < near < far / 3
