@@ -265,7 +265,10 @@ class FederatedOrchestrator:
 
     def _received_scores(self) -> dict[int, Score]:
         """Score on each client's own test split the model it would start the next round from."""
-        results = self._untrained(lambda client: self.download(self.round + 1, client), evaluate=True)
+        return self._scores(lambda client: self.download(self.round + 1, client))
+
+    def _scores(self, download: Callable[[int], Message]) -> dict[int, Score]:
+        results = self._untrained(download, evaluate=True)
         return {result.client: result.local for result in results if result.local}
 
     def _untrained(self, download: Callable[[int], Message], **wanted: bool) -> Iterator[Result]:
@@ -305,8 +308,11 @@ class FederatedOrchestrator:
                 callback.load_state_dict(saved["callbacks"][name])
 
     def test(self) -> Row:
-        """Evaluate the loaded state: the global model, and what each client would receive on its own test split."""
-        scores = self._received_scores()
+        """Evaluate the loaded state: the global model, and each client's on its own test split.
+
+        A client's model is what the server would send it; without a server, what it trained last.
+        """
+        scores = self._received_scores() if self.algorithm.server else self._scores(lambda client: Message())
         metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
         return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
 

@@ -49,7 +49,12 @@ KINDS = [
     ),
     kind("config is a word", ["fit", "--config", "word.yaml"], "--config", "word.yaml needs lines `key: value`", "str"),
     kind("config is empty", ["fit", "--config", "empty.yaml"], "--config", "empty.yaml needs lines `key: value`"),
-    kind("unknown list kind", ["list", "metods"], "'metods'", "algorithms, datasets, models, partitions, callbacks"),
+    kind(
+        "unknown list kind",
+        ["list", "metods"],
+        "'metods'",
+        "algorithms, loss_terms, aggregators, graphs, datasets, models, partitions, callbacks",
+    ),
     kind("too many words", ["list", "configs", "more"], "unrecognized arguments: more"),
     # Keys
     kind("unknown key in YAML", ["fit", "--config", "key.yaml"], "'round'", "did you mean rounds?"),

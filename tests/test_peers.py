@@ -567,3 +567,13 @@ def test_what_cannot_work_is_one_line(tmp_path, words, message):
     assert code == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_testing_a_run_scores_what_each_client_trained_last(tmp_path, buffers):
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
+    run.fit()
+    again = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
+    again.load()
+    found, last = again.test(), run.csv.rows[-1]
+    assert [found[f"client_{k}/acc"] for k in range(6)] == [last[f"client_{k}/acc"] for k in range(6)]
