@@ -86,4 +86,4 @@ def by_row(matrix: np.ndarray) -> np.ndarray:
 
 def norms(model: Tensors) -> np.ndarray:
     """Row norms of a model's classification layer, `(C,)`."""
-    return class_layer(model).norm(dim=1).numpy()
+    return class_layer(model).float().norm(dim=1).numpy()

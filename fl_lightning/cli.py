@@ -191,15 +191,7 @@ def fit(given: Namespace, parser: ArgumentParser) -> int:
 
 def test(given: Namespace, parser: ArgumentParser) -> int:
     """`test`: evaluate a checkpoint of a finished or half-finished run."""
-    run_dir = Path(given.run)
-    experiment = fit_parser()
-    with plainly(experiment):
-        config = experiment.parse_args(["--config", config_file(run_dir), "--logger", "null"])
-    orchestrator = build(config, experiment, run_dir)
-    orchestrator.load(chosen_round(given.checkpoint, run_dir))
-    if not orchestrator.round:
-        raise CheckpointError(f"{run_dir} holds no checkpoint yet")
-    Console().print(test_table(orchestrator.test()))
+    Console().print(test_table(open_run(given.run, given.checkpoint).test()))
     return 0
 
 
@@ -246,6 +238,28 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
         if value is None and parameters[name].default is not None:
             raise ConfigError(f"{name}: null is no value for it; leave it out to get {parameters[name].default}")
     return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
+
+
+def open_run(run_dir: str | Path, checkpoint: str = "last") -> FederatedOrchestrator:
+    """A run as a checkpoint left it, to look into: `open_run("runs/...").client_module(3)` is client 3's module.
+
+    Args:
+        run_dir: Folder of a finished or half-finished run.
+        checkpoint: `last`, `best`, or the number of a round.
+
+    Raises:
+        ConfigError: There is no run, or no such checkpoint.
+        CheckpointError: The run holds no checkpoint, or only damaged ones.
+    """
+    run_dir = Path(run_dir)
+    parser = fit_parser()
+    with plainly(parser):
+        config = parser.parse_args(["--config", config_file(run_dir), "--logger", "null"])
+    orchestrator = build(config, parser, run_dir)
+    orchestrator.load(chosen_round(checkpoint, run_dir))
+    if not orchestrator.round:
+        raise CheckpointError(f"{run_dir} holds no checkpoint yet")
+    return orchestrator
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:

@@ -308,13 +308,17 @@ class FederatedOrchestrator:
                 callback.load_state_dict(saved["callbacks"][name])
 
     def test(self) -> Row:
-        """Evaluate the loaded state: the global model, and each client's on its own test split.
-
-        A client's model is what the server would send it; without a server, what it trained last.
-        """
-        scores = self._received_scores() if self.algorithm.server else self._scores(lambda client: Message())
+        """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
+        scores = self._scores(self._held)
         metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
         return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
+
+    def client_module(self, client: int) -> ClientModule:
+        """A client's module as it stands: what the server would send it or, without one, what it trained last."""
+        return self.worker.received(Task(self.round, client, self._held(client), self.memory.get(client, {})))
+
+    def _held(self, client: int) -> Message:
+        return self.download(self.round + 1, client) if self.algorithm.server else Message()
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round."""

@@ -16,6 +16,7 @@ from commands import TINY, contents, rows, run, summary, table, tiny, untimed_ro
 
 from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, models
 from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.errors import ConfigError
 
 RICH = """# Everything nested that a config can hold.
 rounds: 2
@@ -356,6 +357,14 @@ def test_test_works_on_a_half_finished_run(half_finished):
     assert (code, err) == (0, "")
     assert "after round 2" in out
     assert table(out)["global/acc"] == [f"{float(rows(half_finished)[1]['global/acc']):.4f}"]
+
+
+def test_a_run_can_be_opened_in_python(half_finished):
+    opened = cli.open_run(half_finished, checkpoint="1")
+    assert (opened.round, opened.test()["global/loss"]) == (1, float(rows(half_finished)[0]["global/loss"]))
+    assert opened.client_module(2)(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
+    with pytest.raises(ConfigError, match=r"no checkpoint '9'; there are last, best and rounds"):
+        cli.open_run(half_finished, checkpoint="9")
 
 
 def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):

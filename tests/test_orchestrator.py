@@ -9,7 +9,7 @@ import torch
 from experiments import NormMLP, experiment, same_bytes, untimed
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.orchestrator import lr_scales
@@ -178,3 +178,16 @@ def test_the_global_random_state_of_the_caller_does_not_matter(tmp_path):
         run.fit()
         rows.append(untimed(run.csv.rows))
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("algorithm", [FedSKC, CwFedAvg, lambda: UAPDFL(n_com=2)])
+def test_a_clients_module_is_what_a_test_of_the_run_scores(tmp_path, algorithm):
+    run = experiment(tmp_path, algorithm(), rounds=2)
+    run.fit()
+    found = run.test()
+    for client in range(6):
+        module, index = run.client_module(client).eval(), run.data.shards[client].test
+        x, y = run.data.data.prepare(run.data.data.x_train[index]), run.data.data.y_train[index]
+        accuracy = (module(x).argmax(dim=1) == y).float().mean().item()
+        assert found[f"client_{client}/acc"] == pytest.approx(accuracy)
+        assert module.class_counts.tolist() == run.data.class_counts()[client].tolist()
