@@ -81,7 +81,8 @@ EXPERIMENTS = {
     "feddw_practical": ("mnist", "cifar10", "cifar100", "imdb"),
     "feddw_pathological": ("mnist", "cifar10", "cifar100", "imdb"),
     "fedsiam_da": ("cifar10", "cifar100", "tinyimagenet"),
-    "cwfedavg_practical": ("mnist", "cifar10", "cifar100", "agnews"),
+    "cwfedavg_practical": ("mnist", "cifar10", "cifar100"),
+    "cwfedavg": ("agnews",),
     "cwfedavg_pathological": ("mnist", "cifar10", "cifar100"),
     "ua_pdfl": ("cifar10", "cifar100", "svhn", "pathmnist"),
 }
