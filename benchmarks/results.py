@@ -23,6 +23,7 @@ METHODS = {
     "FedAvg": "--algorithm FedAvg",
     "FedSKC": "--algorithm FedSKC",
     "FedDW": "--algorithm FedDW",
+    "FedDW mu=10": "--algorithm FedDW --algorithm.mu 10",
     "FedSiam-DA": "--algorithm FedSiamDA --model.head.projection 256 --model.head.prediction 256",
     "cwFedAVG + WDR": "--algorithm CwFedAvg --algorithm.lam 1",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
