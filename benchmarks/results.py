@@ -16,7 +16,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 CONFIG = Path(__file__).with_name("results.yaml")
 METHODS = {
@@ -78,7 +78,7 @@ def line(out: Path, method: str, alpha: float) -> str:
         spread([one["client/acc_mean_last"] for one in found], scale=100),
         *(rounds_to([one[f"R_{target}"] for one in found]) for target in ("0.6", "0.7")),
         spread([one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in found], digits=0, scale=1e-6),
-        spread([seconds(place) for place in places], digits=0),
+        f"{median(seconds(place) for place in places):.0f}",
         str(len(found)),
     ]
     return f"| {method} | {' | '.join(columns)} |"

@@ -445,17 +445,6 @@ def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
         assert row[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
 
 
-def test_a_saved_run_is_tested_on_what_its_clients_would_receive(tmp_path):
-    options = {"rounds": 2, "evaluation": Evaluation("received")}
-    done = experiment(tmp_path, PeerAlgorithm(n_com=2), **options)
-    done.fit()
-    again = experiment(tmp_path, PeerAlgorithm(n_com=2), **options)
-    again.load()
-    row = done.csv.rows[-1]
-    assert again.test() == {name: row[name] for name in again.test()}
-    assert {f"client_{k}/acc" for k in range(K)} <= again.test().keys()
-
-
 def test_the_metrics_are_those_of_every_method_and_reach_the_logger(tmp_path):
     logger = Recording()
     run = experiment(tmp_path, UAPDFL(n_com=2), rounds=2, logger=logger)
