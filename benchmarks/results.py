@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median, stdev
 
+from fl_lightning.cli import open_run
+
 CONFIG = Path(__file__).with_name("results.yaml")
 METHODS = {
     "FedAvg": "--algorithm FedAvg",
@@ -25,9 +27,10 @@ METHODS = {
     "FedDW": "--algorithm FedDW",
     "FedDW mu=10": "--algorithm FedDW --algorithm.mu 10",
     "FedSiam-DA": "--algorithm FedSiamDA --model.head.projection 256 --model.head.prediction 256",
-    "cwFedAVG + WDR": "--algorithm CwFedAvg --algorithm.lam 1",
+    "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
+COLUMNS = ("method", "global acc %", "personal, trained", "personal, sent", "R_0.6", "R_0.7", "MB", "seconds", "seeds")
 ALPHAS = (0.1, 0.5)
 SEEDS = (0, 1, 2)
 
@@ -67,15 +70,26 @@ def seconds(run_dir: Path) -> float:
         return sum(float(row["time/round_s"]) for row in csv.DictReader(file))
 
 
+def accuracy_as_sent(run_dir: Path) -> float | None:
+    """Mean accuracy of what the server would send each client now, on its own test split; None without a server."""
+    cache = run_dir / "as_sent.json"
+    if not cache.exists():
+        run = open_run(run_dir)
+        cache.write_text(json.dumps(run.test()["client/acc_mean"] if run.algorithm.server else None))
+    return json.loads(cache.read_text())
+
+
 def line(out: Path, method: str, alpha: float) -> str:
     places = [folder(out, method, alpha, seed) for seed in SEEDS]
     places = [place for place in places if (place / "final" / "summary.json").exists()]
     if not places:
         return f"| {method} | no run ended |"
     found = [json.loads((place / "final" / "summary.json").read_text()) for place in places]
+    sent = [accuracy_as_sent(place) for place in places]
     columns = [
         spread([one["global/acc_last"] for one in found], scale=100),
         spread([one["client/acc_mean_last"] for one in found], scale=100),
+        "" if None in sent else spread(sent, scale=100),
         *(rounds_to([one[f"R_{target}"] for one in found]) for target in ("0.6", "0.7")),
         spread([one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in found], digits=0, scale=1e-6),
         f"{median(seconds(place) for place in places):.0f}",
@@ -95,8 +109,7 @@ def main() -> None:
         list(pool.map(lambda point: run(given.out, given.data, *point), points))
     for alpha in ALPHAS:
         print(f"\nDirichlet {alpha}\n")
-        print("| method | global acc % | personal acc % | R_0.6 | R_0.7 | MB sent | seconds | seeds |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for method in METHODS:
             print(line(given.out, method, alpha))
 
