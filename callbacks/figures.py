@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
@@ -69,7 +69,7 @@ class RoundFigure(RoundCallback):
         if self._arrays is None:
             return
         folder, stem = run.run_dir / "figures" / self.name, f"round-{run.round:06d}"
-        np.savez_compressed(content := BytesIO(), allow_pickle=False, **self._arrays)
+        np.savez_compressed(content := BytesIO(), **cast(dict[str, Any], self._arrays))
         write_atomically(folder / f"{stem}.npz", content.getvalue())
         write_png(self.draw(self._arrays), folder / f"{stem}.png")
         log_image = getattr(run.logger, "log_image", None)

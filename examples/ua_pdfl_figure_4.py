@@ -75,7 +75,8 @@ def main(data: str | None = None, out: str | None = None, seeds: int = 10) -> di
             f"{name}: Div(1,2) {mean[0]:.3f} ± {std[0]:.3f}, Div(1,3) {mean[1]:.3f} ± {std[1]:.3f}; "
             f"Div(1,2) < Div(1,3) with {held} of {seeds} seeds"
         )
-        axes.boxplot(values, tick_labels=["Div(1,2)", "Div(1,3)"])
+        axes.boxplot(values)
+        axes.set_xticks([1, 2], ["Div(1,2)", "Div(1,3)"])
         axes.set_title(name, fontsize=9)
     if out:
         write_png(figure, Path(out))
