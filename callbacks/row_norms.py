@@ -53,8 +53,9 @@ class RowNorms(RoundFigure):
             "trained": np.stack([self._trained[client] for client in clients]),
         }
         if "sources" in run.state:
-            rows = class_models(run.state)[class_layer_name(run.state["model"])]
-            arrays["class_models"] = rows.norm(dim=2).numpy()
+            name = class_layer_name(run.state["model"])
+            layer = {name: run.state["sources"][name]}  # the rest of the class models is not asked for
+            arrays["class_models"] = class_models(run.state | {"sources": layer})[name].norm(dim=2).numpy()
         self._received, self._trained = {}, {}
         return arrays
 

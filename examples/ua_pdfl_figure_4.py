@@ -9,7 +9,6 @@ held-out samples, and the divergence of their unit representations is taken. The
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +41,8 @@ def train(x: Tensor, y: Tensor, seed: int, init: int) -> torch.nn.Module:
     return model.eval()
 
 
-def divergences(x: Tensor, y: Tensor, seed: int, divergence: Callable[[Tensor, Tensor], float]) -> tuple[float, float]:
-    """Div(1,2) and Div(1,3) for one draw of the data; all clients start from the same weights."""
+def representations(x: Tensor, y: Tensor, seed: int) -> dict[int, Tensor]:
+    """The clients' unit representations for one draw of the data; all start from the same weights."""
     generator = torch.Generator().manual_seed(seed)
     taken: dict[int, Tensor] = {}
     for client, classes in HELD.items():
@@ -52,11 +51,10 @@ def divergences(x: Tensor, y: Tensor, seed: int, divergence: Callable[[Tensor, T
         taken[client] = members[: len(members) // 2] if client != 2 else members[~torch.isin(members, taken[1])]
     units = {}
     for client, samples in taken.items():
-        with torch.enable_grad():
-            model = train(x[samples[:500]], y[samples[:500]], seed * 10 + client, init=seed)
+        model = train(x[samples[:500]], y[samples[:500]], seed * 10 + client, init=seed)
         with torch.no_grad():
             units[client] = unit_representation(model(unit_input(x)))
-    return divergence(units[1], units[2]), divergence(units[1], units[3])
+    return units
 
 
 def main(data: str | None = None, out: str | None = None, seeds: int = 10) -> dict[str, np.ndarray]:
@@ -64,9 +62,10 @@ def main(data: str | None = None, out: str | None = None, seeds: int = 10) -> di
     loaded = (FashionMNIST(data_dir=data) if data else Digits()).load()
     x, y = loaded.prepare(loaded.x_train), loaded.y_train
     kinds = {"Jensen-Shannon": jensen_shannon, "symmetric KL (Eq. 6 as printed)": symmetric_kl}
+    drawn = [representations(x, y, seed) for seed in range(seeds)]
     found = {}
     for name, kind in kinds.items():
-        found[name] = np.array([divergences(x, y, seed, kind) for seed in range(seeds)])
+        found[name] = np.array([[kind(units[1], units[2]), kind(units[1], units[3])] for units in drawn])
     figure, places = panels(2)
     for axes, (name, values) in zip(places, found.items(), strict=True):
         held = int((values[:, 0] < values[:, 1]).sum())
