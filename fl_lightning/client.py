@@ -69,7 +69,10 @@ class LossTerm(nn.Module):
         return ()
 
     def begin(self, module: ClientModule) -> None:
-        """Called when a fit starts, with the received weights and knowledge loaded, on the training device."""
+        """Called when a fit starts, with the received weights and knowledge loaded, on the training device.
+
+        Called once before round 1 too, with the initial weights: what it refuses is then refused at once.
+        """
 
     def begin_epoch(self, module: ClientModule) -> None:
         """Called when an epoch of the fit starts."""

@@ -152,7 +152,8 @@ class Worker:
             module.configure_optimizers()
         with blame("algorithm"):
             module.class_counts = torch.ones(self.data.data.num_classes)
-            module.on_fit_start()
+            for term in module.terms():
+                term.begin(module)
         with blame("model"), self.inference(module):
             x, _ = next(iter(self._ordered(None)))
             logits = module(x)
