@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class RoundFigure(RoundCallback):
-    """Measures something every few rounds and after the last.
+    """Measures something every few rounds and after the last that was planned.
 
     Each time, numbers join the round's metrics, and `figures/<name>/round-<n>.npz` and `.png` appear in the run's
     folder and, where the logger takes images, as `figures/<name>` there. Subclasses set `name` and override `measure`,

@@ -102,7 +102,7 @@ class WeightDistribution(LossTerm):
             return self.scale * distribution_gap(self.shares, weight.float())
 
 
-# --- Section 4: class-wise aggregation ---------------------------------------------------------------------------
+# --- Section 3: class-wise aggregation ---------------------------------------------------------------------------
 
 
 def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
