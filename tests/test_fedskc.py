@@ -1,6 +1,7 @@
 """FedSKC's equations against brute force, and its identities (spec: 1. FedSKC)."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_class_that_nobody_holds_keeps_its_last_knowledge():
 # --- Eq. 2 and 3: LCL ---
 
 
-def brute_force_lcl(logits, targets, values, known, tau):
+def brute_force_lcl(logits, targets, values, known, tau, spread="batch"):
     total = 0.0
     for i, y in enumerate(targets.tolist()):
         if not known[y]:
@@ -100,22 +101,27 @@ def brute_force_lcl(logits, targets, values, known, tau):
         scores = {}
         for j in range(C):
             if known[j]:
-                spread = sum(math.dist(row.tolist(), values[j].tolist()) for row in logits) / len(logits)
+                u = sum(math.dist(row.tolist(), values[j].tolist()) for row in logits) / len(logits)
                 dot = float(logits[i] @ values[j])
                 cosine = dot / (float(logits[i].norm()) * float(values[j].norm()))
-                scores[j] = cosine / spread / tau
+                scores[j] = cosine / (u if spread == "batch" else 1) / tau
         total -= math.log(math.exp(scores[y]) / sum(map(math.exp, scores.values())))
     return total / len(targets)
 
 
+@pytest.mark.parametrize("spread", ["batch", "none"])
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.lists(st.booleans(), min_size=C, max_size=C))
-def test_lcl_equals_a_brute_force_loop(seed, known):
+@given(seed=st.integers(0, 1000), known=st.lists(st.booleans(), min_size=C, max_size=C))
+def test_lcl_equals_a_brute_force_loop(spread, seed, known):
     torch.manual_seed(seed)
     logits, values = torch.randn(7, C, dtype=torch.float64), torch.randn(C, C, dtype=torch.float64)
     targets, known = torch.randint(0, C, (7,)), torch.tensor(known)
-    loss = skc.local_contrastive_loss(logits, targets, values, known, tau=0.5)
-    assert float(loss) == pytest.approx(brute_force_lcl(logits, targets, values, known, 0.5), rel=1e-9, abs=1e-12)
+    loss = skc.local_contrastive_loss(logits, targets, values, known, 0.5, spread)
+    expected = brute_force_lcl(logits, targets, values, known, 0.5, spread)
+    assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    term = LocalContrastive(0.5, spread=spread)
+    term.load(values, known)
+    assert float(term(Step(logits, targets))) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_eq3_in_its_two_forms_agree():
@@ -142,9 +148,9 @@ def test_lcl_gradient_treats_the_spread_as_a_constant():
     torch.testing.assert_close(logits.grad, copy.grad)
 
 
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("form", [{}, {"spread": "none"}, {"reference": True}], ids=str)
 @pytest.mark.parametrize("case", ["zero logits", "zero knowledge", "equal", "one sample", "cold", "nothing known"])
-def test_lcl_is_finite_in_every_corner(case, reference):
+def test_lcl_is_finite_in_every_corner(case, form):
     logits, values = torch.randn(6, C), torch.randn(C, C)
     known, tau = torch.ones(C, dtype=torch.bool), 0.08
     if case == "zero logits":
@@ -160,13 +166,13 @@ def test_lcl_is_finite_in_every_corner(case, reference):
     else:
         known = torch.zeros(C, dtype=torch.bool)
     logits.requires_grad_()
-    term = LocalContrastive(tau, reference=reference)
+    term = LocalContrastive(tau, **form)
     term.load(values, known)
     loss = term(Step(logits, torch.arange(len(logits)) % C))
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logits.grad).all()
-    if case == "nothing known" and not reference:
+    if case == "nothing known" and not term.reference:
         assert loss == 0
         assert not logits.grad.any()
 
@@ -208,11 +214,21 @@ def test_eq4_equals_a_brute_force_loop():
     )
 
 
-def test_discrepancy_sums_over_the_classes_a_client_holds():
+def test_discrepancy_is_over_the_classes_a_client_holds():
     local, held = knowledge(2, holders=[[True, False, True, False, True], [False] * C])
     merged = torch.randn(C, C)
-    expected = sum(math.dist(local[0, j].tolist(), merged[j].tolist()) for j in (0, 2, 4))
-    assert skc.discrepancy(local, held, merged).tolist() == pytest.approx([expected, 0.0])
+    total = sum(math.dist(local[0, j].tolist(), merged[j].tolist()) for j in (0, 2, 4))
+    assert skc.discrepancy(local, held, merged).tolist() == pytest.approx([total, 0.0])
+    assert skc.discrepancy(local, held, merged, "share").tolist() == pytest.approx([total / 3, 0.0])
+
+
+def test_share_does_not_punish_clients_that_hold_many_classes():
+    local, held = knowledge(2, holders=[[True] * C, [True] + [False] * (C - 1)])
+    merged = local[0] + 3.0 / C**0.5  # every row at distance 3 of the first client's
+    local[1, 0] = local[0, 0]
+    d = skc.discrepancy(local, held, merged, "share")
+    assert d.tolist() == pytest.approx([3.0, 3.0], rel=1e-5)
+    assert skc.aggregation_weights(d, torch.tensor([50, 50]), "share").tolist() == pytest.approx([0.5, 0.5], rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", ["count", "share"])
@@ -236,8 +252,12 @@ def test_gda_weighs_every_floating_entry_by_eq4():
     aggregator = GlobalDiscrepancy(gda_scale="share")
     merged = aggregator.structural.merge(aggregator.structural.initial(C), uploads)
     result = aggregator.finish(aggregator.fold(iter(uploads)), {}, {"structural": merged})["model"]
-    d = skc.discrepancy(local, held, merged["values"])
-    e = skc.aggregation_weights(d, torch.tensor([2, 3, 4]), "share").tolist()
+    gates = []
+    for k in range(3):
+        distances = [[math.dist(local[i, j].tolist(), merged["values"][j].tolist()) for j in range(C)] for i in range(3)]
+        d = [sum(row) / C for row in distances]
+        gates.append(1 / (1 + math.exp(-((2 + k) / 3 - d[k] / sum(d) * d[k] + (2 + k) / 9))))
+    e = [gate / sum(gates) for gate in gates]
     for name in ("w", "mean"):
         torch.testing.assert_close(result[name], sum(e[k] * models[k][name] for k in range(3)))
     assert result["steps"] == 9
@@ -246,52 +266,78 @@ def test_gda_weighs_every_floating_entry_by_eq4():
 # --- Eq. 5: GPR ---
 
 
+def variances(values, known, unbiased=False):
+    """Σ_j σ²_j over the known classes, in plain Python."""
+    total = 0.0
+    for row in (row for row, is_known in zip(values.tolist(), known, strict=True) if is_known):
+        mean = sum(row) / C
+        total += sum((value - mean) ** 2 for value in row) / (C - unbiased)
+    return total
+
+
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_review_ratio_equals_a_brute_force_loop(unbiased):
-    now, before = torch.randn(C, C), torch.randn(C, C)
-    known = torch.tensor([True, False, True, True, False])
-
-    def variances(rows):
-        for j in (0, 2, 3):
-            row = rows[j].tolist()
-            mean = sum(row) / C
-            yield sum((value - mean) ** 2 for value in row) / (C - unbiased)
-
-    expected = (sum(variances(now)) - sum(variances(before))) / sum(variances(before))
-    assert skc.review_ratio(now, before, known, unbiased) == pytest.approx(expected, rel=1e-5)
+    now, before = torch.randn(4, C), torch.randn(3, C)
+    earlier = variances(before, [True] * 3, unbiased)
+    expected = (variances(now, [True] * 4, unbiased) - earlier) / earlier
+    assert skc.review_ratio(now, before, unbiased) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_review_ratio_of_flat_knowledge_is_zero():
-    assert skc.review_ratio(torch.randn(C, C), torch.ones(C, C), torch.ones(C, dtype=torch.bool)) == 0.0
+    assert skc.review_ratio(torch.randn(C, C), torch.ones(C, C)) == 0.0
 
 
-def reviewed(review, beta, before_known=True):
-    local, held = knowledge(2, seed=1)
-    last = {"values": torch.randn(C, C), "known": torch.full((C,), before_known)}
+MEAN, LAST = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
+
+
+def reviewed(review, beta, growth=2.0, before_known=True):
+    """What two clients with the mean MEAN become, where knowledge grew to `growth` times the last round's variance."""
+    local, held = knowledge(1, seed=1)
+    local, held = local.repeat(2, 1, 1), held.repeat(2, 1)
+    last = {"values": local[0] / growth**0.5, "known": torch.full((C,), before_known)}
     models = [{"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([3.0, 4.0])}]
     uploads = [upload(k, models[k], local[k], held[k], 1) for k in range(2)]
     aggregator = GlobalPeriodReview(beta=beta, review=review)
     merged = aggregator.structural.merge(last, uploads)
-    before = {"model": {"w": torch.tensor([10.0, 20.0])}, "structural": last}
-    result = aggregator.finish(aggregator.fold(iter(uploads)), before, {"structural": merged})["model"]["w"]
-    return result, skc.review_ratio(merged["values"], last["values"], torch.ones(C, dtype=torch.bool))
+    before = {"model": {"w": LAST}, "structural": last}
+    return aggregator.finish(aggregator.fold(iter(uploads)), before, {"structural": merged})["model"]["w"]
 
 
-def test_eq5_literal_and_convex():
-    mean, last = torch.tensor([2.0, 1.0]), torch.tensor([10.0, 20.0])
-    for review, keep in (("literal", 0.9), ("convex", 1.0)):
-        result, ratio = reviewed(review, 0.9)
-        assert ratio != 0
-        torch.testing.assert_close(result, keep * mean + 0.1 * ratio * (last - mean))
+@pytest.mark.parametrize("growth", [0.25, 1.0, 3.0, 60.0])  # ratios -0.75, 0, 2 and 59
+def test_eq5_as_printed(growth):
+    expected = 0.9 * MEAN + 0.1 * (growth - 1) * (LAST - MEAN)
+    torch.testing.assert_close(reviewed("literal", 0.9, growth), expected)
 
 
-def test_beta_one_leaves_the_model_alone():
-    for review in ("literal", "convex"):
-        assert reviewed(review, 1.0)[0].tolist() == [2.0, 1.0]
+@pytest.mark.parametrize(("growth", "c"), [(0.25, 0.0), (1.0, 0.0), (3.0, 0.2), (7.0, 0.6), (11.0, 1.0), (60.0, 1.0)])
+def test_interpolation_stays_between_the_two_models(growth, c):
+    torch.testing.assert_close(reviewed("interpolation", 0.9, growth), MEAN + c * (LAST - MEAN), rtol=1e-5, atol=1e-5)
 
 
-def test_review_starts_when_knowledge_is_known_twice():
-    assert reviewed("literal", 0.5, before_known=False)[0].tolist() == [2.0, 1.0]
+def test_interpolation_is_the_default():
+    assert torch.equal(reviewed(GlobalPeriodReview().review, 0.9), reviewed("interpolation", 0.9))
+    (parts, whole) = GlobalPeriodReview(), FedSKC().aggregator
+    assert parts.review == whole.review == "interpolation"
+
+
+@pytest.mark.parametrize("review", ["interpolation", "literal"])
+def test_beta_one_leaves_the_model_alone(review):
+    assert torch.equal(reviewed(review, 1.0), MEAN)
+
+
+@pytest.mark.parametrize("review", ["interpolation", "literal"])
+def test_review_starts_when_knowledge_is_known_twice(review):
+    assert torch.equal(reviewed(review, 0.5, before_known=False), MEAN)
+
+
+@pytest.mark.parametrize(("review", "kept"), [("literal", 0.95), ("interpolation", 1.0)])
+def test_without_learning_literal_shrinks_the_weights_each_round_and_interpolation_does_not(tmp_path, review, kept):
+    still = partial(torch.optim.SGD, lr=0.0)
+    run = experiment(tmp_path, FedSKC(review=review), rounds=4, optimizer=still)
+    run.fit()
+    start = run.worker.template.backbone.state_dict()
+    for name, value in run.state["model"].items():
+        torch.testing.assert_close(value, kept**3 * start[name])  # rounds 2, 3 and 4
 
 
 # --- The method ---
@@ -416,9 +462,40 @@ def test_reference_preset_binds_what_the_code_does():
     assert term.reference
     assert term.structural.reference
     assert isinstance(review, GlobalPeriodReview)
-    assert (review.beta, review.reference, type(review.inner).__name__) == (0.99, True, "WeightedMean")
+    assert (review.beta, review.review, review.reference) == (0.99, "literal", True)
+    assert type(review.inner).__name__ == "WeightedMean"
     assert FedSKC(preset="reference", beta=0.9).aggregator.beta == 0.9
     assert FedSKC().aggregator.beta == 0.95
+
+
+def test_reference_server_over_rounds_whose_classes_change():
+    """Weights and knowledge of four rounds, re-derived in plain loops from what is told of the authors' code."""
+    method = FedSKC(preset="reference", similar_clients=1)
+    holders = [  # by round and client; class 4 comes and goes, class 0 is missing in round 3
+        [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 1]],
+        [[1, 0, 0, 1, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0]],
+        [[0, 1, 0, 1, 0], [0, 1, 1, 0, 1], [0, 0, 1, 1, 1]],
+        [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 1, 0, 1, 0]],
+    ]
+    samples = [7, 2, 4]
+    initial = {"w": torch.tensor([1.0, -2.0, 0.5])}
+    state = {"model": initial, "structural": method.knowledge[0].initial(C)}
+    weights, last_variance = initial["w"].tolist(), None
+    for round, rows in enumerate(holders, start=1):
+        local, held = knowledge(3, seed=round, holders=[[bool(flag) for flag in row] for row in rows])
+        local = local * round
+        models = [torch.randn(3) for _ in range(3)]
+        uploads = [upload(k, {"w": models[k]}, local[k], held[k], samples[k]) for k in range(3)]
+        state = method.aggregate(state, iter(uploads))
+        merged, known = brute_force_global(local, held, 1)
+        variance = variances(merged, known, unbiased=True)
+        mean = [sum(samples[k] * float(models[k][i]) for k in range(3)) / sum(samples) for i in range(3)]
+        if last_variance is not None:
+            ratio = (variance - last_variance) / last_variance
+            mean = [0.99 * w + 0.01 * ratio * (v - w) for w, v in zip(mean, weights, strict=True)]
+        weights, last_variance = mean, variance
+        torch.testing.assert_close(state["model"]["w"], torch.tensor(weights), rtol=1e-5, atol=1e-6)
+        assert state["structural"]["known"].tolist() == known
 
 
 def test_reference_runs_and_differs_from_the_paper(tmp_path):

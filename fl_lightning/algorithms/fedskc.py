@@ -26,7 +26,8 @@ from fl_lightning.message import Tensors, Upload
 from fl_lightning.state import extrapolate, weighted_mean
 
 GdaScale = Literal["count", "share"]
-Review = Literal["literal", "convex"]
+Spread = Literal["batch", "none"]
+Review = Literal["interpolation", "literal"]
 
 
 # --- Section III-A: structural knowledge -------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 # --- Local contrastive learning (LCL) ----------------------------------------------------------------------------
 
 
-def similarity(logits: Tensor, knowledge: Tensor) -> Tensor:
+def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
     """Eq. 2: `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j`, `U_j` the batch's mean distance to `c̃^j`.
 
     `U_j` carries no gradient and is at least 1e-6; the paper takes it over the client's whole data.
@@ -141,12 +142,15 @@ def similarity(logits: Tensor, knowledge: Tensor) -> Tensor:
     Args:
         logits: `(B, C)`.
         knowledge: `(J, C)`, one row a class.
+        spread: `none` leaves `U_j` out, as the authors' code does.
 
     Returns:
         `(B, J)`.
     """
-    spread = (logits.detach()[:, None] - knowledge[None]).norm(dim=2).mean(dim=0).clamp(min=1e-6)
-    return cosine(logits, knowledge) / spread
+    if spread == "none":
+        return cosine(logits, knowledge)
+    distances = (logits.detach()[:, None] - knowledge[None]).norm(dim=2)
+    return cosine(logits, knowledge) / distances.mean(dim=0).clamp(min=1e-6)
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
@@ -154,7 +158,9 @@ def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
     return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
 
 
-def local_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
+def local_contrastive_loss(
+    logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float, spread: Spread = "batch"
+) -> Tensor:
     """Eq. 3: cross-entropy of the similarities over `τ`, a mean over the batch.
 
     Classes without knowledge are left out of the sum, and their samples add nothing.
@@ -165,8 +171,9 @@ def local_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, k
         knowledge: `(C, C)` global knowledge.
         known: `(C,)` bool.
         tau: Temperature, above 0.
+        spread: What divides the cosines, see `similarity`.
     """
-    scores = similarity(logits, knowledge) / tau
+    scores = similarity(logits, knowledge, spread) / tau
     scores = scores.masked_fill(~known, -torch.inf)
     counted = known[targets]
     loss = F.cross_entropy(scores, targets.masked_fill(~counted, -100), reduction="sum")
@@ -193,7 +200,8 @@ class LocalContrastive(LossTerm):
     Args:
         tau: Temperature `τ` of Eq. 3, above 0.
         similar_clients: M of Eq. 1; the server uses it to merge the knowledge.
-        reference: As the authors' code, scaled by `min(round / 100, 1)`.
+        spread: `batch` divides the similarities by `U_j` (Eq. 2), `none` does not, as the authors' code.
+        reference: As the authors' code, scaled by `min(round / 100, 1)`; it has no `U_j`, whatever `spread` says.
         knowledge: Share this instance instead of making one from the two arguments before it.
 
     Raises:
@@ -212,13 +220,14 @@ class LocalContrastive(LossTerm):
         self,
         tau: float = 0.08,
         similar_clients: int = 1,
+        spread: Spread = "batch",
         reference: bool = False,
         knowledge: StructuralKnowledge | None = None,
     ) -> None:
         super().__init__()
         if not tau > 0:
             raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.08")
-        self.tau, self.reference = tau, reference
+        self.tau, self.spread, self.reference = tau, spread, reference
         self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
         self.scale = 1.0
 
@@ -241,25 +250,35 @@ class LocalContrastive(LossTerm):
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())
-        loss = reference_contrastive_loss if self.reference else local_contrastive_loss
         with torch.autocast(step.logits.device.type, enabled=False):
-            return self.scale * loss(step.logits.float(), step.targets, values.float(), known, self.tau)
+            inputs = (step.logits.float(), step.targets, values.float(), known, self.tau)
+            if self.reference:
+                return self.scale * reference_contrastive_loss(*inputs)
+            return local_contrastive_loss(*inputs, self.spread)
 
 
 # --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------
 
 
-def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor) -> Tensor:
-    """Section III-B: `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)`."""
+def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
+    """Section III-B: `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)`.
+
+    Args:
+        local: `(K, C, C)` knowledge of the participants.
+        held: `(K, C)` bool.
+        knowledge: `(C, C)`, global.
+        scale: `share` takes the mean over the classes a client holds: the sum punishes those that hold many.
+    """
     distances = (local.double() - knowledge.double()).norm(dim=2)
-    return (distances * held).sum(dim=1)
+    total = (distances * held).sum(dim=1)
+    return total if scale == "count" else total / held.sum(dim=1).clamp(min=1)
 
 
 def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
     """Eq. 4: `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64.
 
-    With raw counts the sigmoid is 1 to the last digit and `e_k = 1/K`; `scale="share"` puts `K · N_k / Σ N` in the
-    place of `N_k`, to show what the discrepancy does where the sigmoid does not saturate.
+    With raw counts the sigmoid is 1 to the last digit and `e_k = 1/K`, the uniform mean; `scale="share"` puts
+    `K · N_k / Σ N` in the place of `N_k`, so that the sigmoid does not saturate and the discrepancy counts.
 
     Args:
         discrepancies: `d_k`, `(K,)`.
@@ -281,7 +300,7 @@ class GlobalDiscrepancy(Aggregator):
     Its weights depend on every client's knowledge, so it holds all of a round's uploads at once.
 
     Args:
-        gda_scale: What stands for `N_k` in Eq. 4: the paper's `count`, or its `share`.
+        gda_scale: The paper's `count`, or `share`: see `aggregation_weights` and `discrepancy`.
         similar_clients: M of Eq. 1.
         knowledge: Share this instance instead of making one from `similar_clients`.
     """
@@ -307,7 +326,7 @@ class GlobalDiscrepancy(Aggregator):
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
         """`w_g = Σ e_k w_k`."""
         local, held = stacked_knowledge(folded)
-        distances = discrepancy(local, held, knowledge[self.structural.name]["values"])
+        distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
         weights = aggregation_weights(distances, samples, self.gda_scale)
         return {
@@ -319,33 +338,36 @@ class GlobalDiscrepancy(Aggregator):
 # --- Global period review (GPR) ----------------------------------------------------------------------------------
 
 
-def review_ratio(now: Tensor, before: Tensor, known: Tensor, unbiased: bool = False) -> float:
-    """Eq. 5: `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`, over the classes known in both rounds.
+def review_ratio(now: Tensor, before: Tensor, unbiased: bool = False) -> float:
+    """Eq. 5: `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`, `σ²_{(j)}` the variance of row j.
 
     Args:
-        now: This round's global knowledge `(C, C)`; `σ²` is the variance of a row.
-        before: The last round's.
-        known: `(C,)` bool, the classes known in both.
+        now: This round's global knowledge, `(J, C)`, a row a class that counts.
+        before: The last round's, `(I, C)`.
         unbiased: Divide by `C - 1` instead of `C`, as the authors' code does.
+
+    Returns:
+        The ratio; 0 where the last round's rows are all flat.
     """
-    rows_now, rows_before = now[known].double(), before[known].double()
-    now_var, before_var = (rows.var(dim=1, correction=int(unbiased)).sum() for rows in (rows_now, rows_before))
+    now_var, before_var = (rows.double().var(dim=1, correction=int(unbiased)).sum() for rows in (now, before))
     return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
 
 
 class GlobalPeriodReview(Aggregator):
-    """GPR: after another aggregator, correct this round's model by the last one's.
+    """GPR: after another aggregator, correct this round's model `w_r` by the last one's; it starts in round 2.
 
-    `w_r ← β w_r + (1-β) · ratio · (w_{r-1} - w_r)` is Eq. 5 read literally. It shrinks every weight by about β a
-    round, BatchNorm's statistics included; `review="convex"` keeps `w_r` whole and adds the correction alone,
-    `w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Either starts in round 2.
+    Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
+    weight by `1 - β` a round, BatchNorm's statistics included, which alone costs all that it loses to plain averaging
+    (docs/results.md). The paper's text has GPR combine the two models "via linear interpolation" by a relative
+    confidence, so the default, `interpolation`, is `w_r + c (w_{r-1} - w_r)` with `c = (1-β) · ratio` held in [0, 1].
 
     Args:
         inner: The aggregator whose model is reviewed; the weighted mean by default.
         beta: β, in [0, 1]; 1 leaves the model alone.
-        review: `literal` or `convex`.
+        review: `interpolation` or `literal`.
         similar_clients: M of Eq. 1.
-        reference: Use the unbiased variance, as the authors' code does.
+        reference: As the authors' code: unbiased variances, summed over all classes known this round and over all
+            known the round before, not over those known in both.
         knowledge: Share this instance instead of making one from `similar_clients`.
 
     Raises:
@@ -356,7 +378,7 @@ class GlobalPeriodReview(Aggregator):
         self,
         inner: Aggregator | None = None,
         beta: float = 0.95,
-        review: Review = "literal",
+        review: Review = "interpolation",
         similar_clients: int = 1,
         reference: bool = False,
         knowledge: StructuralKnowledge | None = None,
@@ -380,13 +402,15 @@ class GlobalPeriodReview(Aggregator):
         """The inner aggregator's model, reviewed."""
         decided = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
-        known = last["known"] & now["known"]
-        if not bool(known.any()):
+        if not bool(last["known"].any()):  # round 1
             return decided
-        ratio = review_ratio(now["values"], last["values"], known, unbiased=self.reference)
-        keep = self.beta if self.review == "literal" else 1.0
-        model = extrapolate(decided["model"], before["model"], keep, (1 - self.beta) * ratio)
-        return decided | {"model": model}
+        both = last["known"] & now["known"]
+        counted_now, counted_last = (now["known"], last["known"]) if self.reference else (both, both)
+        ratio = review_ratio(now["values"][counted_now], last["values"][counted_last], self.reference)
+        keep, step = self.beta, (1 - self.beta) * ratio
+        if self.review == "interpolation":
+            keep, step = 1.0, min(max(step, 0.0), 1.0)
+        return decided | {"model": extrapolate(decided["model"], before["model"], keep, step)}
 
 
 # --- The method --------------------------------------------------------------------------------------------------
@@ -404,8 +428,11 @@ class FedSKC(Algorithm):
         lcl: Local contrastive learning.
         gda: Global discrepancy aggregation; off with `preset: reference`, whose code overwrites its result.
         gpr: Global period review.
-        gda_scale: `count` (the paper) or `share`, see `aggregation_weights`.
-        review: `literal` (the paper) or `convex`, see `GlobalPeriodReview`.
+        gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
+        spread: `batch` divides similarities by `U_j` as Eq. 2 does, `none` does not, as the authors' code; it may need a
+            smaller learning rate.
+        review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`; `literal` with
+            `preset: reference`, unless set.
         preset: `paper`, or `reference` for what the authors' published code computes.
         loss_terms: Loss terms of other papers, added to these.
         aggregator: Replaces GDA and GPR.
@@ -424,7 +451,8 @@ class FedSKC(Algorithm):
         gda: bool = True,
         gpr: bool = True,
         gda_scale: GdaScale = "count",
-        review: Review = "literal",
+        spread: Spread = "batch",
+        review: Review | None = None,
         preset: Literal["paper", "reference"] = "paper",
         loss_terms: list[LossTerm] | None = None,
         aggregator: Aggregator | None = None,
@@ -432,10 +460,13 @@ class FedSKC(Algorithm):
     ) -> None:
         reference = preset == "reference"
         shared = StructuralKnowledge(similar_clients, reference)
-        terms: list[LossTerm] = [LocalContrastive(tau, reference=reference, knowledge=shared)] if lcl else []
+        terms: list[LossTerm] = []
+        if lcl:
+            terms.append(LocalContrastive(tau, spread=spread, reference=reference, knowledge=shared))
         if aggregator is None:
             aggregator = GlobalDiscrepancy(gda_scale, knowledge=shared) if gda and not reference else WeightedMean()
             if gpr:
                 beta = beta if beta is not None else (0.99 if reference else 0.95)
+                review = review or ("literal" if reference else "interpolation")
                 aggregator = GlobalPeriodReview(aggregator, beta, review, reference=reference, knowledge=shared)
         super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)
