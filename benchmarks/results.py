@@ -1,101 +1,197 @@
-"""Run every line of docs/results.md and print its tables.
+"""Run every line of docs/results.md's tables and print them.
 
     python benchmarks/results.py --data DATA_DIR --out runs/results --jobs 2
 
-Lines that are already there are not run again. Each run gets one thread, so that `--jobs` of them run side by side.
+Every method gets the learning rate that suits it by one rule: of RATES the one with the best figure on TUNING_SEED, in
+each setting anew, the figure being what the method is for (AIMS), a mean over the last five evaluated rounds where it
+is evaluated by round. SEEDS then tell how it does, each beside FedAvg with the same seed, so with the same split, start
+and participants. Runs are made by the code as it is: their folder is named by a digest of it, and what is there already
+is not run again. Each run has one thread, so that `--jobs` of them run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import hashlib
+import io
 import json
+import multiprocessing
 import os
 import shlex
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
+from typing import NamedTuple
 
+os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the runs' processes
+
+import fl_lightning
+from fl_lightning.cli import main as fl_lightning_main
 from fl_lightning.cli import open_run
 
 CONFIG = Path(__file__).with_name("results.yaml")
+SIAMESE_HEAD = "--model.head.projection 256 --model.head.prediction 256"
 METHODS = {
     "FedAvg": "--algorithm FedAvg",
+    "FedAvg, uniform": "--algorithm FedAvg --algorithm.weighting uniform",
     "FedSKC": "--algorithm FedSKC",
-    "FedDW": "--algorithm FedDW",
-    "FedDW mu=10": "--algorithm FedDW --algorithm.mu 10",
-    "FedSiam-DA": "--algorithm FedSiamDA --model.head.projection 256 --model.head.prediction 256",
+    "FedSKC, literal review": "--algorithm FedSKC --algorithm.review literal",
+    "FedSKC, LCL alone": "--algorithm FedSKC --algorithm.gda false --algorithm.gpr false",
+    "FedSKC, GDA alone": "--algorithm FedSKC --algorithm.lcl false --algorithm.gpr false",
+    "FedSKC, GPR alone": "--algorithm FedSKC --algorithm.lcl false --algorithm.gda false",
+    "FedSKC, gda_scale share": "--algorithm FedSKC --algorithm.gda_scale share",
+    "FedSKC, spread none": "--algorithm FedSKC --algorithm.spread none",
+    "FedDW, mu 0.1": "--algorithm FedDW --algorithm.mu 0.1",
+    "FedDW, mu 10": "--algorithm FedDW --algorithm.mu 10",
+    "FedAvg, FedSiam-DA's head": f"--algorithm FedAvg {SIAMESE_HEAD}",
+    "FedSiam-DA": f"--algorithm FedSiamDA {SIAMESE_HEAD}",
     "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
-COLUMNS = ("method", "global acc %", "personal, trained", "personal, sent", "R_0.6", "R_0.7", "MB", "seconds", "seeds")
+AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of every other method the global model
 ALPHAS = (0.1, 0.5)
-SEEDS = (0, 1, 2)
+RATES = (0.02, 0.05, 0.1)
+TUNING_SEED = 100
+SEEDS = (0, 1, 2, 3)
+
+DIGITS = {
+    "digits_fedavg.yaml": "",
+    "digits_fedavg.yaml, uniform": "--algorithm.weighting uniform",
+    "digits_fedskc.yaml": "",
+    "digits_fedskc.yaml, literal review": "--algorithm.review literal",
+}
+DIGITS_SEEDS = tuple(range(8))
 
 
-def options(method: str, alpha: float, seed: int) -> list[str]:
-    return [*shlex.split(METHODS[method]), "--scenario.partition.alpha", str(alpha), "--seed", str(seed)]
+class Point(NamedTuple):
+    """One run: its folder and the words of its command line."""
+
+    folder: Path
+    words: tuple[str, ...]
+
+    @property
+    def summary(self) -> dict[str, float] | None:
+        """Its figures, or None if it has not come to its end."""
+        file = self.folder / "final" / "summary.json"
+        return json.loads(file.read_text()) if file.exists() else None
 
 
-def folder(out: Path, method: str, alpha: float, seed: int) -> Path:
-    return out / f"{method.replace(' ', '')}-alpha{alpha}-seed{seed}"
+@cache
+def digest() -> str:
+    package = Path(fl_lightning.__file__).parent
+    sources = [*sorted(package.rglob("*.py")), CONFIG]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
 
 
-def run(out: Path, data: str, method: str, alpha: float, seed: int) -> None:
-    run_dir = folder(out, method, alpha, seed)
-    if (run_dir / "final" / "summary.json").exists():
+def slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def fashion(out: Path, data: str, method: str, alpha: float, rate: float, seed: int) -> Point:
+    words = ["--config", str(CONFIG), *shlex.split(METHODS[method])]
+    words += ["--scenario.partition.alpha", str(alpha), "--optimizer.lr", str(rate), "--seed", str(seed)]
+    words += ["--scenario.dataset.data_dir", data]
+    return Point(out / digest() / f"{slug(method)}-alpha{alpha}-lr{rate}-seed{seed}", tuple(words))
+
+
+def digits(out: Path, name: str, seed: int) -> Point:
+    words = ["--config", name.split(",")[0], *shlex.split(DIGITS[name]), "--seed", str(seed), "--logger", "null"]
+    return Point(out / digest() / f"{slug(name)}-seed{seed}", tuple(words))
+
+
+def run(point: Point) -> None:
+    if point.summary:
         return
-    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG), *options(method, alpha, seed)]
-    place = ["--scenario.dataset.data_dir", data, "--run_dir", str(run_dir)]
-    resume = ["--resume", str(run_dir)] if (run_dir / "config.yaml").exists() else []
-    done = subprocess.run(
-        [*command, *place, *resume], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    print(run_dir.name, done.stderr.strip() or "done", flush=True)
+    resume = ["--resume", str(point.folder)] if (point.folder / "config.yaml").exists() else []
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        code = fl_lightning_main(["fit", *point.words, "--run_dir", str(point.folder), *resume])
+    print(point.folder.name, "done" if code == 0 else errors.getvalue().strip().splitlines()[-1], flush=True)
 
 
-def spread(values: list[float], digits: int = 2, scale: float = 1.0) -> str:
-    scaled = [value * scale for value in values]
-    return f"{mean(scaled):.{digits}f}" + (f" ± {stdev(scaled):.{digits}f}" if len(scaled) > 1 else "")
+def last_rounds(folder: Path, name: str) -> float:
+    with (folder / "metrics.csv").open() as file:
+        values = [float(row[name]) for row in csv.DictReader(file) if row[name]]
+    return mean(values[-5:])
 
 
-def rounds_to(values: list[int | None]) -> str:
-    return ", ".join("-" if value is None else str(value) for value in values)
-
-
-def seconds(run_dir: Path) -> float:
-    with (run_dir / "metrics.csv").open() as file:
-        return sum(float(row["time/round_s"]) for row in csv.DictReader(file))
-
-
-def accuracy_as_sent(run_dir: Path) -> float | None:
+def as_sent(folder: Path) -> float | None:
     """Mean accuracy of what the server would send each client now, on its own test split; None without a server."""
-    cache = run_dir / "as_sent.json"
-    if not cache.exists():
-        run = open_run(run_dir)
-        cache.write_text(json.dumps(run.test()["client/acc_mean"] if run.algorithm.server else None))
-    return json.loads(cache.read_text())
+    cached = folder / "as_sent.json"
+    if not cached.exists():
+        experiment = open_run(folder)
+        cached.write_text(json.dumps(experiment.test()["client/acc_mean"] if experiment.algorithm.server else None))
+    return json.loads(cached.read_text())
 
 
-def line(out: Path, method: str, alpha: float) -> str:
-    places = [folder(out, method, alpha, seed) for seed in SEEDS]
-    places = [place for place in places if (place / "final" / "summary.json").exists()]
-    if not places:
-        return f"| {method} | no run ended |"
-    found = [json.loads((place / "final" / "summary.json").read_text()) for place in places]
-    sent = [accuracy_as_sent(place) for place in places]
-    columns = [
-        spread([one["global/acc_last"] for one in found], scale=100),
-        spread([one["client/acc_mean_last"] for one in found], scale=100),
-        "" if None in sent else spread(sent, scale=100),
-        *(rounds_to([one[f"R_{target}"] for one in found]) for target in ("0.6", "0.7")),
-        spread([one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in found], digits=0, scale=1e-6),
-        f"{median(seconds(place) for place in places):.0f}",
-        str(len(found)),
-    ]
-    return f"| {method} | {' | '.join(columns)} |"
+def aim(method: str, point: Point) -> float:
+    if not point.summary:  # it diverged
+        return 0.0
+    if AIMS.get(method) == "sent":
+        return as_sent(point.folder) or 0.0
+    return last_rounds(point.folder, "client/acc_mean" if AIMS.get(method) == "trained" else "global/acc")
+
+
+def best_rate(out: Path, data: str, method: str, alpha: float) -> float:
+    return max(RATES, key=lambda rate: aim(method, fashion(out, data, method, alpha, rate, TUNING_SEED)))
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    """Mean and standard deviation of shares, in percent."""
+    scaled = [100 * value for value in values]
+    return f"{mean(scaled):{sign}.1f} ± {stdev(scaled):.1f}" if len(scaled) > 1 else f"{mean(scaled):{sign}.1f}"
+
+
+def measured(point: Point) -> dict[str, float | None]:
+    summary = point.summary or {}
+    sent = as_sent(point.folder)
+    return {"global": summary["global/acc_last"], "trained": summary["client/acc_mean_last"], "sent": sent}
+
+
+def cells(points: list[Point], rivals: list[Point], names: tuple[str, ...]) -> list[str]:
+    """Mean ± deviation of each figure, and of its difference to the rival with the same seed."""
+    pairs = [(measured(a), measured(b)) for a, b in zip(points, rivals, strict=True) if a.summary and b.summary]
+    row = []
+    for name in names:
+        known = [(a[name], b[name]) for a, b in pairs if a[name] is not None and b[name] is not None]
+        row += [spread([a for a, _ in known]), spread([a - b for a, b in known], "+")] if known else ["", ""]
+    return [*row, str(len(pairs))]
+
+
+def table(head: tuple[str, ...], rows: list[list[str]]) -> None:
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def fashion_table(out: Path, data: str, alpha: float) -> None:
+    def points(method: str) -> list[Point]:
+        rate = best_rate(out, data, method, alpha)
+        return [fashion(out, data, method, alpha, rate, seed) for seed in SEEDS]
+
+    rows = []
+    for method in METHODS:
+        summaries = [point.summary for point in points(method) if point.summary]
+        if not summaries:
+            rows.append([method, "no run ended"])
+            continue
+        crossed = mean(one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in summaries)
+        reached = ", ".join("-" if one["R_0.7"] is None else str(one["R_0.7"]) for one in summaries)
+        found = cells(points(method), points("FedAvg"), ("global", "trained", "sent"))
+        rows.append([method, str(best_rate(out, data, method, alpha)), reached, f"{crossed / 1e6:.0f}", *found])
+    figures = ("global %", "to FedAvg", "personal, trained", "to FedAvg", "personal, sent", "to FedAvg", "seeds")
+    print(f"\nDirichlet {alpha}\n")
+    table(("method", "lr", "R_0.7", "MB", *figures), rows)
+
+
+def digits_table(out: Path) -> None:
+    rivals = [digits(out, next(iter(DIGITS)), seed) for seed in DIGITS_SEEDS]
+    rows = [[name, *cells([digits(out, name, seed) for seed in DIGITS_SEEDS], rivals, ("global",))] for name in DIGITS]
+    print("\nDigits\n")
+    table(("config", "global %", "to FedAvg", "seeds"), rows)
 
 
 def main() -> None:
@@ -104,14 +200,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    points = [(method, alpha, seed) for seed in SEEDS for alpha in ALPHAS for method in METHODS]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        list(pool.map(lambda point: run(given.out, given.data, *point), points))
+    out, data = given.out, given.data
+    settings = [(method, alpha) for alpha in ALPHAS for method in METHODS]
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        few = [digits(out, name, seed) for seed in DIGITS_SEEDS for name in DIGITS]
+        list(pool.map(run, few + [fashion(out, data, *one, rate, TUNING_SEED) for one in settings for rate in RATES]))
+        rates = {one: best_rate(out, data, *one) for one in settings}
+        list(pool.map(run, [fashion(out, data, *one, rates[one], seed) for seed in SEEDS for one in settings]))
+    digits_table(out)
     for alpha in ALPHAS:
-        print(f"\nDirichlet {alpha}\n")
-        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-        for method in METHODS:
-            print(line(given.out, method, alpha))
+        fashion_table(out, data, alpha)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,9 @@ def test_gda_weighs_every_floating_entry_by_eq4():
     result = aggregator.finish(aggregator.fold(iter(uploads)), {}, {"structural": merged})["model"]
     gates = []
     for k in range(3):
-        distances = [[math.dist(local[i, j].tolist(), merged["values"][j].tolist()) for j in range(C)] for i in range(3)]
+        distances = [
+            [math.dist(local[i, j].tolist(), merged["values"][j].tolist()) for j in range(C)] for i in range(3)
+        ]
         d = [sum(row) / C for row in distances]
         gates.append(1 / (1 + math.exp(-((2 + k) / 3 - d[k] / sum(d) * d[k] + (2 + k) / 9))))
     e = [gate / sum(gates) for gate in gates]

@@ -429,8 +429,8 @@ class FedSKC(Algorithm):
         gda: Global discrepancy aggregation; off with `preset: reference`, whose code overwrites its result.
         gpr: Global period review.
         gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
-        spread: `batch` divides similarities by `U_j` as Eq. 2 does, `none` does not, as the authors' code; it may need a
-            smaller learning rate.
+        spread: `batch` divides similarities by `U_j` as Eq. 2 does, `none` does not, as the authors' code, and may need
+            a smaller learning rate.
         review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`; `literal` with
             `preset: reference`, unless set.
         preset: `paper`, or `reference` for what the authors' published code computes.
