@@ -278,11 +278,11 @@ def variances(values, known, unbiased=False):
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_review_ratio_equals_a_brute_force_loop(unbiased):
+def test_review_ratio_equals_a_brute_force_loop_with_either_variance(unbiased):
     now, before = torch.randn(4, C), torch.randn(3, C)
     earlier = variances(before, [True] * 3, unbiased)
     expected = (variances(now, [True] * 4, unbiased) - earlier) / earlier
-    assert skc.review_ratio(now, before, unbiased) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert skc.review_ratio(now, before) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_review_ratio_of_flat_knowledge_is_zero():
@@ -393,6 +393,15 @@ def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
     merged, known = skc.global_knowledge(local, held, 2)
     torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-4, atol=1e-5)
     assert torch.equal(run.state["structural"]["known"], known)
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_options_reach_the_parts(preset):
+    method = FedSKC(0.3, 2, 0.7, gda_scale="share", spread="none", review="literal", preset=preset)
+    (term,) = method.loss_terms
+    assert (term.tau, term.spread, term.structural.similar_clients) == (0.3, "none", 2)
+    assert (method.aggregator.beta, method.aggregator.review) == (0.7, "literal")
+    assert preset == "reference" or method.aggregator.inner.gda_scale == "share"
 
 
 def test_parts_compose_with_other_methods(tmp_path):

@@ -338,18 +338,19 @@ class GlobalDiscrepancy(Aggregator):
 # --- Global period review (GPR) ----------------------------------------------------------------------------------
 
 
-def review_ratio(now: Tensor, before: Tensor, unbiased: bool = False) -> float:
+def review_ratio(now: Tensor, before: Tensor) -> float:
     """Eq. 5: `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`, `σ²_{(j)}` the variance of row j.
+
+    The authors' code has the unbiased variance, a factor `C / (C - 1)` that cancels.
 
     Args:
         now: This round's global knowledge, `(J, C)`, a row a class that counts.
         before: The last round's, `(I, C)`.
-        unbiased: Divide by `C - 1` instead of `C`, as the authors' code does.
 
     Returns:
         The ratio; 0 where the last round's rows are all flat.
     """
-    now_var, before_var = (rows.double().var(dim=1, correction=int(unbiased)).sum() for rows in (now, before))
+    now_var, before_var = (rows.double().var(dim=1, correction=0).sum() for rows in (now, before))
     return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
 
 
@@ -366,8 +367,8 @@ class GlobalPeriodReview(Aggregator):
         beta: β, in [0, 1]; 1 leaves the model alone.
         review: `interpolation` or `literal`.
         similar_clients: M of Eq. 1.
-        reference: As the authors' code: unbiased variances, summed over all classes known this round and over all
-            known the round before, not over those known in both.
+        reference: As the authors' code: variances are summed over all classes known this round and over all known the
+            round before, not over those known in both.
         knowledge: Share this instance instead of making one from `similar_clients`.
 
     Raises:
@@ -406,7 +407,7 @@ class GlobalPeriodReview(Aggregator):
             return decided
         both = last["known"] & now["known"]
         counted_now, counted_last = (now["known"], last["known"]) if self.reference else (both, both)
-        ratio = review_ratio(now["values"][counted_now], last["values"][counted_last], self.reference)
+        ratio = review_ratio(now["values"][counted_now], last["values"][counted_last])
         keep, step = self.beta, (1 - self.beta) * ratio
         if self.review == "interpolation":
             keep, step = 1.0, min(max(step, 0.0), 1.0)
