@@ -212,28 +212,89 @@ def test_bad_options_are_named(options):
 
 # --- preset: reference ---
 
+NEVER, ONLY_IN_2 = 0, 1
+HELD = [  # a round a row: the classes that each of its participants holds
+    [{2, 3}, {3, 4}],
+    [{1, 2}, {1, 4}, {2}],
+    [{3}],
+    [{2, 4}, {2, 3}],
+    [{4}, {3}, {3, 4}],
+]
+
+
+def reference_by_hand(rounds):
+    """Every upload there has been, kept in one list: the average of all of them, and the mean of it and the old."""
+    heard, omega, states = [], [[float(i == j) for j in range(C)] for i in range(C)], []
+    for uploaded in rounds:
+        heard += uploaded
+        for i in range(C):
+            total = sum(counts[i] for _, counts in heard)
+            for j in range(C):
+                new = float(i == j)
+                if total:
+                    new = sum(counts[i] * values[i][j] for values, counts in heard) / total
+                omega[i][j] = 0.5 * new + 0.5 * omega[i][j]
+        states.append(torch.tensor(omega))
+    return states
+
 
 def test_reference_averages_all_rounds_and_halves_with_the_old():
-    piece = SoftLabels(reference=True)
-    state, omega = piece.initial(C), torch.eye(C)
-    sums, counts = torch.zeros(C, C), torch.zeros(C)
-    for round in range(3):
-        local = soft_labels(2, C, C, seed=round)
-        held = torch.randint(0, 3, (2, C), generator=torch.Generator().manual_seed(round)).float()
-        held[:, C - 1] = 0
-        state = piece.merge(state, uploads(local, held))
-        sums += (held[:, :, None] * local).sum(dim=0)
-        counts += held.sum(dim=0)
-        new = torch.where((counts > 0)[:, None], sums / counts.clamp(min=1)[:, None], torch.eye(C))
-        omega = 0.5 * new + 0.5 * omega
+    piece, rounds = SoftLabels(reference=True), []
+    for r, clients in enumerate(HELD):
+        local = soft_labels(len(clients), C, C, seed=r)
+        counts = torch.tensor(
+            [[(3 * r + k + i) % 7 + 1 if i in held else 0 for i in range(C)] for k, held in enumerate(clients)]
+        )
+        local = torch.where((counts > 0)[:, :, None], local, 0.0)
+        rounds.append((local, counts.float()))
+    expected = reference_by_hand([list(zip(v.tolist(), n.tolist(), strict=True)) for v, n in rounds])
+    state = piece.initial(C)
+    for (local, counts), omega in zip(rounds, expected, strict=True):
+        state = piece.merge(state, uploads(local, counts))
         torch.testing.assert_close(state["values"], omega)
-    assert torch.equal(state["values"][C - 1], torch.eye(C)[C - 1])
+        torch.testing.assert_close(state["values"].sum(dim=1), torch.ones(C))
+    assert torch.equal(state["values"][NEVER], torch.eye(C)[NEVER])
+    seen = sum(n[:, ONLY_IN_2] @ v[:, ONLY_IN_2] for v, n in rounds) / rounds[1][1][:, ONLY_IN_2].sum()
+    torch.testing.assert_close(state["values"][ONLY_IN_2], seen + (torch.eye(C)[ONLY_IN_2] - seen) / 2**4)
 
 
-def test_reference_mu_falls_to_a_tenth_every_nine_rounds():
+def test_a_run_of_the_reference_broadcasts_what_its_uploads_so_far_make(tmp_path):
+    run = experiment(tmp_path, FedDW(preset="reference"), rounds=4, clients_per_round=1)
+    rounds, states, aggregate = [], [], run.algorithm.aggregate
+
+    def watch(state, uploads):
+        uploads = list(uploads)
+        sections = [upload.message.section("soft_labels") for upload in uploads]
+        rounds.append([(section["values"].double(), section["counts"]) for section in sections])
+        states.append(aggregate(state, uploads))
+        return states[-1]
+
+    run.algorithm.aggregate = watch
+    run.fit()
+    heard, omega = [], torch.eye(10, dtype=torch.float64)
+    for round, uploaded in enumerate(rounds):
+        heard += uploaded
+        for i in range(10):
+            total = sum(float(counts[i]) for _, counts in heard)
+            mean = sum(counts[i] * values[i] for values, counts in heard) / total if total else torch.eye(10)[i]
+            omega[i] = (omega[i] + mean) / 2
+        torch.testing.assert_close(states[round]["soft_labels"]["values"], omega.float())
+
+
+def test_reference_mu_falls_to_a_tenth_before_every_ninth_round():
     module = FedDW(mu=3.0, preset="reference").client_module(MLP(in_shape=(4,), num_classes=3))
     (term,) = module.terms()
-    for round, mu in ((1, 3.0), (9, 3.0), (10, 0.3), (18, 0.3), (19, 0.03)):
+    expected = {1: 3.0, 8: 3.0, 9: 0.3, 10: 0.3, 17: 0.3, 18: 0.03, 26: 0.03, 27: 0.003}
+    for round, mu in expected.items():
         module.round = round
         term.begin(module)
-        assert term.scale == pytest.approx(mu)
+        assert term.scale == pytest.approx(mu), round
+
+
+def test_the_papers_mu_does_not_fall():
+    module = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))
+    (term,) = module.terms()
+    for round in (1, 9, 100):
+        module.round = round
+        term.begin(module)
+        assert term.scale == 3.0

@@ -135,7 +135,8 @@ class DistillingWeights(LossTerm):
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100.
         linearize_every: Use the convex surrogate of Eq. 26-30, with `A0` taken anew every so many steps.
-        reference: As the authors' code: μ falls to a tenth every 9 rounds, and see `SoftLabels`.
+        reference: As the authors' code: μ falls to a tenth with every ninth round, the 9th itself first, and see
+            `SoftLabels`.
         allow_bias: Let the classification layer have a bias, which the method has no place for.
 
     Raises:
@@ -187,7 +188,7 @@ class DistillingWeights(LossTerm):
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
                 "or allow_bias true for the term"
             )
-        self.scale = self.mu * 0.1 ** ((module.round - 1) // 9) if self.reference else self.mu
+        self.scale = self.mu * 0.1 ** (module.round // 9) if self.reference else self.mu
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
