@@ -32,7 +32,7 @@ def final_matrices(
     scenario = Scenario(
         FashionMNIST(data_dir=data) if data else Digits(), partition, clients=10, train_samples=6000 if data else None
     )
-    mapping = Head(hidden=(128,), classifier="bias_free")
+    mapping = Head(mapping=(128,), classifier="bias_free")
     with tempfile.TemporaryDirectory() as folder:
         run = FederatedOrchestrator(
             scenario,

@@ -34,6 +34,7 @@ PAPERS = {
         "optimizer": "torch.optim.Adam",
         "optimizer.lr": 0.001,
         "model.head.classifier": "bias_free",
+        "model.head.hidden": [],
     },
     "FedSiamDA": {
         "scenario.partition.alpha": 0.5,
@@ -201,6 +202,7 @@ def test_feddw_settings_differ_as_in_the_paper(config, alpha, per_round, rounds,
     assert taken["scenario.partition.alpha"] == alpha
     assert (taken["clients_per_round"], taken["rounds"], taken["batch_size"]) == (per_round, rounds, batch)
     assert taken["algorithm.mu"] == (10 if config.startswith("cifar100") else 0.1)
+    assert taken["model.head.mapping"] == ([128, 128] if config.startswith("imdb") else [256, 128])
 
 
 def test_what_a_comment_calls_another_row_is_an_override(config):

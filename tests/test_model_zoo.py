@@ -141,6 +141,13 @@ def test_fed_dws_cnn_is_two_convolutions_and_three_linear_layers() -> None:
     assert mnist.classifier.bias is None
 
 
+def test_vgg_11_with_its_papers_layers_is_the_largest_of_ua_pdfls_networks() -> None:
+    convolutions = count(VGG11((3, 32, 32), 10).encoder)
+    whole = count(VGG11((3, 32, 32), 10, head=Head(hidden=(4096, 4096))))
+    assert whole == convolutions + (512 * 4096 + 4096) + (4096 * 4096 + 4096) + (4096 * 10 + 10) == 28_149_514
+    assert whole > count(ResNet18((3, 32, 32), 10)) > count(CNN4((3, 32, 32), 10))
+
+
 def test_resnet_8_is_a_stem_and_three_blocks() -> None:
     def block(inputs: int, outputs: int) -> int:
         shortcut = conv(inputs, outputs, 1, bias=False) + 2 * outputs if inputs != outputs else 0
@@ -224,7 +231,7 @@ def test_a_plain_head_is_one_linear_layer_on_the_features() -> None:
 
 @pytest.mark.parametrize("model", [*LIGHT, *TEXT_MODELS])
 def test_every_model_takes_every_option_of_a_head(model: type) -> None:
-    options = Head(projection=12, prediction=7, hidden=(11, 9), classifier="bias_free")
+    options = Head(projection=12, prediction=7, hidden=(11,), mapping=(9, 8), classifier="bias_free")
     text = model in TEXT_MODELS
     backbone = model((8,) if text else (3, 32, 32), 4, head=options)
     x = ids(8, 5, 3, padded=8) if text else torch.rand(3, 3, 32, 32)
@@ -233,7 +240,7 @@ def test_every_model_takes_every_option_of_a_head(model: type) -> None:
     assert backbone.feature_dim == 12
     assert backbone.predictor(features).shape == (3, 12)
     assert backbone(x).shape == (3, 4)
-    assert [m.out_features for m in backbone.head if isinstance(m, nn.Linear)] == [11, 9, 4]
+    assert [m.out_features for m in backbone.head if isinstance(m, nn.Linear)] == [11, 9, 8, 4]
     assert backbone.classifier.bias is None
     assert {name.split(".")[0] for name in backbone.state_dict()} == {"encoder", "head", "predictor"}
 
@@ -263,7 +270,46 @@ def test_cosine_logits_are_scaled_cosines() -> None:
     assert Head(classifier="cosine").attach(nn.Flatten(), 5, 3).head.weight.shape == (3, 5)
 
 
-@pytest.mark.parametrize("option", [{"projection": 0}, {"prediction": -1}, {"hidden": (8, 0)}])
+def by_hand(layers: str, weights: dict, x: torch.Tensor) -> torch.Tensor:
+    """Linear layers one after another, a `r` in the string for each that ReLU follows."""
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    for name, followed_by in zip(names, layers, strict=True):
+        x = x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+        x = x.clamp(min=0) if followed_by == "r" else x
+    return x
+
+
+@pytest.mark.parametrize("classifier", ["linear", "bias_free"])
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"hidden": (7, 6)}, "rr-"),
+        ({"mapping": (7, 6)}, "r--"),
+        ({"mapping": (7,)}, "--"),
+        ({"hidden": (9, 8), "mapping": (7, 6)}, "rrr--"),
+        ({"hidden": (9,), "mapping": (7,)}, "r--"),
+    ],
+)
+def test_relu_follows_every_hidden_layer_and_every_mapping_layer_but_the_last(
+    options: dict, layers: str, classifier: str
+) -> None:
+    head = Head(**options, classifier=classifier).attach(nn.Flatten(), 5, 3).head
+    x = torch.randn(40, 5)
+    torch.testing.assert_close(head(x), by_hand(layers, dict(head.state_dict()), x))
+    assert [p.shape[0] for p in head.parameters() if p.dim() == 2] == [w for v in options.values() for w in v] + [3]
+    assert ("bias" in dict(head[-1].named_parameters())) == (classifier == "linear")
+
+
+def test_lenet_maps_its_features_as_feddws_authors_do() -> None:
+    model = LeNet((1, 28, 28), 10).eval()
+    x = torch.rand(4, 1, 28, 28)
+    features = model.encoder(x)
+    torch.testing.assert_close(model(x), by_hand("r--", dict(model.head.state_dict()), features))
+    assert [tuple(p.shape) for p in model.head.parameters() if p.dim() == 2] == [(256, 256), (128, 256), (10, 128)]
+    assert model.classifier.bias is None
+
+
+@pytest.mark.parametrize("option", [{"projection": 0}, {"prediction": -1}, {"hidden": (8, 0)}, {"mapping": (8, 0)}])
 def test_widths_below_one_are_refused(option: dict) -> None:
     with pytest.raises(ConfigError, match=f"^model.head.{next(iter(option))}: .* has a width below 1$"):
         Head(**option)

@@ -66,8 +66,9 @@ class CNN4(Backbone):
 class LeNet(Backbone):
     """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers of 256 and 128, a bias-free classification layer.
 
-    FedDW uses it without pooling for MNIST and with 2x2 max pooling for CIFAR-10; its published code pools in both,
-    with 10 and 20 channels for MNIST.
+    No ReLU stands between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
+    and with 2x2 max pooling for CIFAR-10; its published code pools in both, with 10 and 20 channels and dropout 0.5
+    (which this network has not) for MNIST.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16, or 9 without pooling.
@@ -86,7 +87,7 @@ class LeNet(Backbone):
         num_classes: int,
         channels: tuple[int, int] = (6, 16),
         pool: bool = True,
-        head: Head = Head(hidden=(256, 128), classifier="bias_free"),
+        head: Head = Head(mapping=(256, 128), classifier="bias_free"),
     ) -> None:
         super().__init__(*head.attach(*two_convolutions(in_shape, channels, pool), num_classes))
 

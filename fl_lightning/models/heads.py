@@ -30,25 +30,37 @@ class Head:
             feature; 256 in MOON and FedSiam-DA.
         prediction: Hidden width of a prediction MLP on the features (linear, BatchNorm, ReLU, linear back to the
             feature size), FedSiam-DA's `h`. It becomes the backbone's `predictor`.
-        hidden: Widths of fully connected ReLU layers before the classification layer: FedDW's two mapping layers
-            are `[256, 128]`.
+        hidden: Widths of fully connected layers before the classification layer, each followed by ReLU.
+        mapping: Widths of fully connected layers after those of `hidden`, with ReLU between them and none after the
+            last: FedDW's two mapping layers are `[256, 128]`.
         classifier: The classification layer: `linear`, `bias_free` (FedDW) or `cosine` (`CosineLinear`).
 
     Raises:
         ConfigError: A width is below 1.
 
     Example:
-        >>> Head(hidden=(256, 128), classifier="bias_free").attach(nn.Flatten(), 320, num_classes=10).head[-1]
-        Linear(in_features=128, out_features=10, bias=False)
+        >>> Head(mapping=(256, 128), classifier="bias_free").attach(nn.Flatten(), 320, num_classes=10).head
+        Sequential(
+          (0): Linear(in_features=320, out_features=256, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=256, out_features=128, bias=True)
+          (3): Linear(in_features=128, out_features=10, bias=False)
+        )
     """
 
     projection: int | None = None
     prediction: int | None = None
     hidden: tuple[int, ...] = ()
+    mapping: tuple[int, ...] = ()
     classifier: Literal["linear", "bias_free", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        widths = {"projection": (self.projection,), "prediction": (self.prediction,), "hidden": self.hidden}
+        widths = {
+            "projection": (self.projection,),
+            "prediction": (self.prediction,),
+            "hidden": self.hidden,
+            "mapping": self.mapping,
+        }
         for name, values in widths.items():
             if any(width is not None and width < 1 for width in values):
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
@@ -72,9 +84,11 @@ class Head:
 
     def _head(self, width: int, num_classes: int) -> nn.Module:
         layers: list[nn.Module] = []
-        for size in self.hidden:
+        for size in (*self.hidden, *self.mapping):
             layers += [nn.Linear(width, size), nn.ReLU()]
             width = size
+        if self.mapping:
+            layers.pop()
         if self.classifier == "cosine":
             last: nn.Module = CosineLinear(width, num_classes)
         else:

@@ -80,7 +80,7 @@ class BiLSTM(Backbone):
         vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
         embedding_dim: Size of a word's vector.
         hidden: Units a direction; the feature size is twice that.
-        head: What comes after the features; FedDW's is `{hidden: [128, 128], classifier: bias_free}`.
+        head: What comes after the features; FedDW's is `{mapping: [128, 128], classifier: bias_free}`.
 
     Raises:
         ValueError: The input is no text.

@@ -13,8 +13,8 @@ from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, ini
 class VGG11(Backbone):
     """torchvision's VGG-11 convolutions with normalisation, averaged over what is left of the image.
 
-    9,231,114 parameters for colour images and 10 classes; `head: {hidden: [4096, 4096]}` adds the paper's fully
-    connected layers.
+    9,231,114 parameters for colour images and 10 classes; 28,149,514 with the fully connected layers of the paper,
+    `head: {hidden: [4096, 4096]}`, but without their dropout.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 32.
