@@ -107,6 +107,7 @@ class ClientModule(L.LightningModule):
         lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
         class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
             leaves the client.
+        optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
 
     Raises:
         ConfigError: Two loss terms have one name.
@@ -138,6 +139,7 @@ class ClientModule(L.LightningModule):
         self.round = 1
         self.lr_scale = 1.0
         self.class_counts: Tensor | None = None
+        self.optimizer_state: Tensors = {}
         self._losses = LossRecord()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,6 +215,8 @@ class ClientModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer over the backbone's parameters, at this round's learning rate, and its scheduler."""
         optimizer = self.optimizer_for(self.backbone.parameters())
+        if self.optimizer_state:
+            load_optimizer_tensors(optimizer, self.optimizer_state)
         if self.scheduler_factory is None:
             return optimizer
         return [optimizer], [self.scheduler_factory(optimizer)]
@@ -225,6 +229,32 @@ class ClientModule(L.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         return optimizer
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
+    """What an optimizer keeps from step to step, momentum say, as `<number of the parameter>/<name>`.
+
+    Raises:
+        ConfigError: It keeps something that is no tensor.
+    """
+    kept: Tensors = {}
+    for number, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                kept[f"{number}/{name}"] = value
+            elif value is not None:
+                what = f"{type(optimizer).__name__}'s {name!r} is of type {type(value).__name__}"
+                raise ConfigError(f"optimizer_state: {what}, and only tensors can be kept; set fresh")
+    return kept
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
+    """Go on from what `optimizer_tensors` gave; learning rates and other options stay as they are."""
+    state: dict[int, Tensors] = {}
+    for key, value in kept.items():
+        number, _, name = key.partition("/")
+        state.setdefault(int(number), {})[name] = value.clone()  # a step writes into it
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class LossRecord:

@@ -20,7 +20,7 @@ import yaml
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.algorithms.base import Algorithm, State
+from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.checkpoint import CheckpointFolder, write_atomically
 from fl_lightning.client import ClientModule, SchedulerFactory
 from fl_lightning.data import Scenario
@@ -53,7 +53,10 @@ class FederatedOrchestrator:
         clients_per_round: How many clients take part in a round, drawn anew each time; all by default.
         batch_size: Samples a training batch.
         seed: Everything random derives from it.
-        optimizer: A torch optimizer; each client fit starts with a fresh one.
+        optimizer: A torch optimizer; each client fit makes one.
+        optimizer_state: `fresh`, or `kept`: a client's optimizer goes on with the state (momentum, step counts, ...)
+            that it ended the client's last round with, at this round's learning rate; the algorithm's own by default,
+            which is `fresh` but for presets that say otherwise.
         lr_scheduler: A torch scheduler within one client fit, stepped once an epoch.
         round_lr_scheduler: A torch scheduler over rounds, given an optimizer of learning rate 1; what it makes of
             that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
@@ -89,6 +92,7 @@ class FederatedOrchestrator:
         batch_size: int = 64,
         seed: int = 0,
         optimizer: OptimizerCallable = torch.optim.SGD,
+        optimizer_state: OptimizerState | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         round_lr_scheduler: LRSchedulerCallable | None = None,
         trainer: dict[str, Any] | None = None,
@@ -139,6 +143,7 @@ class FederatedOrchestrator:
             "batch_size": batch_size,
             "trainer": trainer or {},
             "optimizer": optimizer,
+            "optimizer_state": optimizer_state,
             "lr_scheduler": lr_scheduler,
         }
         self._signals = DeferredSignals()

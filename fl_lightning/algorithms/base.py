@@ -31,6 +31,7 @@ State = dict[str, Tensors]
 Batches = Iterable[tuple[Tensor, Tensor]]
 Weighting = Literal["samples", "uniform"]
 Buffers = Literal["average", "local", "drop"]
+OptimizerState = Literal["fresh", "kept"]
 
 
 class Aggregator:
@@ -105,9 +106,11 @@ class Algorithm:
 
     Attributes:
         server: Whether there is one. Without it, what a client uploads stays there for its peers to collect.
+        optimizer_state: What becomes of a client's optimizer between its rounds, unless the orchestrator is told.
     """
 
     server: bool = True
+    optimizer_state: OptimizerState = "fresh"
 
     def __init__(
         self,

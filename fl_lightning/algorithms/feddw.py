@@ -133,7 +133,8 @@ class DistillingWeights(LossTerm):
     """DW: `μ` times the distance between the SL matrix and the softmax of the CR matrix; it touches `ω` alone.
 
     Args:
-        mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100.
+        mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
+            with Adam; under SGD 0.1 hardly shows, and 10 to 100 is what helps.
         linearize_every: Use the convex surrogate of Eq. 26-30, with `A0` taken anew every so many steps.
         reference: As the authors' code: μ falls to a tenth with every ninth round, the 9th itself first, and see
             `SoftLabels`.
@@ -219,7 +220,7 @@ class FedDW(Algorithm):
     With `mu` 0 this is FedAvg with a bias-free classification layer, bit for bit.
 
     Args:
-        mu: μ of Eq. 12, the weight of the regulariser.
+        mu: μ of Eq. 12, the weight of the regulariser; the default is the paper's, for Adam. Under SGD try 10 to 100.
         linearize_every: Use the convex surrogate, linearised anew every so many steps.
         drop_bias: Take the bias of the model's classification layer away; otherwise it must have none.
         preset: `paper`, or `reference` for what the authors' published code computes, which keeps the bias.

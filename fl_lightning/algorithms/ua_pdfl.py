@@ -200,7 +200,8 @@ class UAPDFL(PeerAlgorithm):
         unit: The constant that the unit input is filled with.
         graph: Who can hear whom; everybody by default.
         preset: `paper`, or `reference` for what the authors' published code computes: see `UnitAlignment` and
-            `UnitRepresentation`, and dropout asks for divergences below the threshold.
+            `UnitRepresentation`, dropout asks for divergences below the threshold, and a client's optimizer keeps its
+            state from round to round.
         loss_terms: Loss terms of other papers, added to this one.
         buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
             `drop` them.
@@ -227,6 +228,8 @@ class UAPDFL(PeerAlgorithm):
             raise ConfigError(f"algorithm.th_i: {th_i} is below 0")
         self.th_i, self.dropout, self.layerwise = th_i, dropout, layerwise
         self.divergence, self.reference = DIVERGENCES[divergence], preset == "reference"
+        if self.reference:
+            self.optimizer_state = "kept"
         term = UnitAlignment(mu, unit, self.reference)
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.algorithms.base import Algorithm, State, load_weights
-from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory
+from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
+from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import Batches, ClientDataModule
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError
@@ -99,6 +99,8 @@ class Worker:
         trainer: Keyword arguments of Lightning's `Trainer`; one local epoch unless it says otherwise.
         optimizer: Builds each fit's optimizer.
         lr_scheduler: Builds each fit's scheduler, or None.
+        optimizer_state: Whether a fit's optimizer starts `fresh`, or goes on from the client's last round (`kept`);
+            as the algorithm says if None.
         eval_batch_size: Samples a batch where nothing is trained.
     """
 
@@ -110,6 +112,7 @@ class Worker:
     trainer: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
+    optimizer_state: OptimizerState | None = None
     eval_batch_size: int = 512
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,19 +202,21 @@ class Worker:
         module.round, module.lr_scale = task.round, task.lr_scale
         labels = self.data.data.y_train[self.data.shards[task.client].train]
         module.class_counts = torch.bincount(labels, minlength=self.data.data.num_classes)
+        module.optimizer_state = task.memory.get("optimizer", {})
         self.algorithm.receive(module, task.download, task.memory)
         return module
 
     def _run(self, task: Task) -> Result:
         module = self.received(task)
-        if task.fit:
-            self._fit(module, task)
+        optimizer = self._fit(module, task) if task.fit else None
         shard, classes = self.data.shards[task.client], self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
         with self.inference(module):
             if task.upload:
                 upload = self.algorithm.upload(module, self.training_batches(task.client), len(shard.train), classes)
                 memory = self.algorithm.remember(module, upload)
+                if optimizer and self._keeps_optimizer:
+                    memory = memory | to_cpu({"optimizer": optimizer_tensors(optimizer)})
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:
@@ -228,7 +233,12 @@ class Worker:
             on_global,
         )
 
-    def _fit(self, module: ClientModule, task: Task) -> None:
+    @property
+    def _keeps_optimizer(self) -> bool:
+        return (self.optimizer_state or self.algorithm.optimizer_state) == "kept"
+
+    def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
+        """Train; the optimizer as it ended."""
         data, index = self.data.data, self.data.shards[task.client].train
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
@@ -241,6 +251,7 @@ class Worker:
         trainer = self._quiet_trainer()
         with lightning_silenced():
             trainer.fit(module, datamodule=ClientDataModule(batches, data.prepare, data.augment))
+        return trainer.optimizers[0]
 
     def _quiet_trainer(self) -> L.Trainer:
         options: dict[str, Any] = {"devices": 1, "limit_val_batches": 0, **self.trainer}
