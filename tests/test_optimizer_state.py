@@ -259,6 +259,29 @@ def test_a_state_of_other_things_than_tensors_is_refused(tmp_path):
     weights_after(tmp_path / "fresh", optimizer=partial(Counting, lr=0.1))
 
 
+def test_none_is_nothing_to_keep():
+    """What some versions of torch note for a parameter without momentum."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS["sgd"]([weight])
+    optimizer.state[weight]["momentum_buffer"] = None
+    assert optimizer_tensors(optimizer) == {}
+
+
+class Prepared(torch.optim.SGD):
+    """Has a state as soon as it is made."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["prepared"] = torch.ones(())
+
+
+def test_what_a_fresh_one_is_made_with_stays():
+    module = ClientModule(torch.nn.Linear(2, 2), optimizer=partial(Prepared, lr=0.1))
+    assert all(values["prepared"] == 1 for values in module.configure_optimizers().state.values())
+    assert len(module.configure_optimizers().state) == 2
+
+
 def test_a_module_of_its_own_goes_on_too():
     """Under a plain `Trainer` the module's optimizer starts from what it is given."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
