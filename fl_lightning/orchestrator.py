@@ -7,10 +7,11 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
+from itertools import repeat
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Literal
@@ -202,7 +203,8 @@ class FederatedOrchestrator:
 
     def _uploads(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Upload]:
         """Fit the participants; yield uploads in ascending client id, leave the rest of each result in `results`."""
-        tasks = (self._task(round, client) for client in participants)
+        downloads = zip(participants, self.downloads(round, participants), strict=True)
+        tasks = (self._task(round, client, download) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             gc.collect()  # a used Trainer is a cycle that holds its model
             if self._signals.received:
@@ -217,12 +219,12 @@ class FederatedOrchestrator:
             left = f"{len(results)} of {len(participants)} clients were left"
             raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
 
-    def _task(self, round: int, client: int) -> Task:
+    def _task(self, round: int, client: int, download: Message) -> Task:
         due, how = self._evaluation_due(round), self.evaluation
         return Task(
             round,
             client,
-            self.download(round, client),
+            download,
             self.memory.get(client, {}),
             self.lr_scales[round - 1],
             evaluate=due and how.clients == "trained",
@@ -231,11 +233,16 @@ class FederatedOrchestrator:
 
     def download(self, round: int, client: int) -> Message:
         """What a client is sent at the start of a round that follows the state as it is."""
-        return self.algorithm.download(self.state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
+        return next(self.downloads(round, [client]))
+
+    def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
+        """What each of these clients is sent, in their order: the same as one by one, and made only when asked for."""
+        for client, state in zip(clients, self.algorithm.aggregator.ahead(self.state, clients), strict=True):
+            yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
 
     def starting_module(self, client: int) -> ClientModule:
         """A client's module as it starts on the round under way, for callbacks that compare."""
-        return self.worker.received(self._task(self.round + 1, client))
+        return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client)))
 
     def _drop(self, failure: ClientFailure | None) -> None:
         assert failure is not None
@@ -270,17 +277,18 @@ class FederatedOrchestrator:
 
     def _received_scores(self) -> dict[int, Score]:
         """Score on each client's own test split the model it would start the next round from."""
-        return self._scores(lambda client: self.download(self.round + 1, client))
+        return self._scores(self.downloads(self.round + 1, range(self.scenario.clients)))
 
-    def _scores(self, download: Callable[[int], Message]) -> dict[int, Score]:
-        results = self._untrained(download, evaluate=True)
+    def _scores(self, downloads: Iterable[Message]) -> dict[int, Score]:
+        results = self._untrained(downloads, evaluate=True)
         return {result.client: result.local for result in results if result.local}
 
-    def _untrained(self, download: Callable[[int], Message], **wanted: bool) -> Iterator[Result]:
-        """What every client makes of a download without training on it."""
+    def _untrained(self, downloads: Iterable[Message], **wanted: bool) -> Iterator[Result]:
+        """What every client makes of its download without training on it."""
         clients = range(self.scenario.clients)
         options = {"fit": False, "upload": False, **wanted}
-        tasks = (Task(self.round, k, download(k), self.memory.get(k, {}), **options) for k in clients)
+        arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
+        tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
         for result in in_client_order(self.engine.run(self.worker, tasks), clients):
             if result.failure:
                 raise result.failure
@@ -314,7 +322,7 @@ class FederatedOrchestrator:
 
     def test(self) -> Row:
         """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
-        scores = self._scores(self._held)
+        scores = self._received_scores() if self.algorithm.server else self._scores(repeat(Message()))
         metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
         return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
 
@@ -350,7 +358,7 @@ class FederatedOrchestrator:
 
     def _publish(self) -> None:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
-        results = list(self._untrained(lambda client: Message(), upload=True))
+        results = list(self._untrained(repeat(Message()), upload=True))
         self.memory = {result.client: result.memory for result in results}
         uploads = (Upload(result.client, result.upload) for result in results if result.upload)
         self.state = self.algorithm.aggregate(self.state, uploads)

@@ -85,12 +85,13 @@ def stack(states: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-def combine(coefficients: Tensor, stacked: Tensors) -> Tensors:
+def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
     """N linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
 
     Args:
         coefficients: `a`, `(n, K)`.
         stacked: What `stack` makes of the K state dicts.
+        rounded: To the entries' own types; False leaves float64, for combinations that are combined again.
 
     Returns:
         Entries `(n, ...)`; integer ones are the largest over the K, n times.
@@ -100,7 +101,8 @@ def combine(coefficients: Tensor, stacked: Tensors) -> Tensors:
     def combined(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value.amax(dim=0).expand(len(a), *value.shape[1:]).clone()
-        return torch.tensordot(a, value.double(), dims=1).to(value.dtype)
+        exact = torch.tensordot(a, value.double(), dims=1)
+        return exact.to(value.dtype) if rounded else exact
 
     return {name: combined(value) for name, value in stacked.items()}
 

@@ -28,6 +28,7 @@ from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
+from fl_lightning.seeding import Stream, generator
 
 C, WIDTH = 4, 3
 SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,))
@@ -194,9 +195,9 @@ def test_eq3_and_7_in_one_equal_a_brute_force_loop():
 class ByHand:
     """Class models that are there: Eq. 3 and 7 as the paper writes them, and every ruling on who is sent what."""
 
-    def __init__(self, initial, unknown):
+    def __init__(self, initial):
         self.class_models = [mixed([1.0], [initial])] * C
-        self.unknown, self.known = unknown, {}
+        self.known = {}
 
     def aggregate(self, clients, models, samples, distributions):
         q = by_hand_weights(samples, distributions)
@@ -207,10 +208,10 @@ class ByHand:
         self.known |= dict(zip(clients, distributions, strict=True))
 
     def start_of(self, client):
-        return mixed(self.known.get(client, self.unknown), self.class_models)
+        return mixed(self.known.get(client, [1 / C] * C), self.class_models)
 
 
-SAMPLED = [[0, 2, 3], [1], [1, 2], [0, 3]]  # of five: client 4 never, the others not each time
+SAMPLED = [[0, 2, 3], [1], [0, 1, 2, 3, 5], [1, 2], [0, 3]]  # of six: client 4 never, the others not each time
 
 
 @pytest.mark.parametrize("distribution", ["weights", "true"])
@@ -219,8 +220,7 @@ def test_starts_and_class_models_equal_explicit_ones_over_partial_rounds(distrib
     """`empty` are classes that nobody has anything of from round 2 on."""
     aggregator, initial = ClassWise(distribution), weights_of_a_client(seed=100)
     state = {"model": initial} | aggregator.initial(initial, C)
-    unknown = by_hand_distribution(initial["head.2.weight"]) if distribution == "weights" else [1 / C] * C
-    by_hand = ByHand(initial, unknown)
+    by_hand = ByHand(initial)
     for round, clients in enumerate(SAMPLED):
         gone = empty if round else ()
         models = [weights_of_a_client(10 * round + k, gone) for k in clients]
@@ -234,7 +234,7 @@ def test_starts_and_class_models_equal_explicit_ones_over_partial_rounds(distrib
         truth = [(row / row.sum()).tolist() for row in counts.double()]
         estimates = [by_hand_distribution(model["head.2.weight"]) for model in models]
         by_hand.aggregate(clients, models, samples, truth if distribution == "true" else estimates)
-        for client in range(5):
+        for client in range(6):
             assert_equals(aggregator.model_for(state, client), by_hand.start_of(client))
         stacked = cw.class_models(state)
         for j in range(C):
@@ -300,6 +300,87 @@ def test_models_with_a_number_among_their_parameters_have_class_models_too():
     assert same_bytes(aggregator.model_for(state, 0), model)
 
 
+# --- Many starts at once ---
+
+
+def state_of(clients, shape=(37, 21)):
+    """A state after a round of so many clients; float64 weights, so that no rounding hides a difference."""
+    models = []
+    for k in range(clients):
+        sizes = {"encoder.weight": shape, "encoder.scale": (), "head.weight": (C, 5)}
+        drawn = {n: torch.randn(s, generator=seeded(k), dtype=torch.float64) for n, s in sizes.items()}
+        models.append(drawn | {"encoder.steps": torch.tensor(k)})
+    before = {"model": models[0]} | ClassWise().initial(models[0], C)
+    return before | ClassWise().finish([upload(7 * k, model, k + 1) for k, model in enumerate(models)], before, {})
+
+
+@pytest.mark.parametrize("clients", [1, C, C + 1, 40])
+@pytest.mark.parametrize("rows", [1, 3, 32])
+def test_a_start_is_the_same_bytes_whoever_is_asked_for_beside_it(monkeypatch, clients, rows):
+    state = state_of(clients)
+    monkeypatch.setattr(cw, "BLOCK_BYTES", rows * 8 * (37 * 21 + C * 5 + 2))
+    assert cw.block_rows(state["sources"]) == rows
+    everybody = list(range(150))
+    scattered = [149, 3, 67, 7, 0, 131, 3 + 32]
+    alone = [ClassWise().model_for(state, client) for client in everybody]
+    for asked in (everybody, everybody[::-1], scattered):
+        seen = list(ClassWise().ahead(state, asked))
+        assert len(seen) == len(asked)
+        for client, ahead in zip(asked, seen, strict=True):
+            assert same_bytes(ClassWise().model_for(ahead, client), alone[client])
+
+
+def test_starts_are_made_block_by_block_and_hold_nothing_but_themselves():
+    state, asked = state_of(12), []
+    starts = ClassWise().ahead(state, (asked.append(client) or client for client in range(1000)))
+    for client in range(3):
+        own = ClassWise().model_for(next(starts), client)
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in own.values())
+    assert len(asked) == 33  # the first block, and who is not in it
+
+
+def test_the_blocks_of_large_models_are_small():
+    small, large = ({"w": torch.empty(1, n, device="meta")} for n in (1000, 3_000_000))
+    assert cw.block_rows(small) == 32
+    assert cw.block_rows(large) == cw.BLOCK_BYTES // 24_000_000
+    assert cw.block_rows({"w": torch.empty(1, 10**9, device="meta")}) == 1
+
+
+@given(st.lists(st.integers(0, 99), unique=True), st.integers(1, 9))
+def test_nobody_shares_a_place_in_a_block(clients, rows):
+    blocks = list(cw.blocks(clients, rows))
+    assert [client for block in blocks for client in block] == clients
+    for block in blocks:
+        assert len({client % rows for client in block}) == len(block)
+
+
+class Doubled(ClassWise):
+    """An aggregator of one's own that says what one client is sent."""
+
+    def model_for(self, state, client):
+        return {name: 2 * value + client for name, value in super().model_for(state, client).items()}
+
+
+class Signed(CwFedAvg):
+    """A method of one's own that says what one client is sent."""
+
+    def download(self, state, client, rng):
+        message = super().download(state, client, rng)
+        return Message(message.tensors | {"note/value": torch.tensor([client])}, {"drawn": float(rng.random())})
+
+
+@pytest.mark.parametrize("method", [CwFedAvg(), CwFedAvg(aggregator=Doubled()), Signed()])
+def test_what_many_are_sent_is_what_each_is_sent_alone(tmp_path, method):
+    run = experiment(tmp_path, method, **SHORT)
+    run.fit()
+    for clients in (range(6), [4, 1]):
+        for client, together in zip(clients, run.downloads(3, clients), strict=True):
+            alone = method.download(run.state, client, generator(run.seed, Stream.DOWNLOAD, 3, client))
+            assert same_bytes(together.tensors, alone.tensors)
+            assert together.numbers == alone.numbers
+            assert run.download(3, client).numbers == alone.numbers
+
+
 # --- Runs ---
 
 
@@ -336,7 +417,7 @@ def test_a_run_sends_everybody_what_the_explicit_equations_say(tmp_path, distrib
         for shard in run.data.shards
     ]
     initial = dict(run.worker.template.backbone.state_dict())
-    known = dict.fromkeys(range(6), by_hand_distribution(initial["head.weight"]) if distribution == "weights" else None)
+    known = dict.fromkeys(range(6), [0.1] * 10)  # Algorithm 1, line 4
     class_models = [mixed([1.0], [initial])] * 10
     for uploads in rounds:
         models = [upload.message.section("model") for upload in uploads]
@@ -347,7 +428,7 @@ def test_a_run_sends_everybody_what_the_explicit_equations_say(tmp_path, distrib
             if sum(mass):
                 class_models[j] = mixed([m / sum(mass) for m in mass], models)
     for client in range(6):
-        start = mixed(known[client] or [0.1] * 10, class_models)
+        start = mixed(known[client], class_models)
         assert_equals(run.download(run.round + 1, client).section("model"), start)
 
 

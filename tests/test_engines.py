@@ -2,14 +2,16 @@
 
 import multiprocessing
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, untimed
 
-from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
 from fl_lightning.engines import SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
+from fl_lightning.evaluation import Evaluation
 
 
 class Backwards:
@@ -19,10 +21,11 @@ class Backwards:
         return map(worker.run, reversed(list(tasks)))
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
+@pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
 def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
     forth, back = (
-        experiment(tmp_path / type(e).__name__, algorithm(), engine=e) for e in (SequentialEngine(), Backwards())
+        experiment(tmp_path / type(e).__name__, algorithm(), engine=e, evaluation=Evaluation(clients="received"))
+        for e in (SequentialEngine(), Backwards())
     )
     forth.fit()
     back.fit()
@@ -85,11 +88,15 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     assert (here.losses, here.local, here.on_global) == (there.losses, there.local, there.on_global)
 
 
+def task_of(run, round, client):
+    return Task(round, client, run.download(round, client), run.memory.get(client, {}))
+
+
 def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
     run = experiment(tmp_path, FedSKC(), rounds=2)
     run.fit()
-    task = run._task(2, run.participants(2)[0])
+    task = task_of(run, 2, run.participants(2)[0])
     first = run.worker.run(task)
     for other in run.participants(1):
-        run.worker.run(run._task(1, other))
+        run.worker.run(task_of(run, 1, other))
     assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)

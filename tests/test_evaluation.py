@@ -1,16 +1,23 @@
 import math
+import random
 import statistics
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from experiments import NormMLP, experiment, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC, PeerAlgorithm
+from fl_lightning.engines import Task
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation, Score, best_and_last, client_summary, evaluate, rounds_to, summarize
+from fl_lightning.models import MLP, Head
+from fl_lightning.seeding import Stream, derive
 
 LOGITS = torch.randn(23, 4, generator=torch.Generator().manual_seed(0)) * 3
 TARGETS = torch.randint(0, 4, (23,), generator=torch.Generator().manual_seed(1))
@@ -170,3 +177,97 @@ def test_a_target_of_one_is_a_share() -> None:
 def test_two_evaluations_share_no_targets() -> None:
     assert Evaluation().targets == Evaluation().targets
     assert Evaluation().targets is not Evaluation().targets
+
+
+# --- What clients receive ---
+
+
+class Buffered(NormMLP):
+    """With a buffer that is in no state dict, and that only some clients change."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(in_shape, num_classes)
+        self.register_buffer("shift", torch.zeros(num_classes), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+class Meddler(FedAvg):
+    """Clients that run the module they receive, and that know better than what they were sent."""
+
+    def receive(self, module: Any, download: Any, memory: Any) -> None:
+        super().receive(module, download, memory)
+        module(torch.randn(3, 1, 8, 8))  # moves BatchNorm's statistics, as the module is in training mode
+        if memory:
+            module.backbone.shift[0] = 5.0
+            with torch.no_grad():
+                module.backbone.head.bias[1] += 3
+
+    def remember(self, module: Any, upload: Any) -> Any:
+        return {"own": {"mark": torch.ones(1)}}
+
+
+SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+RECEIVED = {
+    "average": (FedAvg, NormMLP),
+    "local": (partial(FedAvg, buffers="local"), NormMLP),
+    "drop": (partial(FedAvg, buffers="drop"), NormMLP),
+    "meddler": (partial(Meddler, buffers="drop"), Buffered),
+    "knowledge": (FedSKC, NormMLP),
+    "memory": (FedSiamDA, SIAMESE),
+    "personal": (CwFedAvg, NormMLP),
+    "personal, local": (partial(CwFedAvg, preset="reference"), NormMLP),
+    "peers": (partial(PeerAlgorithm, n_com=2), NormMLP),
+    "peers, local": (partial(UAPDFL, n_com=2, buffers="local"), NormMLP),
+}
+
+
+def scored_in_a_fresh_module(run: Any, task: Task) -> tuple[Score, Score]:
+    """A client's score on its own test split and on the global test set, in a module made for it alone."""
+    data, shard = run.data.data, run.data.shards[task.client]
+    torch.manual_seed(derive(run.seed, Stream.TRAINING, task.round, task.client))
+    module = run.worker.module()
+    module.round, module.class_counts = task.round, torch.from_numpy(run.data.class_counts()[task.client])
+    run.algorithm.receive(module, task.download, task.memory)
+    with torch.no_grad():
+        own = evaluate(module.eval(), [(data.prepare(data.x_train[shard.test]), data.y_train[shard.test])])
+        return own, evaluate(module, [(data.prepare(data.x_test), data.y_test)])
+
+
+@pytest.mark.parametrize(("method", "model"), RECEIVED.values(), ids=RECEIVED)
+def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, method: Any, model: Any) -> None:
+    """To the last bit, in any order, beside clients who never took part, and after fits."""
+    run = experiment(
+        tmp_path,
+        method(),
+        model=model,
+        rounds=2,
+        clients_per_round=3,
+        trainer={"accelerator": "cpu", "max_epochs": 1},
+        evaluation=Evaluation(clients="received"),
+    )
+    run.fit()
+    assert set(run.participants(1)) | set(run.participants(2)) < set(range(6))
+    tasks = {
+        client: Task(2, client, download, run.memory.get(client, {}), 1.0, False, False, True, True)
+        for client, download in enumerate(run.downloads(3, range(6)))
+    }
+    expected = {client: scored_in_a_fresh_module(run, task) for client, task in tasks.items()}
+    row = run.csv.rows[-1]
+    assert {f"client_{k}/acc": own.acc for k, (own, _) in expected.items()}.items() <= row.items()
+    assert client_summary([own for own, _ in expected.values()]).items() <= row.items()
+    rng = random.Random(0)
+    for client in rng.sample(range(6), 6) + rng.sample(range(6), 6):
+        result = run.worker.run(tasks[client])
+        assert (result.local, result.on_global) == expected[client]
+
+
+def test_a_module_that_is_handed_out_is_nobody_elses(tmp_path: Any) -> None:
+    run = experiment(tmp_path, CwFedAvg(), rounds=1)
+    run.fit()
+    module = run.client_module(0)
+    before = {name: value.clone() for name, value in module.backbone.state_dict().items()}
+    run.test()
+    assert run.client_module(1) is not module
+    assert same_bytes(dict(module.backbone.state_dict()), before)

@@ -55,6 +55,14 @@ class Aggregator:
         """The weights that a client is sent; the shared model, unless each client has its own."""
         return state["model"]
 
+    def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
+        """For each client in turn, the state to ask for its start with; the state itself, unless told otherwise.
+
+        An aggregator for which several starts are cheaper than so many times one adds them here, and `model_for` looks
+        first whether the client's is there. It must be the same to the bit, whoever is asked for beside the client.
+        """
+        return (state for _ in clients)
+
     def fold(self, uploads: Iterable[Upload]) -> Any:
         """Consume the uploads; return what `finish` needs of them."""
         raise NotImplementedError
@@ -166,7 +174,14 @@ class Algorithm:
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Client: take in a download and what the client itself kept from its last round."""
+        """Client: take in a download and what the client itself kept from its last round.
+
+        Args:
+            module: As initialised: what is neither sent nor kept stays so. Where clients are only scored it is one
+                module for all of them, whose backbone alone is made new each time, so change tensors, not structure.
+            download: What was sent.
+            memory: What `remember` gave.
+        """
         load_weights(module.backbone, download.section("model") | memory.get("buffers", {}))
         for piece in module.pieces():
             piece.load(download.section(piece.name))

@@ -11,7 +11,7 @@ one. Either part can be used in another method: `WeightDistribution` in its `los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +26,9 @@ from fl_lightning.models import classification_layer
 from fl_lightning.state import combine, stack, weighted_mean
 
 Distribution = Literal["weights", "true"]
+
+BLOCK_BYTES = 64 << 20
+"""How much the starts may take that are worked out together, in float64."""
 
 # --- Section 4: class distributions, in the data and in the weights ----------------------------------------------
 
@@ -156,7 +159,8 @@ class ClassWise(Aggregator):
 
     Class models are not stored: the state keeps the round's uploads and `q`, from which any client's start is one
     weighted sum. So it holds all of a round's uploads at once. The shared `model` is the mean of the uploads by
-    samples, FedAvg's, for measuring only. A client that has never taken part is taken for one with the initial weights.
+    samples, FedAvg's, for measuring only. A client that has never taken part counts as one with as much of each class
+    (Algorithm 1, line 4).
 
     Args:
         distribution: `weights` estimates class distributions from the classification layer (the method), `true` has
@@ -176,20 +180,39 @@ class ClassWise(Aggregator):
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Every class model is the initial one."""
+        if self.distribution == "weights":
+            class_layer_name(model)  # refused at once where there is none
         q = torch.ones(1, num_classes, dtype=torch.float64)
-        uniform = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
-        unknown = uniform if self.distribution == "true" else weight_distribution(class_layer(model).double())
         return {
             "sources": stack([model]),
             "weights": {"client": torch.tensor([-1]), "value": q},
-            "distributions": {"unknown": unknown},
+            "distributions": {},
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
         """Eq. 7, by the client's latest distribution."""
-        known = state["distributions"]
-        coefficients = mixing_weights(known.get(str(client), known["unknown"]), state["weights"]["value"])
-        return {name: value[0] for name, value in combine(coefficients[None], state["sources"]).items()}
+        if start(client) not in state:
+            state = next(self.ahead(state, [client]))
+        return state[start(client)]
+
+    def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
+        """Add each client's start, worked out in blocks, in each of which a client has one place, its own.
+
+        A block's product has the same shape however many clients are in it, and so rounds the same.
+        """
+        sources, q, known = state["sources"], state["weights"]["value"], state["distributions"]
+        unknown = torch.full((q.shape[1],), 1 / q.shape[1], dtype=q.dtype)
+        by_class = q.shape[1] < len(q)
+        basis = combine(q.T, sources, rounded=False) if by_class else sources  # the fewer
+        rows = block_rows(sources)
+        for block in blocks(clients, rows):
+            shares = torch.zeros(rows, q.shape[1], dtype=q.dtype)
+            for client in block:
+                shares[client % rows] = known.get(str(client), unknown)
+            mixed = combine(shares if by_class else mixing_weights(shares, q), basis, rounded=False)
+            for client in block:
+                own = {name: value[client % rows].to(sources[name].dtype, copy=True) for name, value in mixed.items()}
+                yield state | {start(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
         """Keep every upload: they are what class models are made of."""
@@ -220,6 +243,29 @@ class ClassWise(Aggregator):
             shares = upload.message.section(ClassShares.name)["values"].double()
             return shares / shares.sum()
         return weight_distribution(class_layer(upload.message.section("model")).double())
+
+
+def start(client: int) -> str:
+    """The section that `ahead` adds to the state for a client."""
+    return f"start_{client}"
+
+
+def block_rows(stacked: Tensors) -> int:
+    """How many starts are worked out together; it depends on the size of one alone."""
+    numbers = sum(value[0].numel() for value in stacked.values())
+    return max(1, min(32, BLOCK_BYTES // (8 * numbers)))
+
+
+def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
+    """Cut clients, in their order, into blocks in which no two have one place, `client % rows`."""
+    block: dict[int, int] = {}
+    for client in clients:
+        if client % rows in block:
+            yield list(block.values())
+            block = {}
+        block[client % rows] = client
+    if block:
+        yield list(block.values())
 
 
 def class_layer(model: Tensors) -> Tensor:

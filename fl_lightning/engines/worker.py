@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
@@ -195,9 +195,24 @@ class Worker:
         with self.inference(module):
             return self.data.data.evaluate(module, self.test_batches())
 
+    @cached_property
+    def _resident(self) -> ClientModule:
+        """The module of all tasks that only score: a copy for each would take longer than the scoring."""
+        return self.module()
+
+    def _lent(self) -> ClientModule:
+        """The resident module with a fresh one's weights and buffers: nothing of the client before is left in it."""
+        own, initial = (dict(tensors_of(module.backbone)) for module in (self._resident, self.template))
+        with torch.no_grad():
+            for name, value in initial.items():
+                own[name].copy_(value)
+        return self._resident.train()
+
     def received(self, task: Task) -> ClientModule:
-        """The client's module as it starts on a task."""
-        module = self.module()  # before seeding: the first one made in a process draws the initial weights
+        """The client's module, its own, as it starts on a task."""
+        return self._received(task, self.module())
+
+    def _received(self, task: Task, module: ClientModule) -> ClientModule:
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale = task.round, task.lr_scale
         labels = self.data.data.y_train[self.data.shards[task.client].train]
@@ -207,7 +222,8 @@ class Worker:
         return module
 
     def _run(self, task: Task) -> Result:
-        module = self.received(task)
+        # made before seeding: the first module of a process draws the initial weights
+        module = self._received(task, self.module() if task.fit or task.upload else self._lent())
         optimizer = self._fit(module, task) if task.fit else None
         shard, classes = self.data.shards[task.client], self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
@@ -288,6 +304,12 @@ class Worker:
         device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
         prepare = self.data.data.prepare
         return ((precision.convert_input(prepare(x.to(device))), y.to(device)) for x, y in batches)
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, those too that are in no state dict."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def check_local_work(trainer: L.Trainer) -> None:

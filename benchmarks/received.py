@@ -1,0 +1,90 @@
+"""What scoring the models that clients receive costs: a round of cwFedAVG beside one of FedAvg.
+
+    python benchmarks/received.py
+
+1,000 clients, 50 a round, an MLP on noise of Fashion-MNIST's shape; after each round every client's next start is
+scored on its own test split (`evaluation: {clients: received}`). Runs of a few rounds of the two methods take turns in
+one process, on one thread. Prints the median seconds of a round and their ratio; single times vary by machine.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from fl_lightning.callbacks import RoundProgress
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.algorithms import CwFedAvg, FedAvg
+from fl_lightning.data import IID, Arrays, Scenario
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+
+CLIENTS, PER_ROUND, SAMPLES = 1000, 50, 60
+METHODS = {"FedAvg": FedAvg, "cwFedAVG": CwFedAvg}
+
+
+class Silent(RoundProgress):
+    """No progress bars."""
+
+    def on_fit_start(self, run):
+        """Nothing to set up."""
+
+    def on_round_end(self, run, metrics):
+        """Nothing to show."""
+
+    def on_fit_end(self, run):
+        """Nothing to take down."""
+
+
+def write_data(path: Path) -> None:
+    """Noise and labels, 60 samples a client."""
+    rng, n = np.random.default_rng(0), CLIENTS * SAMPLES
+    x, y = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8), np.arange(n) % 10
+    np.savez(path, x_train=x, y_train=y, x_test=x[:1000], y_test=y[:1000])
+
+
+def rounds(method: str, data: Path, run_dir: Path, count: int) -> list[dict[str, float]]:
+    """The metrics of a short run, less its first round, in which much is made for the first time."""
+    run = FederatedOrchestrator(
+        Scenario(Arrays(str(data)), IID(), CLIENTS, local_test=0.25),
+        MLP,
+        METHODS[method](),
+        rounds=1 + count,
+        clients_per_round=PER_ROUND,
+        batch_size=10,
+        trainer={"accelerator": "cpu"},
+        evaluation=Evaluation(clients="received"),
+        checkpoint_every=1 + count,
+        log_clients=False,
+        callbacks=[Silent()],
+        run_dir=str(run_dir),
+    )
+    run.fit()
+    return run.csv.rows[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each method (default 5)")
+    parser.add_argument("--rounds", type=int, default=2, help="timed rounds a run (default 2)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # on shared cores threads wait for one another more than they work
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data.npz"
+        write_data(data)
+        for i in range(args.repeats):
+            for name in METHODS:
+                seen[name] += rounds(name, data, Path(folder) / f"{name}-{i}", args.rounds)
+    medians = {name: statistics.median(row["time/round_s"] for row in rows) for name, rows in seen.items()}
+    for name, rows in seen.items():
+        fit = statistics.median(row["time/fit_s"] for row in rows)
+        print(f"{name:9} {medians[name]:6.2f} s a round, {fit:.2f} s of it training ({len(rows)} rounds)")
+    print(f"ratio {medians['cwFedAVG'] / medians['FedAvg']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
