@@ -25,10 +25,10 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.algorithms import cwfedavg as cw
 from fl_lightning.client import ClientModule, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
-from fl_lightning.seeding import Stream, generator
+from fl_lightning.seeding import Stream, derive, generator
 
 C, WIDTH = 4, 3
 SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,))
@@ -632,3 +632,65 @@ def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
         module = run.worker.module()
         run.algorithm.receive(module, run.download(3, upload.client), run.memory[upload.client])
         assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["buffers"])
+
+
+def by_hand_reference(run, client, epochs, lr, momentum, lam):
+    """What the authors' loader and loss make of a client: whole batches of each epoch's shuffle, half of lambda."""
+    local = copy.deepcopy(run.worker.template.backbone)
+    own = run.data.shards[client].train
+    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    size = run.worker.batch_size
+    shares = torch.bincount(y, minlength=10) / len(y)
+    order = torch.Generator().manual_seed(derive(run.seed, Stream.BATCHES, 1, client))
+    moving = [torch.zeros_like(p) for p in local.parameters()]
+    for _ in range(epochs):
+        shuffled = torch.randperm(len(y), generator=order)
+        for first in range(0, len(y) - size + 1, size):
+            chosen = shuffled[first : first + size]
+            norms = local.head.weight.norm(dim=1)
+            loss = F.cross_entropy(local(x[chosen]), y[chosen]) + lam / 2 * (shares - norms / norms.sum()).norm()
+            gradients = torch.autograd.grad(loss, list(local.parameters()))
+            with torch.no_grad():
+                for p, m, g in zip(local.parameters(), moving, gradients, strict=True):
+                    m.mul_(momentum).add_(g)
+                    p.add_(m, alpha=-lr)
+    return local.state_dict()
+
+
+def test_reference_trains_on_full_batches_only(tmp_path):
+    options = {"rounds": 1, "clients_per_round": None, "batch_size": 8}
+    run = experiment(tmp_path / "reference", CwFedAvg(3.0, preset="reference"), **options)
+    rounds = watched(run)
+    run.fit()
+    paper = experiment(tmp_path / "paper", CwFedAvg(1.5), **options)
+    others = watched(paper)
+    paper.fit()
+    ragged = 0
+    for upload, other in zip(rounds[0], others[0], strict=True):
+        expected = by_hand_reference(run, upload.client, epochs=2, lr=0.1, momentum=0.9, lam=3.0)
+        trained = upload.message.section("model")
+        assert same_bytes(trained, expected)
+        rest = len(run.data.shards[upload.client].train) % 8
+        ragged += rest > 0
+        assert same_bytes(trained, other.message.section("model")) == (rest == 0)
+        assert upload.n_samples == len(run.data.shards[upload.client].train)  # the dropped ones count
+    assert ragged >= 3
+
+
+def test_reference_takes_as_many_steps_as_there_are_full_batches(tmp_path):
+    options = {"rounds": 1, "clients_per_round": None, "batch_size": 8, "model": NormMLP}
+    run = experiment(tmp_path, CwFedAvg(preset="reference"), **options)
+    run.fit()
+    for client, shard in enumerate(run.data.shards):
+        steps = run.memory[client]["buffers"]["encoder.2.num_batches_tracked"]
+        assert steps == 2 * (len(shard.train) // 8)
+
+
+def test_reference_refuses_a_client_without_a_full_batch(tmp_path):
+    run = experiment(tmp_path, CwFedAvg(preset="reference"), rounds=1, batch_size=5000)
+    message = (
+        r"client \d, round 1: \d+ training sample\(s\) make no batch for a method that drops incomplete ones "
+        r"\(algorithm.preset\), which needs 5000; use a smaller batch_size, or a larger scenario.partition.min_samples$"
+    )
+    with pytest.raises(ClientFailure, match=message):
+        run.fit()

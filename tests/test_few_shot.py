@@ -95,6 +95,13 @@ def test_a_clients_episodes_hold_its_own_samples_only() -> None:
     assert all(torch.equal(a[0], b[0]) for a, b in zip(passes[0], again, strict=True))
 
 
+@pytest.mark.parametrize("min_batch", [1, 2, 64])
+def test_methods_that_drop_a_last_batch_drop_no_episode(min_batch):
+    y = torch.arange(19) % 3
+    batches = FewShot(5, 3, 4).cut(torch.arange(19), y, torch.arange(19), 64, 0, min_batch)
+    assert len(batches) == len(list(batches)) == 1
+
+
 def test_a_client_of_few_classes_uses_those_it_has() -> None:
     y = torch.tensor([0] * 9 + [1] * 7 + [2] * 3)
     batches = EpisodeBatches(torch.arange(19), y, torch.arange(19), FewShot(5, 3, 4), seed=0)

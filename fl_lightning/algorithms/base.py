@@ -115,10 +115,12 @@ class Algorithm:
     Attributes:
         server: Whether there is one. Without it, what a client uploads stays there for its peers to collect.
         optimizer_state: What becomes of a client's optimizer between its rounds, unless the orchestrator is told.
+        drop_last: Whether clients leave out a last training batch with fewer samples than the others.
     """
 
     server: bool = True
     optimizer_state: OptimizerState = "fresh"
+    drop_last: bool = False
 
     def __init__(
         self,

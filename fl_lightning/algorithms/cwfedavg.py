@@ -296,8 +296,8 @@ class CwFedAvg(Algorithm):
     Args:
         lam: λ, the weight of the regularizer.
         distribution: What the server goes by: `weights` or `true` class shares.
-        preset: `paper`, or `reference` for what the authors' published code computes: half of λ, and BatchNorm's
-            statistics never leave the client (`buffers: local`).
+        preset: `paper`, or `reference` for what the authors' published code computes: half of λ, no training on a last
+            batch that is not full, and BatchNorm's statistics never leave the client (`buffers: local`).
         loss_terms: Loss terms of other papers, added to this one.
         aggregator: Any paper's aggregator in place of the class-wise one.
         buffers: BatchNorm's running statistics: `average`, `local` or `drop`; by default `average`, or as the preset.
@@ -316,3 +316,4 @@ class CwFedAvg(Algorithm):
         term = WeightDistribution(lam, reference)
         how = buffers or ("local" if reference else "average")
         super().__init__([term, *(loss_terms or [])], aggregator or ClassWise(distribution), how)
+        self.drop_last = reference

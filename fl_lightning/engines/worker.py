@@ -129,7 +129,9 @@ class Worker:
 
     @cached_property
     def min_batch(self) -> int:
-        """Fewest samples a training batch may hold: BatchNorm has no variance of one."""
+        """Fewest samples a last training batch may hold: BatchNorm has no variance of one, some methods drop more."""
+        if self.algorithm.drop_last:
+            return self.batch_size
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
 
     @cached_property
@@ -259,9 +261,12 @@ class Worker:
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
         if not len(batches):
+            of, mend = "a model with BatchNorm", "a model without it"
+            if self.algorithm.drop_last:
+                of, mend = "a method that drops incomplete ones (algorithm.preset)", "a smaller batch_size"
             raise ConfigError(
-                f"{len(index)} training sample(s) make no batch for a model with BatchNorm, "
-                f"which needs {self.min_batch}; use a model without it, or a larger scenario.partition.min_samples"
+                f"{len(index)} training sample(s) make no batch for {of}, "
+                f"which needs {self.min_batch}; use {mend}, or a larger scenario.partition.min_samples"
             )
         module.train()
         trainer = self._quiet_trainer()
