@@ -109,7 +109,7 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> i
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
     """A run's figures: best and last accuracies, R_acc for each target, bytes in all."""
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
-    for name in ("global/acc", "client/acc_mean", "personal_on_global/acc_mean"):
+    for name in ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean"):
         summary |= {f"{name}_{what}": value for what, value in best_and_last(rows, name).items()}
     for target in targets:
         summary[f"R_{target:g}"] = rounds_to(rows, target)

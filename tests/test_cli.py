@@ -274,7 +274,12 @@ def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
 def test_fit_ends_with_a_table_of_the_summary_and_the_summary_is_of_the_metrics(finished):
     run_dir, outcome = finished
     told, figures, metrics = table(outcome.out), summary(run_dir), rows(run_dir)
-    for label, name in (("global acc", "global/acc"), ("client acc", "client/acc_mean")):
+    labels = {
+        "global acc": "global/acc",
+        "client acc": "client/acc_mean",
+        "client acc, weighted": "client/acc_weighted",
+    }
+    for label, name in labels.items():
         series = [float(row[name]) for row in metrics]
         best = max(series)
         assert figures[f"{name}_last"] == series[-1]

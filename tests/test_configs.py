@@ -205,6 +205,13 @@ def test_feddw_settings_differ_as_in_the_paper(config, alpha, per_round, rounds,
     assert taken["model.head.mapping"] == ([128, 128] if config.startswith("imdb") else [256, 128])
 
 
+@pytest.mark.parametrize("overrides", ["", "--scenario.partition Pathological"])
+def test_cwfedavgs_fedavg_differs_in_the_method_alone(overrides):
+    one, other = (resolved(f"agnews_{method}.yaml", overrides) for method in ("fedavg", "cwfedavg"))
+    assert one["evaluation"]["clients"] == "received"
+    assert {key for key in one if one[key] != other[key]} == {"algorithm"}
+
+
 def test_what_a_comment_calls_another_row_is_an_override(config):
     """It parses, and it changes something."""
     assert len(other_rows(config)) == config.read_text().count("# --")

@@ -115,8 +115,22 @@ def test_no_clients_have_no_figures() -> None:
 ROWS: list[dict[str, Any]] = [
     {"round": 1, "global/acc": 0.5, "comm/up_bytes": 100, "comm/down_bytes": 7},
     {"round": 2, "comm/up_bytes": 100, "comm/down_bytes": 7},
-    {"round": 3, "global/acc": 0.75, "client/acc_mean": 0.25, "comm/up_bytes": 50, "comm/down_bytes": 7},
-    {"round": 4, "global/acc": 0.75, "client/acc_mean": 0.125, "comm/up_bytes": 50, "comm/down_bytes": 7},
+    {
+        "round": 3,
+        "global/acc": 0.75,
+        "client/acc_mean": 0.25,
+        "client/acc_weighted": 0.375,
+        "comm/up_bytes": 50,
+        "comm/down_bytes": 7,
+    },
+    {
+        "round": 4,
+        "global/acc": 0.75,
+        "client/acc_mean": 0.125,
+        "client/acc_weighted": 0.5,
+        "comm/up_bytes": 50,
+        "comm/down_bytes": 7,
+    },
     {"round": 5, "global/acc": 0.625, "comm/up_bytes": 50, "comm/down_bytes": 7},
 ]
 
@@ -149,6 +163,9 @@ def test_a_run_comes_to_its_figures() -> None:
         "client/acc_mean_last": 0.125,
         "client/acc_mean_best": 0.25,
         "client/acc_mean_best_round": 3,
+        "client/acc_weighted_last": 0.5,
+        "client/acc_weighted_best": 0.5,
+        "client/acc_weighted_best_round": 4,
         "R_0.5": 1,
         "R_0.7": 3,
         "R_0.95": None,

@@ -33,6 +33,9 @@ SUMMARY: dict[str, Any] = {
     "global/acc_last": 0.61234,
     "global/acc_best": 0.7,
     "global/acc_best_round": 5,
+    "client/acc_weighted_last": 0.375,
+    "client/acc_weighted_best": 0.4375,
+    "client/acc_weighted_best_round": 4,
     "personal_on_global/acc_mean_last": 0.25,
     "personal_on_global/acc_mean_best": 0.5,
     "personal_on_global/acc_mean_best_round": 2,
@@ -50,6 +53,7 @@ def test_a_run_ends_with_its_figures() -> None:
     table = tables.summary_table(SUMMARY)
     assert cells(table) == [
         ["global acc", "0.6123", "0.7000", "5"],
+        ["client acc, weighted", "0.3750", "0.4375", "4"],
         ["personal on global", "0.2500", "0.5000", "2"],
         ["R_0.5 (global)", "round 3", "", ""],
         ["R_0.9 (global)", "not reached", "", ""],

@@ -23,6 +23,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     names = {
         "global/acc": "global acc",
         "client/acc_mean": "client acc",
+        "client/acc_weighted": "client acc, weighted",
         "personal_on_global/acc_mean": "personal on global",
     }
     for name, label in names.items():
