@@ -212,7 +212,7 @@ def test_a_task_leaves_the_memory_it_was_given_alone(tmp_path):
     one.fit()
     client = one.participants(1)[0]
     before = copy.deepcopy(one.memory[client])
-    first, second = (one.worker.run(one._task(1, client)) for _ in range(2))
+    first, second = (one.worker.run(one._task(1, client, one.download(1, client))) for _ in range(2))
     assert same_state(one.memory[client], before)
     assert same_state(first.memory, second.memory)
     assert not same_state(first.memory, before)

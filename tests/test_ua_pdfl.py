@@ -178,9 +178,9 @@ def test_the_average_is_of_own_and_peers_or_by_samples_of_peers_alone(peers):
     samples = [message.numbers["n_samples"] for message in messages]
     plain, reference = (UnitRepresentation(reference=r).merge({}, heard)["average"] for r in (False, True))
     for i in range(3):
-        assert plain[i].item() == pytest.approx(sum(f[i] for f in features) / len(features), rel=1e-5)
+        assert plain[i].item() == pytest.approx(sum(f[i] for f in features) / len(features), rel=1e-5, abs=1e-6)
         total = sum(n * f[i] for n, f in zip(samples[1:], features[1:], strict=True))
-        assert reference[i].item() == pytest.approx(total / sum(samples[1:]), rel=1e-5)
+        assert reference[i].item() == pytest.approx(total / sum(samples[1:]), rel=1e-5, abs=1e-6)
 
 
 def test_without_peers_the_average_is_ones_own_and_the_reference_has_none():
@@ -209,7 +209,7 @@ def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
 def test_eq12_equals_a_brute_force_loop():
     features, average = torch.randn(D), torch.randn(D)
     expected = sum((features[i].item() - average[i].item()) ** 2 for i in range(D))
-    assert ua.alignment_loss(features, average).item() == pytest.approx(expected, rel=1e-5)
+    assert ua.alignment_loss(features, average).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_eq12_and_its_gradient_are_those_of_the_expression_written_out():
@@ -245,7 +245,7 @@ def test_the_references_regulariser_is_the_mean_squared_distance_of_the_batch():
     value = term(ClientModule(backbone, [term]).step((x, torch.arange(6) % 3)))
     features = backbone.encoder(x)
     total = sum((features[b, i].item() - average[i].item()) ** 2 for b in range(6) for i in range(5))
-    assert value.item() == pytest.approx(0.7 * total / (6 * 5), rel=1e-5)
+    assert value.item() == pytest.approx(0.7 * total / (6 * 5), rel=1e-5, abs=1e-6)
     assert torch.autograd.grad(value, backbone.encoder[1].weight)[0].any()
 
 

@@ -67,8 +67,8 @@ class LeNet(Backbone):
     """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers of 256 and 128, a bias-free classification layer.
 
     No ReLU stands between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
-    and with 2x2 max pooling for CIFAR-10; its published code pools in both, with 10 and 20 channels and dropout 0.5
-    (which this network has not) for MNIST.
+    and with 2x2 max pooling for CIFAR-10; for MNIST its published code has 10 and 20 channels, and dropout 0.5, which
+    this network has not.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16, or 9 without pooling.
