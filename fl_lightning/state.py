@@ -85,6 +85,11 @@ def stack(states: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
+def widened(state: Tensors) -> Tensors:
+    """Floating-point entries in float64, the others as they are."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
+
+
 def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
     """N linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
 

@@ -315,13 +315,13 @@ def state_of(clients, shape=(37, 21)):
 
 
 @pytest.mark.parametrize("clients", [1, C, C + 1, 40])
-@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 def test_a_start_is_the_same_bytes_whoever_is_asked_for_beside_it(monkeypatch, clients, rows):
     state = state_of(clients)
     monkeypatch.setattr(cw, "BLOCK_BYTES", rows * 8 * (37 * 21 + C * 5 + 2))
     assert cw.block_rows(state["sources"]) == rows
     everybody = list(range(150))
-    scattered = [149, 3, 67, 7, 0, 131, 3 + 32]
+    scattered = [149, 3, 67, 7, 0, 131, 3 + 16]
     alone = [ClassWise().model_for(state, client) for client in everybody]
     for asked in (everybody, everybody[::-1], scattered):
         seen = list(ClassWise().ahead(state, asked))
@@ -336,12 +336,12 @@ def test_starts_are_made_block_by_block_and_hold_nothing_but_themselves():
     for client in range(3):
         own = ClassWise().model_for(next(starts), client)
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in own.values())
-    assert len(asked) == 33  # the first block, and who is not in it
+    assert len(asked) == 17  # the first block, and who is not in it
 
 
 def test_the_blocks_of_large_models_are_small():
     small, large = ({"w": torch.empty(1, n, device="meta")} for n in (1000, 3_000_000))
-    assert cw.block_rows(small) == 32
+    assert cw.block_rows(small) == 16
     assert cw.block_rows(large) == cw.BLOCK_BYTES // 24_000_000
     assert cw.block_rows({"w": torch.empty(1, 10**9, device="meta")}) == 1
 

@@ -23,7 +23,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
-from fl_lightning.state import combine, stack, weighted_mean
+from fl_lightning.state import combine, stack, weighted_mean, widened
 
 Distribution = Literal["weights", "true"]
 
@@ -198,12 +198,13 @@ class ClassWise(Aggregator):
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
         """Add each client's start, worked out in blocks, in each of which a client has one place, its own.
 
-        A block's product has the same shape however many clients are in it, and so rounds the same.
+        A block's product has the same shape however many clients are in it, and so rounds the same. What starts are
+        mixed from, class models or uploads, whichever are fewer, is held in float64 meanwhile.
         """
         sources, q, known = state["sources"], state["weights"]["value"], state["distributions"]
         unknown = torch.full((q.shape[1],), 1 / q.shape[1], dtype=q.dtype)
         by_class = q.shape[1] < len(q)
-        basis = combine(q.T, sources, rounded=False) if by_class else sources  # the fewer
+        basis = combine(q.T, sources, rounded=False) if by_class else widened(sources)
         rows = block_rows(sources)
         for block in blocks(clients, rows):
             shares = torch.zeros(rows, q.shape[1], dtype=q.dtype)
@@ -253,7 +254,7 @@ def start(client: int) -> str:
 def block_rows(stacked: Tensors) -> int:
     """How many starts are worked out together; it depends on the size of one alone."""
     numbers = sum(value[0].numel() for value in stacked.values())
-    return max(1, min(32, BLOCK_BYTES // (8 * numbers)))
+    return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
