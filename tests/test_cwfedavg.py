@@ -29,6 +29,7 @@ from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
 from fl_lightning.seeding import Stream, derive, generator
+from fl_lightning.state import combine
 
 C, WIDTH = 4, 3
 SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,))
@@ -337,6 +338,20 @@ def test_starts_are_made_block_by_block_and_hold_nothing_but_themselves():
         own = ClassWise().model_for(next(starts), client)
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in own.values())
     assert len(asked) == 17  # the first block, and who is not in it
+
+
+@pytest.mark.parametrize("clients", [2, C, C + 1, 40])
+def test_many_starts_are_few_products_over_the_fewer_models(monkeypatch, clients):
+    state, products = state_of(clients), []
+
+    def watch(coefficients, *args, **options):
+        products.append(tuple(coefficients.shape))
+        return combine(coefficients, *args, **options)
+
+    monkeypatch.setattr(cw, "combine", watch)
+    for client, ahead in enumerate(ClassWise().ahead(state, range(32))):
+        ClassWise().model_for(ahead, client)
+    assert products == ([(C, clients)] if clients > C else []) + 2 * [(16, min(C, clients))]
 
 
 def test_the_blocks_of_large_models_are_small():

@@ -9,6 +9,7 @@ import torch
 from experiments import NormMLP, experiment, same_bytes, untimed
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
+from fl_lightning.client import LossTerm
 from fl_lightning.engines import SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation import Evaluation
@@ -86,6 +87,26 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     assert here.memory.keys() == there.memory.keys()
     assert all(same_bytes(here.memory[name], there.memory[name]) for name in here.memory)
     assert (here.losses, here.local, here.on_global) == (there.losses, there.local, there.on_global)
+
+
+class Fits(LossTerm):
+    """How many fits the term has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = 0
+
+    def begin(self, module):
+        self.begun += 1
+
+    def forward(self, step):
+        return step.logits.sum() * 0 + self.begun
+
+
+def test_each_fit_has_a_module_of_its_own(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Fits()]), evaluation=Evaluation(clients="received"))
+    run.fit()
+    assert [row["client/train_fits"] for row in run.csv.rows] == [1.0, 1.0, 1.0]
 
 
 def task_of(run, round, client):

@@ -16,6 +16,7 @@ from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC,
 from fl_lightning.engines import Task
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation, Score, best_and_last, client_summary, evaluate, rounds_to, summarize
+from fl_lightning.message import Message
 from fl_lightning.models import MLP, Head
 from fl_lightning.seeding import Stream, derive
 
@@ -211,7 +212,11 @@ class Buffered(NormMLP):
 
 
 class Meddler(FedAvg):
-    """Clients that run the module they receive, and that know better than what they were sent."""
+    """Clients that are not sent everything, run the module they receive, and change what was not sent."""
+
+    def download(self, state: Any, client: int, rng: Any) -> Any:
+        message = super().download(state, client, rng)
+        return Message({name: value for name, value in message.tensors.items() if name != "model/head.bias"})
 
     def receive(self, module: Any, download: Any, memory: Any) -> None:
         super().receive(module, download, memory)
