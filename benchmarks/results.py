@@ -53,7 +53,7 @@ METHODS = {
 }
 AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of every other method the global model
 ALPHAS = (0.1, 0.5)
-RATES = (0.02, 0.05, 0.1)
+RATES = (0.02, 0.05, 0.1, 0.2)
 TUNING_SEED = 100
 SEEDS = (0, 1, 2, 3)
 
