@@ -2,11 +2,11 @@
 
     python benchmarks/results.py --data DATA_DIR --out runs/results --jobs 2
 
-Every method gets the learning rate that suits it by one rule: of RATES the one with the best figure on TUNING_SEED, in
-each setting anew, the figure being what the method is for (AIMS), a mean over the last five evaluated rounds where it
-is evaluated by round. SEEDS then tell how it does, each beside FedAvg with the same seed, so with the same split, start
-and participants. Runs are made by the code as it is: their folder is named by a digest of it, and what is there already
-is not run again. Each run has one thread, so that `--jobs` of them run side by side.
+Every method gets the learning rate that suits it by one rule: of those RATES with which none of its runs diverges, the
+one with the best figure on TUNING_SEED, in each setting anew. The figure is what the method is for (AIMS), a mean over
+the last five evaluated rounds where it is evaluated by round. SEEDS then tell how it does, each beside FedAvg with the
+same seed, so with the same split, start and participants. Runs are made by the code as it is: their folder is named by
+a digest of it, and what is there already is not run again. Each run has one thread, so that `--jobs` run side by side.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ METHODS = {
     "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
+AT_FIRST_ALPHA = (  # the finer questions are asked once
+    "FedSKC, LCL alone",
+    "FedSKC, GDA alone",
+    "FedSKC, GPR alone",
+    "FedSKC, gda_scale share",
+    "FedSKC, spread none",
+    "FedDW, mu 0.1",
+)
 AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of every other method the global model
 ALPHAS = (0.1, 0.5)
 RATES = (0.02, 0.05, 0.1, 0.2)
@@ -78,6 +86,11 @@ class Point(NamedTuple):
         file = self.folder / "final" / "summary.json"
         return json.loads(file.read_text()) if file.exists() else None
 
+    @property
+    def failure(self) -> Path:
+        """Where it is written why the run ended early, if it did."""
+        return self.folder / "failed.txt"
+
 
 @cache
 def digest() -> str:
@@ -103,12 +116,16 @@ def digits(out: Path, name: str, seed: int) -> Point:
 
 
 def run(point: Point) -> None:
-    if point.summary:
+    if point.summary or point.failure.exists():
         return
     resume = ["--resume", str(point.folder)] if (point.folder / "config.yaml").exists() else []
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = fl_lightning_main(["fit", *point.words, "--run_dir", str(point.folder), *resume])
+    if code == 1:  # a loss went to NaN
+        point.failure.write_text(errors.getvalue())
+    elif code:
+        raise RuntimeError(errors.getvalue())
     print(point.folder.name, "done" if code == 0 else errors.getvalue().strip().splitlines()[-1], flush=True)
 
 
@@ -128,15 +145,25 @@ def as_sent(folder: Path) -> float | None:
 
 
 def aim(method: str, point: Point) -> float:
-    if not point.summary:  # it diverged
-        return 0.0
     if AIMS.get(method) == "sent":
         return as_sent(point.folder) or 0.0
     return last_rounds(point.folder, "client/acc_mean" if AIMS.get(method) == "trained" else "global/acc")
 
 
 def best_rate(out: Path, data: str, method: str, alpha: float) -> float:
-    return max(RATES, key=lambda rate: aim(method, fashion(out, data, method, alpha, rate, TUNING_SEED)))
+    def points(rate: float) -> list[Point]:
+        return [fashion(out, data, method, alpha, rate, seed) for seed in (TUNING_SEED, *SEEDS)]
+
+    sound = [rate for rate in RATES if not any(point.failure.exists() for point in points(rate))]
+    return max(sound, key=lambda rate: aim(method, points(rate)[0]))
+
+
+def chosen(out: Path, data: str, method: str, alpha: float, seed: int) -> Point:
+    return fashion(out, data, method, alpha, best_rate(out, data, method, alpha), seed)
+
+
+def methods(alpha: float) -> list[str]:
+    return [method for method in METHODS if alpha == ALPHAS[0] or method not in AT_FIRST_ALPHA]
 
 
 def spread(values: list[float], sign: str = "") -> str:
@@ -169,15 +196,11 @@ def table(head: tuple[str, ...], rows: list[list[str]]) -> None:
 
 def fashion_table(out: Path, data: str, alpha: float) -> None:
     def points(method: str) -> list[Point]:
-        rate = best_rate(out, data, method, alpha)
-        return [fashion(out, data, method, alpha, rate, seed) for seed in SEEDS]
+        return [chosen(out, data, method, alpha, seed) for seed in SEEDS]
 
     rows = []
-    for method in METHODS:
+    for method in methods(alpha):
         summaries = [point.summary for point in points(method) if point.summary]
-        if not summaries:
-            rows.append([method, "no run ended"])
-            continue
         crossed = mean(one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in summaries)
         reached = ", ".join("-" if one["R_0.7"] is None else str(one["R_0.7"]) for one in summaries)
         found = cells(points(method), points("FedAvg"), ("global", "trained", "sent"))
@@ -201,12 +224,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     out, data = given.out, given.data
-    settings = [(method, alpha) for alpha in ALPHAS for method in METHODS]
+    settings = [(method, alpha) for alpha in ALPHAS for method in methods(alpha)]
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
         few = [digits(out, name, seed) for seed in DIGITS_SEEDS for name in DIGITS]
         list(pool.map(run, few + [fashion(out, data, *one, rate, TUNING_SEED) for one in settings for rate in RATES]))
-        rates = {one: best_rate(out, data, *one) for one in settings}
-        list(pool.map(run, [fashion(out, data, *one, rates[one], seed) for seed in SEEDS for one in settings]))
+        wanted = [(*one, seed) for seed in SEEDS for one in settings]
+        while missing := [point for one in wanted if not (point := chosen(out, data, *one)).summary]:
+            list(pool.map(run, missing[: len(settings)]))  # a seed at a time: who diverges is given another rate
     digits_table(out)
     for alpha in ALPHAS:
         fashion_table(out, data, alpha)
