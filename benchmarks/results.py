@@ -155,6 +155,8 @@ def best_rate(out: Path, data: str, method: str, alpha: float) -> float:
         return [fashion(out, data, method, alpha, rate, seed) for seed in (TUNING_SEED, *SEEDS)]
 
     sound = [rate for rate in RATES if not any(point.failure.exists() for point in points(rate))]
+    if not sound:
+        raise SystemExit(f"{method} at Dirichlet {alpha} diverges with every rate of {RATES}: add a smaller one")
     return max(sound, key=lambda rate: aim(method, points(rate)[0]))
 
 
@@ -173,19 +175,19 @@ def spread(values: list[float], sign: str = "") -> str:
 
 
 def measured(point: Point) -> dict[str, float | None]:
-    summary = point.summary or {}
-    sent = as_sent(point.folder)
+    summary, sent = point.summary, as_sent(point.folder)
     return {"global": summary["global/acc_last"], "trained": summary["client/acc_mean_last"], "sent": sent}
 
 
 def cells(points: list[Point], rivals: list[Point], names: tuple[str, ...]) -> list[str]:
     """Mean ± deviation of each figure, and of its difference to the rival with the same seed."""
-    pairs = [(measured(a), measured(b)) for a, b in zip(points, rivals, strict=True) if a.summary and b.summary]
+    pairs = [(measured(a), measured(b)) for a, b in zip(points, rivals, strict=True)]
     row = []
     for name in names:
-        known = [(a[name], b[name]) for a, b in pairs if a[name] is not None and b[name] is not None]
-        row += [spread([a for a, _ in known]), spread([a - b for a, b in known], "+")] if known else ["", ""]
-    return [*row, str(len(pairs))]
+        known = [(a[name], b[name]) for a, b in pairs if a[name] is not None]
+        row.append(spread([a for a, _ in known]) if known else "")
+        row.append(spread([a - b for a, b in known], "+") if known and points != rivals else "")
+    return row
 
 
 def table(head: tuple[str, ...], rows: list[list[str]]) -> None:
@@ -200,21 +202,21 @@ def fashion_table(out: Path, data: str, alpha: float) -> None:
 
     rows = []
     for method in methods(alpha):
-        summaries = [point.summary for point in points(method) if point.summary]
+        summaries = [point.summary for point in points(method)]
         crossed = mean(one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in summaries)
         reached = ", ".join("-" if one["R_0.7"] is None else str(one["R_0.7"]) for one in summaries)
         found = cells(points(method), points("FedAvg"), ("global", "trained", "sent"))
         rows.append([method, str(best_rate(out, data, method, alpha)), reached, f"{crossed / 1e6:.0f}", *found])
-    figures = ("global %", "to FedAvg", "personal, trained", "to FedAvg", "personal, sent", "to FedAvg", "seeds")
-    print(f"\nDirichlet {alpha}\n")
+    figures = ("global %", "to FedAvg", "personal, trained", "to FedAvg", "personal, sent", "to FedAvg")
+    print(f"\nDirichlet {alpha}:\n")
     table(("method", "lr", "R_0.7", "MB", *figures), rows)
 
 
 def digits_table(out: Path) -> None:
     rivals = [digits(out, next(iter(DIGITS)), seed) for seed in DIGITS_SEEDS]
     rows = [[name, *cells([digits(out, name, seed) for seed in DIGITS_SEEDS], rivals, ("global",))] for name in DIGITS]
-    print("\nDigits\n")
-    table(("config", "global %", "to FedAvg", "seeds"), rows)
+    print("\nDigits:\n")
+    table(("config", "global %", "to FedAvg"), rows)
 
 
 def main() -> None:
