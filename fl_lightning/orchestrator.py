@@ -405,6 +405,7 @@ class FederatedOrchestrator:
             raise
         finally:
             gc.unfreeze()
+            self.engine.close()
             self._notify("on_fit_end")
             if self.logger:
                 self.logger.finalize(status)

@@ -10,12 +10,12 @@ from experiments import NormMLP, experiment, same_bytes, untimed
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
 from fl_lightning.client import LossTerm
-from fl_lightning.engines import SequentialEngine, Task
+from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation import Evaluation
 
 
-class Backwards:
+class Backwards(Engine):
     """Carries tasks out from the last to the first."""
 
     def run(self, worker, tasks):
@@ -46,7 +46,7 @@ def test_results_are_put_in_client_order():
 def test_uploads_are_folded_as_they_arrive(tmp_path):
     events = []
 
-    class Watched:
+    class Watched(Engine):
         def run(self, worker, tasks):
             for task in tasks:
                 events.append(("fit", task.client))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, FedSiamDA, PeerAlgorithm
 from fl_lightning.client import ClientModule, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
 SEED, EPOCHS, BATCH, CLIENTS = 3, 2, 32, 6
@@ -175,7 +176,7 @@ def test_fedsiam_das_trained_copy_has_a_fresh_one():
 # --- Stop, and go on ---
 
 
-class Broken:
+class Broken(Engine):
     """An engine that breaks down in a round, after some of its clients have trained."""
 
     def __init__(self, round):

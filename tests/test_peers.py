@@ -27,7 +27,7 @@ from fl_lightning.algorithms import (
 from fl_lightning.algorithms.fedskc import global_knowledge
 from fl_lightning.algorithms.peers import bundle, restored, stored, unbundle
 from fl_lightning.client import LossTerm
-from fl_lightning.engines import Task, Worker
+from fl_lightning.engines import Engine, Task, Worker
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.message import Message, Upload
@@ -40,7 +40,7 @@ WEIGHTS = 64 * 16 + 16 + 16 * 10 + 10  # |w| of that model on digits
 ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
 
 
-class Watching:
+class Watching(Engine):
     """Keeps the tasks in which clients train, and the models they train to."""
 
     def __init__(self):

@@ -18,6 +18,7 @@ from fl_lightning.callbacks import EarlyStopping
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
 from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
+from fl_lightning.engines import Engine
 from fl_lightning.errors import CheckpointError, Interrupted
 from fl_lightning.loggers import MetricsCsv
 from fl_lightning.models import MLP, Head
@@ -98,7 +99,7 @@ def test_nothing_is_resumed_where_every_checkpoint_is_damaged(tmp_path):
         experiment(tmp_path, rounds=3).fit(resume=True)
 
 
-class Interrupter:
+class Interrupter(Engine):
     """Sends this process a signal in the middle of a round."""
 
     def __init__(self, round, signum):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from fl_lightning.engines.worker import Result, Task, Worker
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Carries out tasks, in any order and anywhere: `worker.run(task)` is all there is to a task."""
 
+    @abstractmethod
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield one result a task, as they finish; take tasks from the iterator only when there is room for them."""
-        ...
+
+    def close(self) -> None:  # noqa: B027, most engines hold nothing
+        """Let go of processes and memory; called when a run ends, however it ends. `run` may follow all the same."""
 
 
 def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from fl_lightning.engines.base import Engine
 from fl_lightning.engines.worker import Result, Task, Worker
 
 
-class SequentialEngine:
+class SequentialEngine(Engine):
     """Fits clients one after another on the trainer's device; memory for one client at a time."""
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:

@@ -180,10 +180,7 @@ class Worker:
         try:
             return self._run(task)
         except Exception as error:
-            reason = str(error) if isinstance(error, FLError) else f"{type(error).__name__}: {error}"
-            failure = ClientFailure(task.client, task.round, " ".join(reason.split()))
-            failure.__cause__ = error
-            return Result(task.client, task.download.nbytes, failure=failure)
+            return failed(task, error)
 
     def shared_module(self, weights: Tensors) -> ClientModule:
         """A client module with shared weights; what is not shared is as it was initialised."""
@@ -212,9 +209,10 @@ class Worker:
 
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task."""
-        return self._received(task, self.module())
+        return self.begun(task, self.module())
 
-    def _received(self, task: Task, module: ClientModule) -> ClientModule:
+    def begun(self, task: Task, module: ClientModule) -> ClientModule:
+        """A module as initialised, made the client's as it starts on a task; torch's generators are the client's."""
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale = task.round, task.lr_scale
         labels = self.data.data.y_train[self.data.shards[task.client].train]
@@ -225,16 +223,29 @@ class Worker:
 
     def _run(self, task: Task) -> Result:
         # made before seeding: the first module of a process draws the initial weights
-        module = self._received(task, self.module() if task.fit or task.upload else self._lent())
+        module = self.begun(task, self.module() if task.fit or task.upload else self._lent())
         optimizer = self._fit(module, task) if task.fit else None
+        return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
+
+    def finished(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
+        """What comes of a task whose training, if any, is done.
+
+        Args:
+            task: The task.
+            module: The client's module, trained.
+            optimizer_state: What the client's optimizer ended with, as `optimizer_tensors` gives it, where it is kept.
+
+        Raises:
+            NonFiniteError: The upload holds NaN or Inf.
+        """
         shard, classes = self.data.shards[task.client], self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
         with self.inference(module):
             if task.upload:
                 upload = self.algorithm.upload(module, self.training_batches(task.client), len(shard.train), classes)
                 memory = self.algorithm.remember(module, upload)
-                if optimizer and self._keeps_optimizer:
-                    memory = memory | to_cpu({"optimizer": optimizer_tensors(optimizer)})
+                if optimizer_state:
+                    memory = memory | to_cpu({"optimizer": optimizer_state})
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:
@@ -252,11 +263,16 @@ class Worker:
         )
 
     @property
-    def _keeps_optimizer(self) -> bool:
+    def keeps_optimizer(self) -> bool:
+        """Whether clients' optimizers go on from round to round."""
         return (self.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
-    def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train; the optimizer as it ended."""
+    def batches(self, task: Task) -> Batches:
+        """What a task trains on, as stored, in the client's own order of this round.
+
+        Raises:
+            ConfigError: The client has too few samples for a batch.
+        """
         data, index = self.data.data, self.data.shards[task.client].train
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
@@ -268,6 +284,11 @@ class Worker:
                 f"{len(index)} training sample(s) make no batch for {of}, "
                 f"which needs {self.min_batch}; use {mend}, or a larger scenario.partition.min_samples"
             )
+        return batches
+
+    def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
+        """Train; the optimizer as it ended."""
+        batches, data = self.batches(task), self.data.data
         module.train()
         trainer = self._quiet_trainer()
         with lightning_silenced():
@@ -309,6 +330,14 @@ class Worker:
         device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
         prepare = self.data.data.prepare
         return ((precision.convert_input(prepare(x.to(device))), y.to(device)) for x, y in batches)
+
+
+def failed(task: Task, error: Exception) -> Result:
+    """The result of a task that an error broke off."""
+    reason = str(error) if isinstance(error, FLError) else f"{type(error).__name__}: {error}"
+    failure = ClientFailure(task.client, task.round, " ".join(reason.split()))
+    failure.__cause__ = error
+    return Result(task.client, task.download.nbytes, failure=failure)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
