@@ -26,7 +26,7 @@ from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import UAPDFL, Algorithm, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.data.loaders import Batches, ClientDataModule
-from fl_lightning.engines.worker import lightning_silenced
+from fl_lightning.engines.trainer import lightning_silenced
 from fl_lightning.models import CNN4, Head
 
 METHODS = {

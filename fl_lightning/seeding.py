@@ -40,4 +40,7 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
     value = derive(seed, stream, *key)
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.manual_seed(value)
+    if torch.accelerator.is_available():
+        torch.manual_seed(value)
+    else:  # the same for the CPU, which alone is there, less the stack trace noted for devices yet to be woken
+        torch.default_generator.manual_seed(value)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fl_lightning.message import Tensors
 
+PIECE = 1 << 16
+"""Numbers that are averaged at a time: in float64 half a megabyte."""
+
 
 class RunningMean:
     """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
@@ -46,9 +49,10 @@ class RunningMean:
         for name, value in state.items():
             held = self._means.get(name)
             if held is None:
-                self._means[name] = value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+                wide = torch.float64 if value.is_floating_point() else value.dtype
+                self._means[name] = value.to(wide, copy=True, memory_format=torch.contiguous_format)
             elif value.is_floating_point():
-                held.add_(value.double() - held, alpha=weight / self._weight)
+                move_towards(held, value, weight / self._weight)
             else:
                 torch.maximum(held, value, out=held)
 
@@ -61,6 +65,20 @@ class RunningMean:
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
         return {name: mean.to(self._dtypes[name], copy=True) for name, mean in self._means.items()}
+
+
+def move_towards(held: Tensor, value: Tensor, share: float) -> None:
+    """`held += share · (value - held)` in place; a piece at a time, so that what lies between stays in the cache.
+
+    Args:
+        held: Contiguous, in float64.
+        value: Of the same shape.
+        share: How far to go, 1 is all the way.
+    """
+    scratch = torch.empty(min(PIECE, held.numel()), dtype=held.dtype, device=held.device)
+    for ours, theirs in zip(held.flatten().split(PIECE), value.flatten().split(PIECE), strict=True):
+        gap = scratch[: len(ours)].copy_(theirs).sub_(ours)
+        ours.add_(gap, alpha=share)
 
 
 def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
@@ -126,6 +144,7 @@ def _statistic(name: str) -> bool:
 def first_non_finite(tensors: Tensors) -> str | None:
     """Name of the first entry that holds NaN or Inf, or None."""
     for name, value in tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        # A finite sum has finite terms, and costs a quarter of looking at each; a sum can overflow without.
+        if value.is_floating_point() and not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             return name
     return None

@@ -121,3 +121,51 @@ def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
     for other in run.participants(1):
         run.worker.run(task_of(run, 1, other))
     assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)
+
+
+class Vandal(LossTerm):
+    """A term that leaves behind whatever it can, in every client's fit."""
+
+    def begin(self, module):
+        self.fits = getattr(self, "fits", 0) + 1
+        for parameter in module.backbone.parameters():
+            parameter.register_hook(lambda grad: grad * 1.5)
+            parameter.seen = True
+        module.backbone.register_forward_hook(lambda *args: None)
+        module.backbone.extra = torch.nn.Linear(2, 2)
+        module.backbone.register_buffer("more", torch.ones(3), persistent=False)
+        module.optimizer_factory = None
+
+    def forward(self, step):
+        assert self.fits == 1
+        return step.logits.sum() * 0
+
+
+class Momentous(torch.optim.SGD):
+    """An optimizer that would go on with what it last knew, if it could."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr, momentum=0.9)
+        assert not any(hasattr(p, "_held") for group in self.param_groups for p in group["params"])
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter._held = torch.ones(1)
+        return super().step(closure)
+
+
+def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
+    run._build()
+    tasks = [task_of(run, 1, client) for client in run.participants(1)]
+    alone = []
+    for task in tasks:
+        fresh = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
+        fresh._build()
+        alone.append(fresh.worker.run(task))
+    together = [run.worker.run(task) for task in tasks]
+    for one, other in zip(alone, together, strict=True):
+        assert one.failure is None
+        assert same_bytes(one.upload.tensors, other.upload.tensors)
+        assert one.losses == other.losses

@@ -254,7 +254,8 @@ def scored_in_a_fresh_module(run: Any, task: Task) -> tuple[Score, Score]:
     run.algorithm.receive(module, task.download, task.memory)
     with torch.no_grad():
         own = evaluate(module.eval(), [(data.prepare(data.x_train[shard.test]), data.y_train[shard.test])])
-        return own, evaluate(module, [(data.prepare(data.x_test), data.y_test)])
+        size = run.worker.eval_batch_size
+        return own, evaluate(module, zip(data.prepare(data.x_test).split(size), data.y_test.split(size), strict=True))
 
 
 @pytest.mark.parametrize(("method", "model"), RECEIVED.values(), ids=RECEIVED)
@@ -270,6 +271,7 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
         evaluation=Evaluation(clients="received"),
     )
     run.fit()
+    run.worker.eval_batch_size = 128
     assert set(run.participants(1)) | set(run.participants(2)) < set(range(6))
     tasks = {
         client: Task(2, client, download, run.memory.get(client, {}), 1.0, False, False, True, True)

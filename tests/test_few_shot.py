@@ -22,7 +22,7 @@ from fl_lightning.data.few_shot import (
     prototype_logits,
     sample_episode,
 )
-from fl_lightning.engines.worker import lightning_silenced
+from fl_lightning.engines.trainer import lightning_silenced
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP
 

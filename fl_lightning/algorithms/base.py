@@ -179,8 +179,7 @@ class Algorithm:
         """Client: take in a download and what the client itself kept from its last round.
 
         Args:
-            module: As initialised: what is neither sent nor kept stays so. Where clients are only scored it is one
-                module for all of them, whose backbone alone is made new each time, so change tensors, not structure.
+            module: As initialised, the client's own: what is neither sent nor kept stays so.
             download: What was sent.
             memory: What `remember` gave.
         """

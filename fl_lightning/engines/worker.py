@@ -7,8 +7,6 @@ any machine and get the same bytes.
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,21 +15,21 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import Batches, ClientDataModule
+from fl_lightning.engines.blueprint import Blueprint
+from fl_lightning.engines.trainer import check_local_work, lightning_silenced, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError
 from fl_lightning.evaluation import Score, evaluate
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
 from fl_lightning.seeding import Stream, derive, seed_everything
 from fl_lightning.state import first_non_finite
-
-QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,8 @@ class Worker:
         lr_scheduler: Builds each fit's scheduler, or None.
         optimizer_state: Whether a fit's optimizer starts `fresh`, or goes on from the client's last round (`kept`);
             as the algorithm says if None.
-        eval_batch_size: Samples a batch where nothing is trained.
+        eval_batch_size: Samples a batch where nothing is trained; by default 128 on a CPU, whose caches hold no
+            more of a convolution's activations, and 512 elsewhere.
     """
 
     seed: int
@@ -113,7 +112,7 @@ class Worker:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     optimizer_state: OptimizerState | None = None
-    eval_batch_size: int = 512
+    eval_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Only what the worker was built from: the rest is made again where it arrives."""
@@ -137,7 +136,7 @@ class Worker:
     @cached_property
     def _setup(self) -> L.Trainer:
         """A trainer that never fits, asked for the device and the precision."""
-        return self._quiet_trainer()
+        return quiet_trainer(self.trainer)
 
     def check(self) -> None:
         """Try what every task depends on, before the first round.
@@ -169,11 +168,15 @@ class Worker:
                 f"it needs one number a class"
             )
 
-    def module(self) -> ClientModule:
-        """A fresh client module with the run's initial weights, in the trainer's precision."""
+    @cached_property
+    def _blueprint(self) -> Blueprint[ClientModule]:
         module = self._setup.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
-        return module
+        return Blueprint(module)
+
+    def module(self) -> ClientModule:
+        """A fresh client module with the run's initial weights, in the trainer's precision."""
+        return self._blueprint.build()
 
     def run(self, task: Task) -> Result:
         """Carry out a task. An error is part of the result: it names client and round, and holds its cause."""
@@ -194,19 +197,6 @@ class Worker:
         with self.inference(module):
             return self.data.data.evaluate(module, self.test_batches())
 
-    @cached_property
-    def _resident(self) -> ClientModule:
-        """The module of all tasks that only score: a copy for each would take longer than the scoring."""
-        return self.module()
-
-    def _lent(self) -> ClientModule:
-        """The resident module with a fresh one's weights and buffers: nothing of the client before is left in it."""
-        own, initial = (dict(tensors_of(module.backbone)) for module in (self._resident, self.template))
-        with torch.no_grad():
-            for name, value in initial.items():
-                own[name].copy_(value)
-        return self._resident.train()
-
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task."""
         return self.begun(task, self.module())
@@ -223,7 +213,7 @@ class Worker:
 
     def _run(self, task: Task) -> Result:
         # made before seeding: the first module of a process draws the initial weights
-        module = self.begun(task, self.module() if task.fit or task.upload else self._lent())
+        module = self.begun(task, self.module())
         optimizer = self._fit(module, task) if task.fit else None
         return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
 
@@ -290,18 +280,10 @@ class Worker:
         """Train; the optimizer as it ended."""
         batches, data = self.batches(task), self.data.data
         module.train()
-        trainer = self._quiet_trainer()
+        trainer = quiet_trainer(self.trainer)
         with lightning_silenced():
             trainer.fit(module, datamodule=ClientDataModule(batches, data.prepare, data.augment))
         return trainer.optimizers[0]
-
-    def _quiet_trainer(self) -> L.Trainer:
-        options: dict[str, Any] = {"devices": 1, "limit_val_batches": 0, **self.trainer}
-        if options.get("max_epochs") is None:
-            options["max_epochs"] = 1 if options.get("max_steps", -1) == -1 else -1
-        options |= dict.fromkeys(QUIET, False)
-        with lightning_silenced():
-            return L.Trainer(**options)
 
     @contextmanager
     def inference(self, module: ClientModule) -> Iterator[None]:
@@ -319,12 +301,16 @@ class Worker:
 
     def _ordered(self, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         data = self.data.data
-        return self._prepared(Batches(data.x_train, data.y_train, index, self.eval_batch_size))
+        return self._prepared(Batches(data.x_train, data.y_train, index, self._eval_batch))
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The global test set, prepared, on the trainer's device."""
         data = self.data.data
-        return self._prepared(Batches(data.x_test, data.y_test, None, self.eval_batch_size))
+        return self._prepared(Batches(data.x_test, data.y_test, None, self._eval_batch))
+
+    @property
+    def _eval_batch(self) -> int:
+        return self.eval_batch_size or (128 if self._setup.strategy.root_device.type == "cpu" else 512)
 
     def _prepared(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
@@ -340,27 +326,6 @@ def failed(task: Task, error: Exception) -> Result:
     return Result(task.client, task.download.nbytes, failure=failure)
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, those too that are in no state dict."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def check_local_work(trainer: L.Trainer) -> None:
-    """Refuse a trainer whose fit would take no step, never end, or start processes of its own.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    if trainer.world_size > 1:
-        raise ConfigError("trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th")
-    for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
-        if getattr(trainer, name) == 0:
-            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
-    if trainer.max_epochs == trainer.max_steps == -1:
-        raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
-
-
 @contextmanager
 def blame(key: str) -> Iterator[None]:
     """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
@@ -370,20 +335,3 @@ def blame(key: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}".replace(f"{key}: {key}", key)) from error
-
-
-@contextmanager
-def lightning_silenced() -> Iterator[None]:
-    """Keep Lightning's per-fit messages ("GPU available", "stopped: max_epochs reached", ...) off the screen."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    before = [(logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:  # not setLevel: that empties the caches of every logger there is
-        logger.handlers, logger.propagate = [logging.NullHandler()], False
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.")
-            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
-            yield
-    finally:
-        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
-            logger.handlers, logger.propagate = handlers, propagate

@@ -1,0 +1,79 @@
+"""A module taken apart once, to be put together anew for every task: `copy.deepcopy` at a fraction of its time."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import types
+import weakref
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+# What a deep copy takes over as it is, and pickle would refuse or look up by name.
+AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
+
+
+class Blueprint(Generic[M]):
+    """Builds copies of a module that share nothing with it or with one another, as deep copies would.
+
+    The tensors are copied one by one; the objects that hold them come out of a pickle in memory, which is faster than
+    walking them in Python. A module that cannot be pickled, or says itself how to be copied, is deep-copied.
+
+    Args:
+        module: It is left as it is, and must not change any more.
+
+    Example:
+        >>> blueprint = Blueprint(nn.Linear(2, 1))
+        >>> one, other = blueprint.build(), blueprint.build()
+        >>> bool((one.weight == other.weight).all()), one.weight is other.weight
+        (True, False)
+    """
+
+    def __init__(self, module: M) -> None:
+        self._module = module
+        self._parts: list[Any] = []
+        self._structure: bytes | None
+        try:
+            self._structure = self._taken_apart()
+            self.build()
+        except Exception:  # whatever an object's own pickling raises
+            self._structure = None
+
+    def build(self) -> M:
+        """A new copy."""
+        if self._structure is None:
+            return copy.deepcopy(self._module)
+        built: dict[int, Any] = {}
+
+        def part(number: int) -> Any:
+            if number not in built:
+                original = self._parts[number]
+                built[number] = copy.deepcopy(original) if isinstance(original, Tensor) else original
+            return built[number]
+
+        unpickler = pickle.Unpickler(io.BytesIO(self._structure))
+        unpickler.persistent_load = part  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def _taken_apart(self) -> bytes:
+        numbers: dict[int, int] = {}
+
+        def number_of(value: Any) -> int | None:
+            if not isinstance(value, (Tensor, *AS_IS)):
+                if hasattr(value, "__deepcopy__") and not isinstance(value, np.ndarray):
+                    raise TypeError(f"{type(value).__name__} copies itself its own way")
+                return None
+            if id(value) not in numbers:
+                numbers[id(value)] = len(self._parts)
+                self._parts.append(value)
+            return numbers[id(value)]
+
+        pickler = pickle.Pickler(stream := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = number_of  # type: ignore[method-assign]
+        pickler.dump(self._module)
+        return stream.getvalue()
