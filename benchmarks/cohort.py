@@ -1,0 +1,266 @@
+"""A round of 50 out of 1,000 clients: fl-lightning beside a hand-written loop and other simulators.
+
+    python -m venv peers && peers/bin/pip install -r benchmarks/cohort-requirements.txt
+    python benchmarks/cohort.py --peers peers/bin/python
+
+FedAvg on the workload of pfl-research's public benchmark: images of CIFAR-10's shape, 1,000 clients of 50 samples, 50
+of them a round, one epoch in batches of 10, SGD, a network of two convolutions with 1,626,442 parameters; the images
+are synthetic. Every contestant runs in a process of its own, one after another, and all over again for each repeat;
+what is not installed is left out. A round lasts from the end of the one before it to its own, checkpoints and all; the
+first, in which much is made for the first time, and the last, after which models are scored, are left out.
+
+Prints each contestant's seconds a round over the loop's of the same repeat, and what shows that the work was the same:
+optimizer steps, parameters, and the final model's loss on the test set. flwr's rounds run in two Ray workers of one
+thread each, everything else in one process with as many threads as there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+CLIENTS, PER_ROUND, SAMPLES, BATCH, CLASSES, LR = 1000, 50, 50, 10, 10, 0.1
+SHAPE, TEST_SAMPLES, PARAMETERS = (3, 32, 32), 1000, 1_626_442
+
+
+def network() -> nn.Sequential:
+    """The benchmark's network, the same weights at each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 14 * 14, 128),
+        nn.ReLU(),
+        nn.Linear(128, CLASSES),
+    )
+
+
+def write_data(path: Path) -> None:
+    """A pattern for each class under noise, float32."""
+    rng = np.random.default_rng(0)
+    patterns = rng.normal(size=(CLASSES, *SHAPE), scale=0.5).astype(np.float32)
+
+    def split(n: int) -> tuple[np.ndarray, np.ndarray]:
+        y = np.arange(n) % CLASSES
+        return patterns[y] + rng.standard_normal((n, *SHAPE), dtype=np.float32), y
+
+    x_train, y_train = split(CLIENTS * SAMPLES)
+    x_test, y_test = split(TEST_SAMPLES)
+    np.savez(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+
+
+def read(path: Path, split: str = "train") -> tuple[Tensor, Tensor]:
+    """Inputs and labels of `train` or `test`."""
+    with np.load(path) as arrays:
+        return torch.from_numpy(arrays[f"x_{split}"]), torch.from_numpy(arrays[f"y_{split}"])
+
+
+# --- The contestants: each runs so many rounds, tells the end of each, and returns the final weights ------------------
+
+
+def loop(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """FedAvg as one would write it by hand."""
+    x, y = read(data)
+    shards = torch.randperm(len(y)).split(SAMPLES)
+    model = network()
+    for done in range(1, rounds + 1):
+        sums = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        for client in torch.randperm(CLIENTS)[:PER_ROUND].tolist():
+            local = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(local.parameters(), lr=LR)
+            for batch in shards[client][torch.randperm(SAMPLES)].split(BATCH):
+                optimizer.zero_grad()
+                F.cross_entropy(local(x[batch]), y[batch]).backward()
+                optimizer.step()
+            for name, value in local.state_dict().items():
+                sums[name] += value / PER_ROUND
+        model.load_state_dict(sums)
+        print(f"round {done}/{rounds}", flush=True)
+    return model.parameters()
+
+
+def from_python(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """fl-lightning from Python."""
+    from functools import partial
+
+    from fl_lightning import FederatedOrchestrator
+    from fl_lightning.algorithms import FedAvg
+    from fl_lightning.data import IID, Arrays, Scenario
+    from fl_lightning.models import FromModule
+
+    run = FederatedOrchestrator(
+        Scenario(Arrays(str(data)), IID(), CLIENTS, local_test=0.0),
+        partial(FromModule, module="cohort.network", head="8"),
+        FedAvg(),
+        rounds=rounds,
+        clients_per_round=PER_ROUND,
+        batch_size=BATCH,
+        optimizer=partial(torch.optim.SGD, lr=LR),
+        trainer={"accelerator": "cpu", "max_epochs": 1},
+        evaluate_every=rounds,
+        run_dir=str(folder / "run"),
+    )
+    run.fit()
+    return run.state["model"].values()
+
+
+def command_line(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """fl-lightning from a config file, with the logger it has unless told otherwise (W&B, offline)."""
+    import yaml
+
+    from fl_lightning.cli import main as fl_lightning
+
+    settings = {
+        "scenario": {
+            "dataset": {"class_path": "Arrays", "init_args": {"path": str(data)}},
+            "partition": "IID",
+            "clients": CLIENTS,
+            "local_test": 0.0,
+        },
+        "model": {"class_path": "FromModule", "init_args": {"module": "cohort.network", "head": "8"}},
+        "algorithm": "FedAvg",
+        "rounds": rounds,
+        "clients_per_round": PER_ROUND,
+        "batch_size": BATCH,
+        "optimizer": {"class_path": "SGD", "init_args": {"lr": LR}},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1},
+        "evaluate_every": rounds,
+        "run_dir": str(folder / "run"),
+    }
+    (folder / "cohort.yaml").write_text(yaml.safe_dump(settings))
+    assert fl_lightning(["fit", "--config", str(folder / "cohort.yaml")]) == 0
+    return torch.load(folder / "run" / "final" / "model.pt", weights_only=True).values()
+
+
+CONTESTANTS: dict[str, tuple[str, Callable[[Path, int, Path], Iterable[Tensor]]]] = {
+    "loop": ("torch", loop),
+    "ours, Python": ("fl_lightning", from_python),
+    "ours, command line": ("fl_lightning", command_line),
+}
+
+
+# --- One contestant, in a process of its own --------------------------------------------------------------------------
+
+
+class Steps:
+    """Counts the optimizer steps of the process that are a client's, and the parameters that they move."""
+
+    def __init__(self) -> None:
+        self.count = self.parameters = 0
+        register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer.param_groups[0]["lr"] == LR:  # a server's own step has another
+            self.count += 1
+            self.parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
+def compete(name: str, data: Path, rounds: int) -> None:
+    """Run one contestant; its last line says what it did."""
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        weights = list(CONTESTANTS[name][1](data, rounds, Path(folder)))
+    model, (x, y) = network(), read(data, "test")
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)
+        loss = F.cross_entropy(model(x), y).item()
+    print(json.dumps({"steps": steps.count, "parameters": steps.parameters, "loss": loss}))
+
+
+# --- All of them ------------------------------------------------------------------------------------------------------
+
+
+def timed(python: str, name: str, data: Path, rounds: int) -> dict[str, float]:
+    """A contestant's median seconds a round, and what it did."""
+    command = [python, __file__, "--contestant", name, "--data", str(data), "--rounds", str(rounds)]
+    ends, lines = [], []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            lines.append(line)
+            if re.match(r"round \d+/", line):
+                ends.append(time.perf_counter())
+    if process.returncode:
+        sys.exit(f"{name} failed:\n{''.join(lines[-20:])}")
+    assert len(ends) == rounds, f"{name}: {len(ends)} rounds of {rounds}"
+    return {"seconds": statistics.median(np.diff(ends)[:-1]), **json.loads(lines[-1])}
+
+
+def verify(name: str, run: dict[str, float], loop: dict[str, float], rounds: int) -> None:
+    """Refuse to compare runs that did not do the same."""
+    assert run["parameters"] == PARAMETERS, f"{name}: {run['parameters']} parameters"
+    assert run["steps"] == rounds * PER_ROUND * SAMPLES // BATCH, f"{name}: {run['steps']} steps"
+    assert abs(run["loss"] - loop["loss"]) < 0.1 * loop["loss"], f"{name}: loss {run['loss']}, loop {loop['loss']}"
+
+
+def installed(python: str, package: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code]).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default=sys.executable, help="Python of the loop and fl-lightning (this one)")
+    parser.add_argument("--peers", default=sys.executable, help="Python with the other simulators (this one)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each contestant (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds a run (default 5)")
+    parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), help="contestants beside the loop (all)")
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contestant:
+        return compete(args.contestant, args.data, args.rounds)
+    compare(args)
+    return None
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Let the contestants take turns and print the table."""
+    pythons = {}
+    for name, (package, _) in CONTESTANTS.items():
+        python = args.python if package in ("torch", "fl_lightning") else args.peers
+        if name == "loop" or name in args.only:
+            if installed(python, package):
+                pythons[name] = python
+            else:
+                print(f"{name}: left out, {package} is not installed for {python}")
+    rounds = args.rounds + 2
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data.npz"
+        write_data(data)
+        for _ in range(args.repeats):
+            for name, python in pythons.items():
+                runs[name].append(timed(python, name, data, rounds))
+                verify(name, runs[name][-1], runs["loop"][-1], rounds)
+    print(f"{args.repeats} runs of {args.rounds} timed rounds; {rounds * PER_ROUND * SAMPLES // BATCH} steps in all")
+    print(f"{'':20}{'s a round':>10}{'over the loop':>15}{'least':>8}{'most':>8}{'final loss':>12}")
+    for name, own in runs.items():
+        ratios = [run["seconds"] / beside["seconds"] for run, beside in zip(own, runs["loop"], strict=True)]
+        seconds, loss = (statistics.median(run[what] for run in own) for what in ("seconds", "loss"))
+        spread = f"{statistics.median(ratios):15.3f}{min(ratios):8.3f}{max(ratios):8.3f}"
+        print(f"{name:20}{seconds:10.2f}{spread}{loss:12.3f}")
+
+
+if __name__ == "__main__":
+    main()
