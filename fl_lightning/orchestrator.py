@@ -63,6 +63,9 @@ class FederatedOrchestrator:
             that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
         trainer: Keyword arguments of Lightning's `Trainer` for each client fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
+        compile: Compile the network, once for all clients and rounds; worth it where a step is long.
+        channels_last: Lay images and convolutions out with their channels side by side, which GPUs want in mixed
+            precision.
         engine: How a round's client fits are carried out; one after another by default.
         evaluation: What is measured beside the global model.
         evaluate_every: Rounds between evaluations; the last round always has one.
@@ -97,6 +100,8 @@ class FederatedOrchestrator:
         lr_scheduler: LRSchedulerCallable | None = None,
         round_lr_scheduler: LRSchedulerCallable | None = None,
         trainer: dict[str, Any] | None = None,
+        compile: bool = False,
+        channels_last: bool = False,
         engine: Engine | None = None,
         evaluation: Evaluation = Evaluation(),
         evaluate_every: int = 1,
@@ -146,6 +151,8 @@ class FederatedOrchestrator:
             "optimizer": optimizer,
             "optimizer_state": optimizer_state,
             "lr_scheduler": lr_scheduler,
+            "compile": compile,
+            "channels_last": channels_last,
         }
         self._signals = DeferredSignals()
 

@@ -12,6 +12,7 @@ from torch import nn
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.engines import Task
 from fl_lightning.models import MLP, Backbone
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -79,3 +80,8 @@ def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Rows of metrics less what a clock put there."""
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:
+    """What a client is to do in a round that follows the state as it is."""
+    return Task(round, client, run.download(round, client), run.memory.get(client, {}))

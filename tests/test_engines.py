@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, untimed
+from experiments import NormMLP, experiment, same_bytes, task_of_round, untimed
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
 from fl_lightning.client import LossTerm
@@ -109,17 +109,13 @@ def test_each_fit_has_a_module_of_its_own(tmp_path):
     assert [row["client/train_fits"] for row in run.csv.rows] == [1.0, 1.0, 1.0]
 
 
-def task_of(run, round, client):
-    return Task(round, client, run.download(round, client), run.memory.get(client, {}))
-
-
 def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
     run = experiment(tmp_path, FedSKC(), rounds=2)
     run.fit()
-    task = task_of(run, 2, run.participants(2)[0])
+    task = task_of_round(run, 2, run.participants(2)[0])
     first = run.worker.run(task)
     for other in run.participants(1):
-        run.worker.run(task_of(run, 1, other))
+        run.worker.run(task_of_round(run, 1, other))
     assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)
 
 
@@ -158,7 +154,7 @@ class Momentous(torch.optim.SGD):
 def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
     run._build()
-    tasks = [task_of(run, 1, client) for client in run.participants(1)]
+    tasks = [task_of_round(run, 1, client) for client in run.participants(1)]
     alone = []
     for task in tasks:
         fresh = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)

@@ -256,10 +256,11 @@ def buffer_names(backbone: nn.Module) -> set[str]:
 
 
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Detached copies on the CPU, half precision widened to float32, free of the module they came from."""
+    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
 
     def widened(value: Tensor) -> Tensor:
         half = value.dtype in (torch.float16, torch.bfloat16)
-        return value.detach().to("cpu", torch.float32 if half else value.dtype, copy=True)
+        dtype = torch.float32 if half else value.dtype
+        return value.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
     return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

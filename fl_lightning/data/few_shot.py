@@ -157,7 +157,7 @@ class EpisodeBatches(Batches):
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, task: FewShot, seed: int) -> None:
         super().__init__(x, y, index, batch_size=task.ways * (task.shots + task.queries))
         self.task, self.rng = task, np.random.default_rng(seed)
-        self.members = [own for own in by_class(y[index].numpy()) if len(own) > task.shots]
+        self.members = [own for own in by_class(y[index].cpu().numpy()) if len(own) > task.shots]
         if len(self.members) < 2:
             raise ConfigError(
                 f"scenario.partition: a client holds {len(self.members)} class(es) of more than {task.shots} samples, "

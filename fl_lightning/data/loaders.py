@@ -47,6 +47,7 @@ class Batches:
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
+        order = order.to(self.x.device)  # all at once: a batch then waits for nothing
         for start in range(0, self.length * self.batch_size, self.batch_size):
             chosen = order[start : start + self.batch_size]
             yield self.x[chosen], self.y[chosen]

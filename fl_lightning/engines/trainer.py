@@ -57,6 +57,7 @@ def lightning_silenced() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.")
             warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile's own look
             yield
     finally:
         for logger, (handlers, propagate) in zip(loggers, before, strict=True):

@@ -20,9 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
-from fl_lightning.data import FederatedData
+from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule
 from fl_lightning.engines.blueprint import Blueprint
+from fl_lightning.engines.device import channels_last, compile_backbone, resident
 from fl_lightning.engines.trainer import check_local_work, lightning_silenced, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError
 from fl_lightning.evaluation import Score, evaluate
@@ -99,6 +100,8 @@ class Worker:
         lr_scheduler: Builds each fit's scheduler, or None.
         optimizer_state: Whether a fit's optimizer starts `fresh`, or goes on from the client's last round (`kept`);
             as the algorithm says if None.
+        compile: Compile the backbone, once for all clients and rounds.
+        channels_last: Lay images and convolutions out with their channels side by side.
         eval_batch_size: Samples a batch where nothing is trained; by default 128 on a CPU, whose caches hold no
             more of a convolution's activations, and 512 elsewhere.
     """
@@ -112,6 +115,8 @@ class Worker:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     optimizer_state: OptimizerState | None = None
+    compile: bool = False
+    channels_last: bool = False
     eval_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,11 +177,24 @@ class Worker:
     def _blueprint(self) -> Blueprint[ClientModule]:
         module = self._setup.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
-        return Blueprint(module)
+        return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
     def module(self) -> ClientModule:
         """A fresh client module with the run's initial weights, in the trainer's precision."""
-        return self._blueprint.build()
+        module = self._blueprint.build()
+        if self.compile:
+            compile_backbone(module.backbone)
+        return module
+
+    @cached_property
+    def _stored(self) -> LoadedData:
+        """The dataset as batches are cut from it: on the trainer's device, if there is room."""
+        return resident(self.data.data, self._setup.strategy.root_device)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Turn a stored batch into what the network takes."""
+        x = self.data.data.prepare(x)
+        return channels_last(x) if self.channels_last else x
 
     def run(self, task: Task) -> Result:
         """Carry out a task. An error is part of the result: it names client and round, and holds its cause."""
@@ -263,7 +281,7 @@ class Worker:
         Raises:
             ConfigError: The client has too few samples for a batch.
         """
-        data, index = self.data.data, self.data.shards[task.client].train
+        data, index = self._stored, self.data.shards[task.client].train
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
         if not len(batches):
@@ -278,11 +296,11 @@ class Worker:
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train; the optimizer as it ended."""
-        batches, data = self.batches(task), self.data.data
+        batches = self.batches(task)
         module.train()
         trainer = quiet_trainer(self.trainer)
         with lightning_silenced():
-            trainer.fit(module, datamodule=ClientDataModule(batches, data.prepare, data.augment))
+            trainer.fit(module, datamodule=ClientDataModule(batches, self.prepare, self.data.data.augment))
         return trainer.optimizers[0]
 
     @contextmanager
@@ -300,13 +318,11 @@ class Worker:
         return self._ordered(self.data.shards[client].train)
 
     def _ordered(self, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self.data.data
-        return self._prepared(Batches(data.x_train, data.y_train, index, self._eval_batch))
+        return self._prepared(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch))
 
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The global test set, prepared, on the trainer's device."""
-        data = self.data.data
-        return self._prepared(Batches(data.x_test, data.y_test, None, self._eval_batch))
+        return self._prepared(Batches(self._stored.x_test, self._stored.y_test, None, self._eval_batch))
 
     @property
     def _eval_batch(self) -> int:
@@ -314,8 +330,7 @@ class Worker:
 
     def _prepared(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
-        prepare = self.data.data.prepare
-        return ((precision.convert_input(prepare(x.to(device))), y.to(device)) for x, y in batches)
+        return ((precision.convert_input(self.prepare(x.to(device))), y.to(device)) for x, y in batches)
 
 
 def failed(task: Task, error: Exception) -> Result:

@@ -1,0 +1,49 @@
+"""What is done once a run so that a GPU does not wait in every step: data that stays there, layouts, compilation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.data import LoadedData
+from fl_lightning.models import Backbone
+
+
+def resident(data: LoadedData, device: torch.device, room: int | None = None) -> LoadedData:
+    """The dataset on the device that trains, so that batches are cut and augmented there; as it is if it is too large.
+
+    Args:
+        data: The dataset, in the computer's memory.
+        device: Where clients train.
+        room: Bytes that the data may take there; half of what is free by default.
+    """
+    if device.type == "cpu":
+        return data
+    tensors = {name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test")}
+    if room is None:
+        room = free_memory(device) // 2
+    if sum(value.numel() * value.element_size() for value in tensors.values()) > room:
+        return data
+    return replace(data, **{name: value.to(device) for name, value in tensors.items()})
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on a GPU; none on devices that do not tell."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """A batch of images with its channels side by side in memory, which convolutions in half precision want."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def compile_backbone(backbone: nn.Module) -> None:
+    """Compile a network in place: what one client's fit has compiled serves all others and all rounds.
+
+    The encoder and the head are compiled apart where the module has them, since loss terms look between the two. A
+    second size of batch makes the graph's batch size free, so that ragged last batches do not compile again.
+    """
+    for part in (backbone.encoder, backbone.head) if isinstance(backbone, Backbone) else (backbone,):
+        part.compile()
