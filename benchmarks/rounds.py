@@ -1,0 +1,136 @@
+"""A round of FedSKC's own setting beside what the device's arithmetic allows.
+
+    python benchmarks/rounds.py [--samples 50000] [--rounds 3]
+
+CIFAR-100's shape, ResNet-8, 8 of 20 clients a round, 10 epochs in batches of 64, synthetic images, augmented; on a GPU
+in bf16-mixed, elsewhere in 32-true. The limit is the time that the training steps' multiplications would take at the
+rate of a large matrix product in the same precision on the same device. Each way to run a round takes its turn, all
+over again for each repeat; a round's first run, in which kernels are chosen and compiled, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.algorithms import FedSKC
+from fl_lightning.client import ClientModule
+from fl_lightning.data import Dirichlet, LoadedData, Scenario
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.transforms import CropFlip
+from fl_lightning.models import ResNet8
+
+CLIENTS, PER_ROUND, EPOCHS, BATCH, CLASSES = 20, 8, 10, 64, 100
+WAYS = {
+    "plain": {},
+    "channels last": {"channels_last": True},
+    "compiled": {"compile": True},
+    "both": {"channels_last": True, "compile": True},
+}
+
+
+class Images(Arrays):
+    """Arrays whose training batches are cropped and flipped, as CIFAR-100's are."""
+
+    def load(self) -> LoadedData:
+        """Read the file."""
+        data = super().load()
+        data.augment = CropFlip()
+        return data
+
+
+def write_data(path: Path, samples: int) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (samples + 1000, 3, 32, 32), dtype=np.uint8)
+    labels = np.arange(samples + 1000) % CLASSES
+    np.savez(path, x_train=images[:samples], y_train=labels[:samples], x_test=images[samples:], y_test=labels[samples:])
+
+
+def prepared(data: Path, run_dir: Path, rounds: int, precision: str, options: dict[str, bool]) -> FederatedOrchestrator:
+    """The run, evaluated at its end only."""
+    return FederatedOrchestrator(
+        Scenario(Images(str(data)), Dirichlet(0.2), CLIENTS, local_test=0.0),
+        ResNet8,
+        FedSKC(),
+        rounds=rounds,
+        clients_per_round=PER_ROUND,
+        batch_size=BATCH,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        trainer={"accelerator": "auto", "precision": precision, "max_epochs": EPOCHS},
+        evaluate_every=rounds,
+        run_dir=str(run_dir),
+        **options,
+    )
+
+
+def round_time(run: FederatedOrchestrator) -> tuple[float, float]:
+    """Median seconds of a round after the first, and training steps a round."""
+    run.fit()
+    steps = [
+        sum(-(-len(run.data.shards[client].train) // BATCH) for client in run.participants(round)) * EPOCHS
+        for round in range(2, run.rounds + 1)
+    ]
+    seconds = [row["time/fit_s"] for row in run.csv.rows[1:]]
+    return median(seconds), sum(steps) / len(steps)
+
+
+def step_flops() -> float:
+    """Floating-point operations of one training step, forwards and backwards."""
+    module = ClientModule(ResNet8(in_shape=(3, 32, 32), num_classes=CLASSES))
+    with FlopCounterMode(display=False) as counter:
+        module.training_step((torch.zeros(BATCH, 3, 32, 32), torch.zeros(BATCH, dtype=torch.int64)), 0).backward()
+    return float(counter.get_total_flops())
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()  # reading a number waits for the device
+        times.append(time.perf_counter() - started)
+    return 2 * n**3 / min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=50_000, help="training images")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds a run, the first of which does not count")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    rate = product_rate(device, torch.bfloat16 if gpu else torch.float32)
+    print(f"{torch.cuda.get_device_name() if gpu else f'CPU, {torch.get_num_threads()} threads'}: ", end="")
+    print(f"{rate / 1e12:.2f} TFLOP/s in a matrix product, {step_flops() / 1e9:.2f} GFLOP a step of {BATCH}")
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in given.ways}
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(data := Path(folder) / "images.npz", given.samples)
+        for repeat in range(given.repeats):
+            for way in given.ways:
+                run_dir = Path(folder) / f"{way}-{repeat}"
+                run = prepared(data, run_dir, given.rounds, "bf16-mixed" if gpu else "32-true", WAYS[way])
+                seconds[way].append(round_time(run))
+    for way, measured in seconds.items():
+        over = [spent * rate / (steps * step_flops()) for spent, steps in measured]
+        print(
+            f"{way:14} {median(spent for spent, _ in measured):8.2f} s a round, "
+            f"{1e3 * median(spent / steps for spent, steps in measured):7.2f} ms a step, "
+            f"{median(over):6.1f} x the limit ({min(over):.1f} - {max(over):.1f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
