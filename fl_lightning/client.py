@@ -188,6 +188,10 @@ class ClientModule(L.LightningModule):
             piece.observe(step, self.current_epoch)
         return functools.reduce(torch.add, losses.values())
 
+    def record(self, names: list[str], values: Tensor) -> None:
+        """Record one step's losses, float32 `(T,)`, for whoever trains the module in another way than by itself."""
+        self._losses.add_values(names, values)
+
     def on_train_epoch_end(self) -> None:
         """Stop at a loss that is not finite; log the means where somebody listens."""
         self._losses.settle()
@@ -268,8 +272,12 @@ class LossRecord:
 
     def add(self, losses: dict[str, Tensor]) -> None:
         """Add one step's losses."""
-        self._names = list(losses)
-        self._pending.append(torch.stack([value.detach().float() for value in losses.values()]))
+        self.add_values(list(losses), torch.stack([value.detach().float() for value in losses.values()]))
+
+    def add_values(self, names: list[str], values: Tensor) -> None:
+        """Add one step's losses, float32 `(T,)`, in the order of their names."""
+        self._names = names
+        self._pending.append(values)
 
     def settle(self) -> None:
         """Fold the steps since the last call into the sums.

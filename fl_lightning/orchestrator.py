@@ -358,6 +358,7 @@ class FederatedOrchestrator:
         self.data = self.scenario.build(self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
+        self.engine.check(self.worker)
         with blame("round_lr_scheduler"):
             self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients

@@ -4,8 +4,13 @@ Two clients, two rounds or two purposes never share a stream, and neither the en
 restart can move one.
 """
 
+from __future__ import annotations
+
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,3 +49,58 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
         torch.manual_seed(value)
     else:  # the same for the CPU, which alone is there, less the stack trace noted for devices yet to be woken
         torch.default_generator.manual_seed(value)
+
+
+class RandomStates:
+    """Where Python's, NumPy's and torch's global generators are, so that several clients can take turns with them.
+
+    Args:
+        device: Whose generator of torch counts; a GPU's comes beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self.keep()
+
+    def keep(self) -> None:
+        """Note where the global generators are."""
+        self._others = _others()
+        self._keep_torch()
+
+    def unmoved(self) -> bool:
+        """Whether the global generators are where they were noted to be."""
+        states = zip(self._generators, self._torch, strict=True)
+        return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the global generators go on from here; where they end up is noted."""
+        python, (kind, words, *rest) = self._others
+        random.setstate(python)
+        np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))
+        with self.drawing_torch():
+            try:
+                yield
+            finally:
+                self._others = _others()
+
+    @contextmanager
+    def drawing_torch(self) -> Iterator[None]:
+        """The same for torch's generators alone, which is quicker."""
+        for generator, state in zip(self._generators, self._torch, strict=True):
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._keep_torch()
+
+    def _keep_torch(self) -> None:
+        self._torch = [generator.get_state() for generator in self._generators]
+
+
+def _others() -> tuple[Any, tuple[Any, ...]]:
+    """Python's and NumPy's state, comparable."""
+    kind, words, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, np.asarray(words).tobytes(), *rest)

@@ -47,7 +47,7 @@ def weight_distribution(weight: Tensor) -> Tensor:
     """
     norms = weight.norm(dim=1)
     total = norms.sum()
-    return norms / total if bool(total > 0) else torch.full_like(norms, 1 / len(norms))
+    return torch.where(total > 0, norms / total.where(total > 0, 1.0), 1 / len(norms))
 
 
 def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:

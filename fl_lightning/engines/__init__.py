@@ -2,6 +2,7 @@
 
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
 
-__all__ = ["Engine", "Result", "SequentialEngine", "Task", "Worker"]
+__all__ = ["Engine", "Result", "SequentialEngine", "StackedEngine", "Task", "Worker"]

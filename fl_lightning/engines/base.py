@@ -15,6 +15,13 @@ class Engine(ABC):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield one result a task, as they finish; take tasks from the iterator only when there is room for them."""
 
+    def check(self, worker: Worker) -> None:  # noqa: B027, most engines can do whatever a worker can
+        """Look before round 1 whether the engine can do what will be asked of it.
+
+        Raises:
+            ConfigError: It cannot; the message says why.
+        """
+
     def close(self) -> None:  # noqa: B027, most engines hold nothing
         """Let go of processes and memory; called when a run ends, however it ends. `run` may follow all the same."""
 

@@ -1,0 +1,349 @@
+"""A cohort: clients whose weights are rows of one stack, and the LightningModule that trains them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from fl_lightning.client import ClientModule, Step, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.data import LoadedData
+from fl_lightning.data.loaders import Batches
+from fl_lightning.engines.stacking import (
+    Alike,
+    ClientStep,
+    Outcome,
+    as_rows,
+    contents,
+    difference,
+    tensors_of,
+    versions,
+)
+from fl_lightning.engines.worker import Task, Worker
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Tensors
+from fl_lightning.seeding import RandomStates
+
+
+@dataclass(eq=False)
+class Client:
+    """One client of a cohort.
+
+    Args:
+        task: What it is to do.
+        module: Its module, as it starts on the task, on the training device.
+        batches: What it trains on.
+        draws: Where its random generators are.
+        per_epoch: Steps in each of its epochs but the last.
+        steps: Steps in all.
+        error: Why it trains no more, if it does not.
+    """
+
+    task: Task
+    module: ClientModule
+    batches: Batches
+    draws: RandomStates
+    per_epoch: int
+    steps: int
+    error: Exception | None = None
+
+    @classmethod
+    def begun(cls, worker: Worker, task: Task, trainer: L.Trainer) -> Client:
+        """A client at the start of its fit.
+
+        Args:
+            worker: The worker.
+            task: The client's task.
+            trainer: What would train the client alone.
+        """
+        device = trainer.strategy.root_device
+        module = worker.begun(task, worker.module())
+        draws = RandomStates(device)
+        batches = worker.batches(task)
+        limit = trainer.limit_train_batches
+        per_epoch = min(len(batches), limit) if isinstance(limit, int) else len(batches)
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        bounds = [bound for bound in (steps, per_epoch * (-1 if epochs is None else epochs)) if bound >= 0]
+        return cls(task, module.to(device).train(), batches, draws, per_epoch, min(bounds))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that it begins."""
+        return math.ceil(self.steps / self.per_epoch)
+
+    def steps_in(self, epoch: int) -> int:
+        """Steps that it takes in an epoch; none once it has failed."""
+        return 0 if self.error else max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, random numbers are the client's own, and what goes wrong is its own failure."""
+        try:
+            with self.draws.drawing():
+                yield
+        except Exception as error:
+            self.error = error
+
+
+@dataclass
+class CohortBatch:
+    """The batches of a step, all of one size.
+
+    Args:
+        rows: Whose they are, ascending.
+        x: `(n, B, ...)`.
+        y: `(n, B)`.
+    """
+
+    rows: list[int]
+    x: Tensor
+    y: Tensor
+
+    def to(self, device: torch.device, **options: Any) -> CohortBatch:
+        """The same on a device."""
+        return CohortBatch(self.rows, self.x.to(device, **options), self.y.to(device, **options))
+
+
+class Cohort(L.LightningModule):
+    """Trains clients together, each as `ClientModule` under a `Trainer` of its own would be.
+
+    The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
+    model on views of the stacks; each client's parameters then get their row of the gradient, and one optimizer over
+    the parameters of all steps those that have one.
+
+    Args:
+        clients: The clients, at least one.
+        data: The dataset.
+        clip: Bound on each client's gradient, or 0.
+        clip_by: `norm` or `value`.
+    """
+
+    def __init__(self, clients: Sequence[Client], data: LoadedData, clip: float = 0.0, clip_by: str = "norm") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        # Those that take most steps first: the ones still at work are then consecutive rows, views of the stacks.
+        self.clients = sorted(clients, key=lambda client: (-client.per_epoch, client.task.client))
+        self.data, self.clip, self.clip_by = data, clip, clip_by
+        self.stacks: Tensors = {}
+        self.kinds: list[tuple[Alike, dict[int, int]]] = []
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the parameters of all clients, each with its own state, and one scheduler."""
+        first = self.clients[0].module
+        parameters = [list(client.module.backbone.parameters()) for client in self.clients]
+        optimizer = first.optimizer_for(p for own in parameters for p in own)
+        started: Tensors = {}
+        for row, client in enumerate(self.clients):
+            started |= renumbered(client.module.optimizer_state, row * len(parameters[0]))
+        if started:
+            load_optimizer_tensors(optimizer, started)
+        for group in optimizer.param_groups:
+            if group["foreach"] is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True  # many small tensors: a loop in C++, not in Python
+        return optimizer if first.scheduler_factory is None else ([optimizer], [first.scheduler_factory(optimizer)])
+
+    def optimizer_states(self) -> dict[int, Tensors]:
+        """What each client's optimizer ended with, by client."""
+        kept = optimizer_tensors(self.trainer.optimizers[0])
+        width = len(list(self.clients[0].module.backbone.parameters()))
+        states: dict[int, Tensors] = {client.task.client: {} for client in self.clients}
+        for key, value in kept.items():
+            row = int(key.partition("/")[0]) // width
+            states[self.clients[row].task.client] |= renumbered({key: value}, -row * width)
+        return states
+
+    # --- What a client's own fit would do around its steps ---
+
+    def train_dataloader(self) -> CohortBatches:
+        """The cohort's batches."""
+        return CohortBatches(self)
+
+    def on_fit_start(self) -> None:
+        """Start each client's fit."""
+        for client in self.clients:
+            client.module.trainer = self.trainer
+            with client.turn():
+                client.module.on_fit_start()
+
+    def on_train_epoch_start(self) -> None:
+        """Start an epoch of each client that is still at work, then stack them."""
+        for client in self._at_work():
+            with client.turn():
+                client.module.on_train_epoch_start()
+        self._stack()
+        self._look()
+
+    def on_train_epoch_end(self) -> None:
+        """End each client's epoch, and step the scheduler."""
+        for client in self._at_work():
+            with client.turn():
+                client.module.on_train_epoch_end()
+        if scheduler := self.lr_schedulers():
+            scheduler.step()  # type: ignore[union-attr]
+
+    def _at_work(self) -> list[Client]:
+        return [client for client in self.clients if client.steps_in(self.current_epoch)]
+
+    def _stack(self) -> None:
+        """Make the clients' weights and buffers rows of one tensor each."""
+        tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
+        self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
+        for name, stacked in self.stacks.items():
+            for own, row in zip(tensors, stacked.unbind(), strict=True):
+                own[name].data = row
+        self.tensors = tensors
+
+    def _look(self) -> None:
+        """Find out who can be stacked with whom as the clients are now."""
+        kinds: list[tuple[dict[str, Any], list[int], list[ClientStep]]] = []
+        for row, client in enumerate(self.clients):
+            if client.steps_in(self.current_epoch):
+                step = ClientStep(client.module)
+                shape = step.shape()
+                for other, rows, steps in kinds:
+                    if difference(shape, other) is None:
+                        rows.append(row)
+                        steps.append(step)
+                        break
+                else:
+                    kinds.append((shape, [row], [step]))
+        self.kinds = [
+            (Alike(steps, [self.clients[row].draws for row in rows]), {row: i for i, row in enumerate(rows)})
+            for _, rows, steps in kinds
+        ]
+
+    # --- Steps ---
+
+    def on_after_batch_transfer(self, batch: CohortBatch, dataloader_idx: int) -> CohortBatch:
+        """Prepare all batches at once, augment each client's with its own random numbers."""
+        x = self.data.prepare(batch.x.flatten(0, 1)).unflatten(0, batch.x.shape[:2])
+        if self.data.augment:
+            x = torch.stack([self._augmented(row, own) for row, own in zip(batch.rows, x, strict=True)])
+        return CohortBatch(batch.rows, self.trainer.precision_plugin.convert_input(x), batch.y)
+
+    def _augmented(self, row: int, x: Tensor) -> Tensor:
+        assert self.data.augment is not None
+        with self.clients[row].draws.drawing():
+            return self.data.augment(x)
+
+    def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
+        """One step of each client that the batch is for."""
+        optimizer = self.trainer.optimizers[0]
+        for alike, places in self.kinds:
+            chosen = [i for i, row in enumerate(batch.rows) if row in places]
+            if chosen:
+                rows = [batch.rows[i] for i in chosen]
+                cut = as_rows(chosen, batch.x.device)
+                self._backward(alike, rows, [places[row] for row in rows], batch.x[cut], batch.y[cut])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _backward(self, alike: Alike, rows: list[int], members: list[int], x: Tensor, y: Tensor) -> None:
+        """Losses and gradients of clients that are alike."""
+        cut = as_rows(rows, x.device)
+        own = {name: stacked[cut] for name, stacked in self.stacks.items()}
+        for name, value in own.items():
+            own[name] = value.detach().requires_grad_(self.tensors[0][name].requires_grad)
+        outcome = alike(own, members, x, y)
+        self.manual_backward(outcome.loss.sum())
+        gradients = {name: value.grad for name, value in own.items() if value.grad is not None}
+        clip(gradients, self.clip, self.clip_by)
+        for name, gradient in gradients.items():
+            for row, part in zip(rows, gradient.unbind(), strict=True):
+                self.tensors[row][name].grad = part
+        if isinstance(cut, Tensor):  # a copy: what was written to buffers goes back
+            for name, value in own.items():
+                if not value.requires_grad:
+                    self.stacks[name][cut] = value
+        self._record(rows, outcome, x, y)
+
+    def _record(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
+        """Note each client's losses; let shared knowledge see its outputs."""
+        names = list(outcome.losses)
+        values = torch.stack([value.detach().float() for value in outcome.losses.values()], dim=1)
+        for row, own in zip(rows, values.unbind(), strict=True):
+            self.clients[row].module.record(names, own)
+        if any(type(piece).observe is not SharedKnowledge.observe for piece in self.clients[rows[0]].module.pieces()):
+            self._observe(rows, outcome, x, y)
+
+    def _observe(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
+        """Let the shared knowledge of each client see its outputs, and look again at what has changed by that."""
+        changed = False
+        for i, row in enumerate(rows):
+            module = self.clients[row].module
+            features = None if outcome.features is None else outcome.features[i]
+            step = Step(outcome.logits[i], y[i], features, x[i], module.backbone)
+            held = contents(module.knowledge)
+            written = versions(held)
+            with self.clients[row].draws.drawing():
+                for piece in module.pieces():
+                    piece.observe(step, self.current_epoch)
+            now = contents(module.knowledge)
+            changed |= difference(held, now) is not None or versions(now) != written
+        if changed:
+            self._look()
+
+
+class CohortBatches:
+    """One pass over the batches of all clients of a cohort, those of one size together, larger ones first.
+
+    Each client's batches keep their order. Those are together whose next batches have the size of the largest that is
+    waiting: full batches step by step, and incomplete last ones, size by size, at the end.
+
+    Args:
+        cohort: The cohort, whose epoch says how many steps each client takes.
+    """
+
+    def __init__(self, cohort: Cohort) -> None:
+        self.cohort = cohort
+
+    def __iter__(self) -> Iterator[CohortBatch]:
+        epoch = self.cohort.current_epoch
+        passes = [islice(client.batches, client.steps_in(epoch)) for client in self.cohort.clients]
+        waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        arrived = list(range(len(passes)))
+        while True:
+            for row in arrived:
+                waiting.pop(row, None)
+                if batch := next(passes[row], None):
+                    waiting[row] = batch
+            if not waiting:
+                return
+            sizes = {row: tuple(y.shape) for row, (_, y) in sorted(waiting.items())}
+            largest = max(sizes.values())
+            arrived = [row for row in sizes if sizes[row] == largest]
+            x, y = zip(*(waiting[row] for row in arrived), strict=True)
+            yield CohortBatch(arrived, torch.stack(x), torch.stack(y))
+
+
+def renumbered(state: Tensors, by: int) -> Tensors:
+    """An optimizer's tensors with other numbers of parameters."""
+    parts = ((key.partition("/"), value) for key, value in state.items())
+    return {f"{int(number) + by}/{name}": value for (number, _, name), value in parts}
+
+
+def clip(gradients: Tensors, bound: float, by: str) -> None:
+    """Clip each client's gradient as Lightning does, in place.
+
+    Args:
+        gradients: By parameter, `(n, ...)`.
+        bound: The largest norm or value; 0 or less clips nothing.
+        by: `norm` of all of a client's gradients together, or `value`.
+    """
+    if bound <= 0 or not gradients:
+        return
+    if by == "value":
+        for gradient in gradients.values():
+            gradient.clamp_(-bound, bound)
+        return
+    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()])
+    factors = (bound / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients.values():
+        gradient.mul_(factors.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1)))

@@ -1,0 +1,236 @@
+"""A round's clients as one batched model, trained by one `Trainer.fit` for all of them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fl_lightning.client import ClientModule
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.cohort import Client, Cohort
+from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
+from fl_lightning.engines.trainer import lightning_silenced, quiet_trainer
+from fl_lightning.engines.worker import Result, Task, Worker, failed
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors
+from fl_lightning.seeding import RandomStates
+
+OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Torch's optimizers that look at one parameter at a time and leave alone one that has no gradient."""
+
+TRAINER_OPTIONS = (
+    *("accelerator", "devices", "precision", "deterministic", "benchmark", "detect_anomaly"),
+    *("max_epochs", "max_steps", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps", "inference_mode"),
+    *("check_val_every_n_epoch", "log_every_n_steps"),
+)
+"""Trainer options that a cohort's fit keeps for each client, or that mean nothing in a client's fit."""
+
+HOOKS = ("on_fit_start", "on_train_epoch_start", "on_train_epoch_end")
+"""What is called for each client by itself, and so may be overridden."""
+
+
+class StackedEngine(Engine):
+    """Trains a round's clients at once: one batched model, one `Trainer.fit` for the cohort.
+
+    For small models, whose steps cost more in Python than in arithmetic, and for GPUs that one client leaves idle. The
+    results are the sequential engine's but for rounding. Each client has its own batches, random numbers, losses,
+    optimizer state and BatchNorm statistics, and may fail alone. A step takes the clients whose next batches are of
+    one size: full ones first and, at the end of an epoch, incomplete ones size by size.
+
+    It needs loss terms that only compute, an optimizer of `OPTIMIZERS` and a model that `torch.vmap` can batch, and
+    refuses others before round 1. Where that shows only later, clients are trained one after another, with a warning.
+
+    Args:
+        clients: How many clients are stacked at most; memory grows with it. The last digits of the results may depend
+            on it, as on any other change of how sums are split.
+
+    Raises:
+        ConfigError: `clients` is below 2.
+    """
+
+    def __init__(self, clients: int = 64) -> None:
+        if clients < 2:
+            raise ConfigError(f"engine.clients: {clients} is below 2; use SequentialEngine for one client at a time")
+        self.clients = clients
+
+    def check(self, worker: Worker) -> None:
+        """Try a step of two clients.
+
+        Raises:
+            ConfigError: Something cannot be stacked; the message says what and why.
+        """
+        trainer = quiet_trainer(worker.trainer)
+        check_trainer(worker.trainer, trainer)
+        if worker.compile:
+            raise refusal("compile", "a step of many clients is not the step that was compiled")
+        clients = [worker.module().to(trainer.strategy.root_device).train() for _ in range(2)]
+        check_module(clients[0])
+        for client in clients:
+            client.class_counts = torch.ones(worker.data.data.num_classes)
+            client.on_fit_start()
+        x, y = next(iter(worker.test_batches()))
+        with trainer.precision_plugin.forward_context():
+            check_steps(clients, x[:8], y[:8])
+
+    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Take as many tasks as are stacked, train, and yield their results, one cohort after another."""
+        arriving, trainer = iter(tasks), quiet_trainer(worker.trainer)
+        while taken := list(islice(arriving, self.clients)):
+            alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
+            if taken[0].fit and alike and len(taken) > 1:
+                yield from fitted(worker, taken, trainer)
+            else:
+                yield from map(worker.run, taken)
+
+
+def fitted(worker: Worker, tasks: Sequence[Task], trainer: L.Trainer) -> Iterator[Result]:
+    """The results of tasks, trained together.
+
+    Args:
+        worker: The worker.
+        tasks: Tasks of one round, with training.
+        trainer: What would train one of them alone.
+    """
+    clients = []
+    for task in tasks:
+        try:
+            clients.append(Client.begun(worker, task, trainer))
+        except Exception as error:
+            yield failed(task, error)
+    try:
+        states = trained(worker, clients, trainer) if clients else {}
+    except Exception as error:  # nobody's in particular: one by one, each says what is its own
+        warnings.warn(f"StackedEngine: trained one after another: {one_line(error)}", stacklevel=2)
+        yield from map(worker.run, [client.task for client in clients])
+        return
+    while clients:
+        client = clients.pop(0)
+        with client.turn():
+            result = worker.finished(client.task, client.module, states.get(client.task.client, {}))
+        yield failed(client.task, client.error) if client.error else result
+
+
+def trained(worker: Worker, clients: Sequence[Client], alone: L.Trainer) -> dict[int, Tensors]:
+    """Train clients together; what their optimizers ended with, where that is kept."""
+    cohort = Cohort(clients, worker.data.data, alone.gradient_clip_val or 0.0, alone.gradient_clip_algorithm or "norm")
+    changed = {
+        "max_epochs": max(client.epochs for client in clients),
+        "max_steps": -1,
+        "limit_train_batches": 1.0,
+        "gradient_clip_val": None,
+        "gradient_clip_algorithm": None,
+    }
+    trainer = quiet_trainer(worker.trainer | changed)
+    with lightning_silenced():
+        trainer.fit(cohort)
+    return cohort.optimizer_states() if worker.keeps_optimizer else {}
+
+
+# --- What it refuses ---------------------------------------------------------------------------------------------
+
+
+def refusal(what: str, why: str) -> ConfigError:
+    """The error that says what cannot be stacked."""
+    return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
+
+
+def check_trainer(options: dict[str, Any], trainer: L.Trainer) -> None:
+    """Refuse options of the trainer that would not hold for each client by itself.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    defaults = inspect.signature(L.Trainer.__init__).parameters
+    for name, value in options.items():
+        if name not in TRAINER_OPTIONS and value is not None and value != defaults[name].default:
+            raise refusal(f"trainer.{name}", "it is for one fit, and all clients are in one")
+    if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1:
+        raise refusal("trainer.limit_train_batches", "a share is rounded for each client; give a number of batches")
+    plugin = trainer.precision_plugin
+    if (
+        type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+        or plugin.precision == "16-mixed"
+    ):
+        raise refusal(f"trainer.precision {plugin.precision}", "gradients are scaled for all clients alike")
+
+
+def check_module(module: ClientModule) -> None:
+    """Refuse a client module with steps or an optimizer of its own kind.
+
+    Raises:
+        ConfigError: Names what is in the way.
+    """
+    kind = type(module)
+    for name in dir(ClientModule):
+        if not name.startswith("__") and name not in HOOKS and own(kind, name) is not own(ClientModule, name):
+            raise refusal(kind.__name__, f"it has a {name} of its own")
+    optimizer = module.optimizer_for(module.backbone.parameters())
+    if type(optimizer) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
+        raise refusal(f"optimizer {type(optimizer).__name__}", f"only torch's {', '.join(OPTIMIZERS)}")
+    if module.scheduler_factory:
+        schedule = module.scheduler_factory(optimizer)
+        if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
+            raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
+
+
+def own(kind: type, name: str) -> object:
+    """A class's attribute as it is written there."""
+    return inspect.getattr_static(kind, name)
+
+
+def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
+    """Try a stacked step of the backbone alone, then with each active loss term.
+
+    Raises:
+        ConfigError: Names the model or the loss term.
+    """
+    backbone = clients[0].backbone
+    for part in backbone.modules():
+        if isinstance(part, nn.RNNBase):
+            raise refusal(type(backbone).__name__, f"torch.vmap cannot batch {type(part).__name__}, a recurrent layer")
+    terms = [list(client.terms()) for client in clients]
+    for number in range(-1, len(terms[0])):
+        what = type(backbone).__name__ if number < 0 else f"loss term {terms[0][number].name!r}"
+        for client, all_terms in zip(clients, terms, strict=True):
+            client.loss_terms = nn.ModuleList(all_terms[max(number, 0) : number + 1])
+        try:
+            try_step(clients, x, y)
+        except Exception as error:
+            raise refusal(what, one_line(error)) from error
+
+
+def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
+    """A stacked step of clients that are all as initialised, on one batch.
+
+    Raises:
+        Exception: It cannot be done.
+    """
+    steps = [ClientStep(client) for client in clients]
+    path = difference(*(step.shape() for step in steps))
+    if path:
+        raise ConfigError(f"clients cannot be compared in {path.removeprefix('client.')!r}")
+    alike = Alike(steps, [RandomStates(x.device) for _ in clients])
+    tensors = [dict(tensors_of(client.backbone)) for client in clients]
+    stacked = {
+        name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)
+        for name, value in tensors[0].items()
+    }
+    copies = torch.stack([x] * len(clients)), torch.stack([y] * len(clients))
+    alike(stacked, list(range(len(clients))), *copies).loss.sum().backward()
+
+
+def one_line(error: Exception) -> str:
+    """The first sentence of an error."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".")

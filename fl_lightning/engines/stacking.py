@@ -1,0 +1,305 @@
+"""One client's training step as a function of tensors, and many clients' steps as one call of it by `vmap`.
+
+Everything that a step can read is found by walking the client's module: registered parameters and buffers, and
+tensors that its parts hold as plain attributes (a loss term's anchors, say), in lists, tuples and dicts too. Clients
+that differ in tensors alone are alike and can be stacked; everything else about them must be equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fl_lightning.client import ClientModule
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors
+from fl_lightning.seeding import RandomStates
+
+Rows = slice | Tensor
+"""Which clients of a stack: a slice, which is a view, or indices, which are a copy."""
+
+BACKBONE = "client.backbone."
+
+_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "_losses"}  # what a client's step does not read
+_HIDDEN = {kind: vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule)}
+
+
+class Outcome(NamedTuple):
+    """What a training step computes; stacked, each has a first dimension of clients.
+
+    Args:
+        loss: The sum of the losses.
+        losses: Cross-entropy and each active term, by name.
+        logits: `(B, C)`.
+        features: `(B, d)`, or None where the model has no encoder.
+    """
+
+    loss: Tensor
+    losses: dict[str, Tensor]
+    logits: Tensor
+    features: Tensor | None
+
+
+class ClientStep(nn.Module):
+    """A client's training step: its module, and the modules that the module's parts hold as plain attributes."""
+
+    def __init__(self, client: ClientModule) -> None:
+        super().__init__()
+        self.client, self.held = client, nn.ModuleList()
+        walked = list(client.modules())
+        for module in walked:  # it grows
+            for leaf in leaves(attributes(module)).values():
+                if isinstance(leaf, nn.Module) and not any(leaf is one for one in walked):
+                    self.held.append(leaf)
+                    walked += leaf.modules()
+
+    def forward(self, x: Tensor, y: Tensor) -> Outcome:
+        """Run the backbone and the losses on a batch."""
+        step = self.client.step((x, y))
+        losses = self.client.losses(step)
+        return Outcome(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
+
+    def registered(self) -> Tensors:
+        """Parameters and buffers by name, those of the backbone under `client.backbone.`."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def places(self) -> dict[str, str]:
+        """Every place of a registered tensor, which may have several, and its name in `registered`."""
+        names = {id(value): name for name, value in self.registered().items()}
+        return {
+            f"{prefix}.{name}": names[id(value)]
+            for prefix, module in self.named_modules()
+            for name, value in {**module._parameters, **module._buffers}.items()
+            if value is not None
+        }
+
+    def free(self) -> Tensors:
+        """The tensors among `plain` that are not registered ones under another name."""
+        known = {id(value) for value in self.registered().values()}
+        return {path: leaf for path, leaf in plain(self).items() if isinstance(leaf, Tensor) and id(leaf) not in known}
+
+    def shape(self) -> dict[str, Any]:
+        """What clients must have in common to be stacked, by path."""
+        registered = self.registered()
+        names = {id(value): name for name, value in registered.items()}
+        modules = {id(module): name for name, module in self.named_modules()}
+
+        def described(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            return modules[id(leaf)] if isinstance(leaf, nn.Module) else leaf
+
+        tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in registered.items()}
+        kinds = {f"{name} is": type(module) for name, module in self.named_modules()}
+        return tensors | kinds | {path: described(leaf) for path, leaf in plain(self).items()}
+
+    @contextmanager
+    def holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
+        """Have plain attributes hold other tensors for a while.
+
+        Raises:
+            ConfigError: An attribute is not what it was: whoever changes it in each step cannot be stacked.
+        """
+        names = {id(value): name for name, value in self.registered().items()}
+        before: list[tuple[nn.Module, str, Any]] = []
+        for prefix, module in self.named_modules():
+            for name, value in attributes(module).items():
+                new = replaced(value, f"{prefix}.{name}", lambda leaf: registered.get(names.get(id(leaf), "")), free)
+                if new is not value:
+                    before.append((module, name, value))
+                    vars(module)[name] = new
+        held = plain(self)
+        try:
+            yield
+            if path := difference(held, plain(self)):
+                raise self.impure(path)
+        finally:
+            for module, name, value in before:
+                vars(module)[name] = value
+
+    def impure(self, path: str) -> ConfigError:
+        """The error that names what a step has changed."""
+        return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, those too that are in no state dict."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside parameters, buffers and submodules."""
+    hidden = _HIDDEN[L.LightningModule if isinstance(module, L.LightningModule) else nn.Module]
+    own = _FIT if isinstance(module, ClientModule) else ()
+    return {name: value for name, value in vars(module).items() if name not in hidden and name not in own}
+
+
+def plain(module: nn.Module) -> dict[str, Any]:
+    """What a module and its parts hold as plain attributes, by the path to it, containers taken apart."""
+    held = {f"{name}.": attributes(part) for name, part in module.named_modules()}
+    return {name + path: leaf for name, values in held.items() for path, leaf in leaves(values).items()}
+
+
+def contents(module: nn.Module) -> dict[str, Any]:
+    """All that a module and its parts hold, registered or plain, by the path to it."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers()), **plain(module)}
+
+
+def versions(held: Mapping[str, Any]) -> dict[str, int]:
+    """How often each tensor was written to."""
+    return {path: leaf._version for path, leaf in held.items() if isinstance(leaf, Tensor)}
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """What lists, tuples and dicts hold at last, by the path to it; an empty one is a leaf."""
+    if not isinstance(value, dict | list | tuple) or not value:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= leaves(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
+    """A value with its tensors replaced by others, in containers of the same kind; itself where there is none."""
+    if isinstance(value, Tensor):
+        other = alias(value)
+        return free.get(path, value) if other is None else other
+    if not isinstance(value, dict | list | tuple):
+        return value
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    items = {key: replaced(value[key], f"{path}.{key}", alias, free) for key in keys}
+    if all(items[key] is value[key] for key in keys):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
+    container = copy.copy(value)
+    for key, item in items.items():
+        container[key] = item
+    return container
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two leaves are one and the same, or plain values that are equal."""
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and not isinstance(one, Tensor | nn.Module) and bool(one == other)
+    except Exception:  # what cannot be compared may differ
+        return False
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first path at which the leaves are not the same, or None."""
+    if one.keys() != other.keys():
+        return sorted(one.keys() ^ other.keys())[0]
+    return next((path for path, leaf in one.items() if not same(leaf, other[path])), None)
+
+
+class Alike:
+    """Clients that differ in tensors alone, as one batched training step.
+
+    Args:
+        steps: Their steps; the first lends its module to all.
+        draws: Where each one's random generators are; dropout draws from them.
+    """
+
+    def __init__(self, steps: Sequence[ClientStep], draws: Sequence[RandomStates]) -> None:
+        self.step, self.draws = steps[0], draws
+        self.places = self.step.places()
+        registered = [step.registered() for step in steps]
+        constant = (name for name in registered[0] if not name.startswith(BACKBONE))
+        self.constants = {name: torch.stack([one[name].detach() for one in registered]) for name in constant}
+        free = [step.free() for step in steps]
+        self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
+
+    def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> Outcome:
+        """A step of some of the clients.
+
+        Args:
+            backbone: Weights and buffers of the backbone by name, `(n, ...)`; the buffers are written to.
+            members: Which of the clients, n of them, ascending.
+            x: Their batches, `(n, B, ...)`.
+            y: `(n, B)`.
+
+        Raises:
+            ConfigError: The step changes what it should only read, or draws random numbers other than dropout's.
+        """
+        rows = as_rows(members, x.device)
+        constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
+        weights = {BACKBONE + name: value for name, value in backbone.items()}
+        dropout = ClientDropout([self.draws[i] for i in members])
+        still = RandomStates(x.device)
+        before = versions(read := {**constants, **free})
+
+        def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> Outcome:
+            dropout.place = place
+            put = {where: tensors[name] for where, name in self.places.items()}
+            with self.step.holding(tensors, free):
+                # Not tied by torch, which would leave such a tensor in a module that is there twice.
+                outcome = functional_call(self.step, put, (x, y), tie_weights=False)
+            for where, name in self.places.items():
+                if put[where] is not tensors[name]:
+                    raise self.step.impure(where)
+            return outcome
+
+        with dropout:
+            stacked = torch.vmap(one, randomness="same")
+            outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
+        if path := difference(before, versions(read)):
+            raise self.step.impure(path)
+        if not still.unmoved():
+            raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
+        return outcome
+
+
+class ClientDropout(TorchFunctionMode):
+    """Draws dropout masks for each client from its own generators, as its own forward would.
+
+    Args:
+        draws: Where each client's generators are.
+    """
+
+    place: Tensor  # of the client in `draws`, batched
+
+    def __init__(self, draws: Sequence[RandomStates]) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out a torch function, dropout with the clients' masks."""
+        if func is F.dropout:
+            return self.dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """`F.dropout`."""
+        if not training or p in (0.0, 1.0):
+            return F.dropout(input, p, training, inplace)
+        outside = RandomStates(input.device)
+        masks = []
+        for draws in self.draws:
+            with draws.drawing_torch():
+                mask = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+                masks.append(mask.bernoulli_(1 - p).div_(1 - p))
+        with outside.drawing_torch():
+            own = torch.stack(masks).index_select(0, self.place.reshape(1)).squeeze(0)
+        return input.mul_(own) if inplace else input * own
+
+
+def as_rows(members: list[int], device: torch.device) -> Rows:
+    """Ascending numbers as a slice where they are consecutive, else as indices."""
+    if members[-1] - members[0] + 1 == len(members):
+        return slice(members[0], members[-1] + 1)
+    return torch.tensor(members, device=device)
