@@ -83,7 +83,7 @@ class SiameseAlignment(LossTerm):
         if self.stop_gradient and backbone.predictor is None:
             raise ConfigError("model.head.prediction: the siamese loss needs a predictor; set its hidden width, as 256")
         self._copy = [backbone]
-        self._optimizer = module.optimizer_for(backbone.parameters())
+        self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
         """The client's half of `μ L_stop`; zero in a module whose fit was never begun."""

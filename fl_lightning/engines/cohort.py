@@ -132,6 +132,8 @@ class Cohort(L.LightningModule):
         self.clients = sorted(clients, key=lambda client: (-client.per_epoch, client.task.client))
         self.data, self.clip, self.clip_by = data, clip, clip_by
         self.stacks: Tensors = {}
+        self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
+        self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
         self.kinds: list[tuple[Alike, dict[int, int]]] = []
 
     def configure_optimizers(self) -> Any:
@@ -193,12 +195,11 @@ class Cohort(L.LightningModule):
 
     def _stack(self) -> None:
         """Make the clients' weights and buffers rows of one tensor each."""
-        tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
-        self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
-        for name, stacked in self.stacks.items():
-            for own, row in zip(tensors, stacked.unbind(), strict=True):
+        self.tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
+        for name in self.tensors[0]:
+            self.stacks[name] = torch.stack([own[name].detach() for own in self.tensors])
+            for own, row in zip(self.tensors, self.stacks[name].unbind(), strict=True):
                 own[name].data = row
-        self.tensors = tensors
 
     def _look(self) -> None:
         """Find out who can be stacked with whom as the clients are now."""
@@ -234,35 +235,45 @@ class Cohort(L.LightningModule):
             return self.data.augment(x)
 
     def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
-        """One step of each client that the batch is for."""
-        optimizer = self.trainer.optimizers[0]
+        """The losses of each client that the batch is for, as parts of clients that are alike."""
+        self.parts = []
         for alike, places in self.kinds:
             chosen = [i for i, row in enumerate(batch.rows) if row in places]
             if chosen:
-                rows = [batch.rows[i] for i in chosen]
-                cut = as_rows(chosen, batch.x.device)
-                self._backward(alike, rows, [places[row] for row in rows], batch.x[cut], batch.y[cut])
+                own = as_rows(chosen, batch.x.device)
+                rows, x, y = [batch.rows[i] for i in chosen], batch.x[own], batch.y[own]
+                tensors = self._of(rows)
+                outcome = alike(tensors, [places[row] for row in rows], x, y)
+                self.parts.append((rows, tensors, outcome.loss))
+                self._record(rows, outcome, x, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Gradients and the optimizer's step; out of the precision's context, as in a fit of one client."""
+        optimizer = self.trainer.optimizers[0]
+        for rows, tensors, loss in self.parts:
+            self.manual_backward(loss.sum())
+            self._hand_out(rows, tensors)
         optimizer.step()
         optimizer.zero_grad()
 
-    def _backward(self, alike: Alike, rows: list[int], members: list[int], x: Tensor, y: Tensor) -> None:
-        """Losses and gradients of clients that are alike."""
-        cut = as_rows(rows, x.device)
-        own = {name: stacked[cut] for name, stacked in self.stacks.items()}
-        for name, value in own.items():
-            own[name] = value.detach().requires_grad_(self.tensors[0][name].requires_grad)
-        outcome = alike(own, members, x, y)
-        self.manual_backward(outcome.loss.sum())
-        gradients = {name: value.grad for name, value in own.items() if value.grad is not None}
+    def _of(self, rows: list[int]) -> Tensors:
+        """The clients' weights, views where the rows are consecutive, and copies of their buffers, `(n, ...)`."""
+        own = as_rows(rows, self.trainer.strategy.root_device)
+        return {
+            name: value[own].detach().requires_grad_() if self.tensors[0][name].requires_grad else value[own].clone()
+            for name, value in self.stacks.items()
+        }
+
+    def _hand_out(self, rows: list[int], tensors: Tensors) -> None:
+        """Give each client its gradients, clipped, and the buffers as the step left them."""
+        gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.clip, self.clip_by)
         for name, gradient in gradients.items():
-            for row, part in zip(rows, gradient.unbind(), strict=True):
-                self.tensors[row][name].grad = part
-        if isinstance(cut, Tensor):  # a copy: what was written to buffers goes back
-            for name, value in own.items():
-                if not value.requires_grad:
-                    self.stacks[name][cut] = value
-        self._record(rows, outcome, x, y)
+            for row, own in zip(rows, gradient.unbind(), strict=True):
+                self.tensors[row][name].grad = own
+        for name, value in tensors.items():
+            if not value.requires_grad:
+                self.stacks[name][as_rows(rows, value.device)] = value
 
     def _record(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
         """Note each client's losses; let shared knowledge see its outputs."""

@@ -76,8 +76,11 @@ class StackedEngine(Engine):
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         clients = [worker.module().to(trainer.strategy.root_device).train() for _ in range(2)]
         check_module(clients[0])
+        classes = worker.data.data.num_classes
         for client in clients:
-            client.class_counts = torch.ones(worker.data.data.num_classes)
+            client.class_counts = torch.ones(classes)
+            for piece in client.pieces():
+                piece.load(piece.initial(classes))
             client.on_fit_start()
         x, y = next(iter(worker.test_batches()))
         with trainer.precision_plugin.forward_context():
@@ -116,8 +119,9 @@ def fitted(worker: Worker, tasks: Sequence[Task], trainer: L.Trainer) -> Iterato
         return
     while clients:
         client = clients.pop(0)
-        with client.turn():
-            result = worker.finished(client.task, client.module, states.get(client.task.client, {}))
+        if not client.error:
+            with client.turn():
+                result = worker.finished(client.task, client.module, states.get(client.task.client, {}))
         yield failed(client.task, client.error) if client.error else result
 
 
@@ -217,9 +221,10 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
         Exception: It cannot be done.
     """
     steps = [ClientStep(client) for client in clients]
-    path = difference(*(step.shape() for step in steps))
-    if path:
-        raise ConfigError(f"clients cannot be compared in {path.removeprefix('client.')!r}")
+    shapes = [step.shape() for step in steps]
+    if path := difference(*shapes):
+        kind = type(shapes[0].get(path)).__name__
+        raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
     alike = Alike(steps, [RandomStates(x.device) for _ in clients])
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {

@@ -1,0 +1,623 @@
+"""The stacked engine: the sequential engine's results but for rounding, and one line for what it cannot do."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, same_bytes, untimed
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
+
+from fl_lightning.algorithms import (
+    UAPDFL,
+    CwFedAvg,
+    DistillingWeights,
+    FedAvg,
+    FedDW,
+    FedProx,
+    FedSiamDA,
+    FedSKC,
+    HistoryContrast,
+    PeerAlgorithm,
+    Prototypical,
+    WeightDistribution,
+)
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.data import Arrays, Partition, Scenario
+from fl_lightning.data.transforms import CropFlip
+from fl_lightning.engines import SequentialEngine, StackedEngine, Task
+from fl_lightning.engines.stacked import OPTIMIZERS, check_trainer
+from fl_lightning.engines.stacking import Alike, ClientStep
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.models import (
+    CNN,
+    CNN4,
+    MLP,
+    Backbone,
+    FastText,
+    Head,
+    LeNet,
+    MobileNetV2,
+    ResNet8,
+    ShuffleNetV2,
+    TextCNN,
+)
+from fl_lightning.seeding import RandomStates
+
+DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def tasks(run, round, **options):
+    """A task for each client, after however many rounds have run: some have memory, some have not."""
+    return [
+        Task(round, client, run.download(round, client), run.memory.get(client, {}), **options)
+        for client in range(run.scenario.clients)
+    ]
+
+
+def results(run, engine, round, **options):
+    engine.check(run.worker)
+    return {result.client: result for result in engine.run(run.worker, tasks(run, round, **options))}
+
+
+def assert_close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype
+        scale = max(1.0, float(value.double().abs().max())) if value.numel() else 1.0
+        assert (
+            float((value.double() - other[name].double()).abs().max() if value.numel() else 0) <= tolerance * scale
+        ), name
+
+
+def assert_equal_rounds(one, other, tolerance):
+    """Results of the same tasks: uploads, memory, losses and scores."""
+    assert one.keys() == other.keys()
+    for client, result in one.items():
+        stacked = other[client]
+        assert result.failure is None
+        assert stacked.failure is None
+        assert result.upload.numbers == stacked.upload.numbers
+        assert_close(result.upload.tensors, stacked.upload.tensors, tolerance)
+        assert result.memory.keys() == stacked.memory.keys()
+        for section in result.memory:
+            assert_close(result.memory[section], stacked.memory[section], tolerance)
+        assert list(result.losses) == list(stacked.losses)
+        assert stacked.losses == pytest.approx(result.losses, rel=10 * tolerance, abs=tolerance)
+        assert stacked.local.acc == pytest.approx(result.local.acc, abs=0.04)
+
+
+def compare(tmp_path, algorithm=None, tolerance=1e-5, **options):
+    """Round 1 for some clients as ever, then round 2 for all of them by either engine."""
+    run = experiment(tmp_path, algorithm, rounds=1, **options)
+    run.fit()
+    one, other = (
+        results(run, engine, 2, evaluate=True, lr_scale=0.5) for engine in (SequentialEngine(), StackedEngine())
+    )
+    assert_equal_rounds(one, other, tolerance)
+    return run
+
+
+# --- Every algorithm of the package that can be stacked ---
+
+HEADS = partial(MLP, hidden=(16,), head=Head(projection=8, prediction=8))
+ALGORITHMS = {
+    "fedavg": (FedAvg, {}),
+    "fedavg_uniform": (partial(FedAvg, weighting="uniform"), {}),
+    "average": (FedAvg, {"model": NormMLP}),
+    "local": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
+    "drop": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
+    "fedprox": (partial(FedProx, mu=1.0), {}),
+    "fedskc": (FedSKC, {}),
+    "fedskc_share": (partial(FedSKC, gda_scale="share", review="literal"), {}),
+    "fedskc_no_spread": (partial(FedSKC, spread="none"), {}),
+    "fedskc_no_lcl": (partial(FedSKC, lcl=False), {}),
+    "fedskc_no_gda": (partial(FedSKC, gda=False, gpr=False), {}),
+    "fedskc_reference": (partial(FedSKC, preset="reference"), {"model": NormMLP}),
+    "cwfedavg": (CwFedAvg, {}),
+    "cwfedavg_true": (partial(CwFedAvg, lam=0.0, distribution="true"), {}),
+    "cwfedavg_reference": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
+    "feddw": (partial(FedDW, mu=10.0), {}),
+    "feddw_reference": (partial(FedDW, mu=10.0, preset="reference"), {}),
+    "uapdfl": (partial(UAPDFL, n_com=2), {"model": NormMLP}),
+    "uapdfl_reference": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),
+    "peers": (partial(PeerAlgorithm, n_com=2), {}),
+    "siamese_no_stop_gradient": (partial(FedSiamDA, mu=0.5, stop_gradient=False), {"model": HEADS}),
+    "siamese_off": (partial(FedSiamDA, mu=0.0), {"model": HEADS}),
+    "history": (lambda: FedAvg(loss_terms=[HistoryContrast(0.5)]), {"model": NormMLP}),
+    "all_terms": (
+        lambda: FedProx(
+            0.1,
+            loss_terms=[
+                WeightDistribution(1.0),
+                DistillingWeights(1.0, allow_bias=True),
+                HistoryContrast(0.1),
+            ],
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_round_is_the_sequential_engines(tmp_path, name):
+    algorithm, options = ALGORITHMS[name]
+    compare(tmp_path, algorithm(), **options)
+
+
+# --- What a fit is made of, in float64, where rounding does not hide a mistake ---
+
+LOCAL_WORK = {
+    "one_epoch": {"max_epochs": 1},
+    "steps": {"max_steps": 5},
+    "steps_within_epochs": {"max_epochs": 2, "max_steps": 9},
+    "limit": {"max_epochs": 2, "limit_train_batches": 2},
+    "norm": {"max_epochs": 2, "gradient_clip_val": 0.2},
+    "value": {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.mark.parametrize("name", LOCAL_WORK)
+def test_local_work_and_clipping(tmp_path, name):
+    run = compare(
+        tmp_path,
+        FedAvg(buffers="local"),
+        1e-9,
+        model=NormMLP,
+        trainer=DOUBLE | LOCAL_WORK[name],
+        batch_size=12,
+        lr_scheduler=partial(ExponentialLR, gamma=0.5),
+    )
+    sizes = {len(shard.train) % 12 for shard in run.data.shards}
+    assert len(sizes) > 2  # incomplete batches of several sizes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(tmp_path, name):
+    """Clients of unequal numbers of steps, some fresh: each has its own step count and moments."""
+    optimizer = partial(getattr(torch.optim, name), lr=0.01, **({} if name == "Rprop" else {"weight_decay": 0.01}))
+    trainer = DOUBLE | {"max_epochs": 1}
+    compare(tmp_path, None, 1e-8, optimizer=optimizer, optimizer_state="kept", trainer=trainer, batch_size=16)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, maximize=True),
+        partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+        partial(torch.optim.Adam, lr=0.01, foreach=False),
+        partial(torch.optim.Adam, lr=0.01, fused=True),
+    ],
+)
+def test_options_of_optimizers(tmp_path, optimizer):
+    trainer = DOUBLE | {"max_epochs": 2}
+    compare(tmp_path, None, 1e-9, optimizer=optimizer, optimizer_state="kept", trainer=trainer)
+
+
+def test_a_scheduler_that_steers_momentum(tmp_path):
+    scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=3)
+    compare(tmp_path, None, 1e-9, lr_scheduler=scheduler, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
+
+
+class Augmented(Scenario):
+    """Digits whose training batches are shifted and flipped, by numbers from torch, NumPy and Python."""
+
+    def build(self, seed):
+        data = super().build(seed)
+        shift = CropFlip(1)
+
+        def augment(x):
+            return shift(x) * (1 + 0.1 * float(np.random.rand())) if np.random.rand() < 0.8 else x
+
+        data.data.augment = augment
+        return data
+
+
+def test_augmentation_and_dropout_draw_what_they_draw_alone(tmp_path):
+    plain = digits()
+    scenario = Augmented(plain.dataset, plain.partition, plain.clients)
+    trainer = DOUBLE | {"max_epochs": 2}
+    compare(tmp_path, FedSKC(), 1e-6, scenario=scenario, model=NormMLP, trainer=trainer)
+
+
+def test_mixed_precision(tmp_path):
+    trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
+    compare(tmp_path, FedProx(0.1), 2e-2, model=NormMLP, trainer=trainer, optimizer=partial(torch.optim.SGD, lr=0.02))
+
+
+# --- A step of every model ---
+
+IMAGES = {
+    "mlp_cosine": partial(MLP, head=Head(classifier="cosine", projection=8)),
+    "predictor": partial(MLP, head=Head(projection=8, prediction=8)),
+    "cnn": CNN,
+    "cnn4": CNN4,
+    "lenet": LeNet,
+    "resnet8": ResNet8,
+    "resnet8_group": partial(ResNet8, norm="group"),
+    "shufflenet": ShuffleNetV2,
+    "mobilenet": MobileNetV2,
+}
+TEXTS = {"fasttext": FastText, "textcnn": TextCNN}
+
+
+@pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
+def test_a_step_of_every_model(name):
+    """Gradients, losses and buffers of three clients, each with weights and a batch of its own."""
+    if name in IMAGES:
+        build, x = partial(IMAGES[name], in_shape=(3, 16, 16)), torch.randn(3, 4, 3, 16, 16, dtype=torch.float64)
+    else:
+        build, x = partial(TEXTS[name], in_shape=(12,), vocab_size=50), torch.randint(0, 60, (3, 4, 12))
+    y = torch.randint(0, 5, (3, 4))
+    clients = [ClientModule(build(num_classes=5).double()).train() for _ in range(3)]
+    draws = []
+    for i in range(3):
+        torch.manual_seed(i)
+        draws.append(RandomStates(torch.device("cpu")))
+    own = [{**dict(c.backbone.named_parameters()), **dict(c.backbone.named_buffers())} for c in clients]
+    stacked = {
+        name: torch.stack([one[name].detach() for one in own]).requires_grad_(value.requires_grad)
+        for name, value in own[0].items()
+    }
+    outcome = Alike([ClientStep(client) for client in clients], draws)(stacked, [0, 1, 2], x, y)
+    outcome.loss.sum().backward()
+    for i, client in enumerate(clients):
+        torch.manual_seed(i)
+        loss = F.cross_entropy(client(x[i]), y[i])
+        loss.backward()
+        assert torch.allclose(outcome.loss[i], loss, rtol=1e-9)
+        for name, value in own[i].items():
+            if value.grad is None and value.requires_grad:
+                assert stacked[name].grad is None
+            elif value.requires_grad:
+                assert_close({"": stacked[name].grad[i]}, {"": value.grad}, 1e-7)
+            else:
+                assert_close({"": stacked[name][i]}, {"": value}, 1e-9)
+
+
+# --- Whole runs ---
+
+
+def test_a_run_is_as_good_and_resumes_to_the_same_bytes(tmp_path):
+    options = {"model": NormMLP, "rounds": 4, "optimizer_state": "kept"}
+    sequential = experiment(tmp_path / "sequential", FedSKC(), **options)
+    sequential.fit()
+    whole, first, rest = (
+        experiment(tmp_path / name, FedSKC(), engine=StackedEngine(3), **options | {"rounds": rounds})
+        for name, rounds in (("whole", 4), ("broken", 2), ("broken", 4))
+    )
+    whole.fit()
+    first.fit()
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+    accuracies = [run.csv.rows[-1]["global/acc"] for run in (sequential, whole)]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.02)
+
+
+def test_the_order_of_tasks_changes_nothing(tmp_path):
+    run = experiment(tmp_path, FedProx(), model=NormMLP, rounds=1)
+    run.fit()
+    forth, back = (
+        {r.client: r for r in StackedEngine().run(run.worker, order)} for order in (tasks(run, 2), tasks(run, 2)[::-1])
+    )
+    for client, result in forth.items():
+        assert same_bytes(result.upload.tensors, back[client].upload.tensors)
+        assert result.losses == back[client].losses
+
+
+def test_who_shares_a_stack_changes_rounding_at_most(tmp_path):
+    run = experiment(tmp_path, model=NormMLP, rounds=1, trainer=DOUBLE)
+    run.fit()
+    together, apart = (results(run, StackedEngine(clients), 2, evaluate=True) for clients in (64, 2))
+    assert_equal_rounds(together, apart, 1e-12)
+
+
+def test_one_fit_trains_a_cohort_and_no_more_tasks_are_taken_than_it_holds(tmp_path, monkeypatch):
+    run = experiment(tmp_path, rounds=1)
+    run._build()
+    fits, fit = [], L.Trainer.fit
+    monkeypatch.setattr(L.Trainer, "fit", lambda *args, **options: (fits.append(1), fit(*args, **options)))
+    taken = []
+    arriving = StackedEngine(4).run(run.worker, (taken.append(task) or task for task in tasks(run, 1)))
+    next(arriving)
+    assert (len(fits), len(taken)) == (1, 4)
+    rest = list(arriving)
+    assert (len(fits), len(taken), len(rest)) == (2, 6, 5)
+
+
+def test_tasks_that_only_score_are_the_workers(tmp_path):
+    run = experiment(tmp_path, rounds=1)
+    run.fit()
+    one, other = (
+        results(run, e, 2, fit=False, upload=False, evaluate=True) for e in (SequentialEngine(), StackedEngine())
+    )
+    assert one == other
+
+
+# --- One client's failure ---
+
+
+class Spoilt(LossTerm):
+    """Spoils the clients of some sizes: a loss that is NaN, or an error as the fit or an epoch starts."""
+
+    def __init__(self, how, sizes):
+        super().__init__()
+        self.how, self.sizes = how, sizes
+        self.factor = torch.zeros(())
+
+    def begin(self, module):
+        self.bad = int(module.class_counts.sum()) in self.sizes
+        self.factor = torch.tensor(float("nan") if self.bad and self.how == "nan" else 0.0)
+        if self.bad and self.how == "begin":
+            raise ConfigError("not me")
+
+    def begin_epoch(self, module):
+        if self.bad and self.how == "epoch" and module.current_epoch == 1:
+            raise ConfigError("not me")
+
+    def forward(self, step):
+        return step.logits.mean() * self.factor.to(step.logits)
+
+
+REASONS = {"nan": "loss term 'spoilt' is NaN or Inf: lower", "begin": "not me", "epoch": "not me"}
+
+
+@pytest.mark.parametrize("how", REASONS)
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_client_fails_alone(tmp_path, how, all_of_them):
+    """`bad` differs among clients, so this also stacks apart what is not alike."""
+    sizes = [len(shard.train) for shard in digits().build(0).shards]
+    spoilt = set(sizes) if all_of_them else {sizes[2]}
+    run = experiment(tmp_path, FedAvg(loss_terms=[Spoilt(how, spoilt)]), rounds=1)
+    run._build()
+    one, other = (
+        {r.client: r for r in e.run(run.worker, tasks(run, 1))} for e in (SequentialEngine(), StackedEngine())
+    )
+    for client, size in enumerate(sizes):
+        if size in spoilt:
+            assert f"client {client}, round 1: {REASONS[how]}" in str(other[client].failure)
+            assert str(one[client].failure) == str(other[client].failure)
+            assert other[client].upload is None
+        else:
+            assert other[client].failure is None
+            assert_close(one[client].upload.tensors, other[client].upload.tensors, 1e-5)
+
+
+def test_a_client_with_too_few_samples_fails_alone(tmp_path):
+    class Sizes(Partition):
+        def split(self, labels, clients, rng):
+            return np.split(np.arange(len(labels)), [8, 9])[:clients]
+
+    x, y = np.random.default_rng(0).normal(size=(20, 4)), np.arange(20) % 3
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    scenario = Scenario(Arrays(str(tmp_path / "data.npz")), Sizes(), 3, local_test=0.0)
+    options = {"scenario": scenario, "model": NormMLP, "clients_per_round": None, "rounds": 1}
+    run = experiment(tmp_path / "run", engine=StackedEngine(), on_client_failure="drop", **options)
+    with pytest.warns(UserWarning, match=r"client 1, round 1: 1 training sample\(s\) make no batch .*; dropped"):
+        run.fit()
+    assert run.csv.rows[0]["client/failed"] == 1
+
+
+class LateRefusal(LossTerm):
+    """Cannot be batched from the second round on."""
+
+    def begin(self, module):
+        self.late = module.round > 1
+
+    def forward(self, step):
+        return step.logits.sum() * (step.logits.detach().max().item() * 0 if self.late else 0)
+
+
+def test_what_cannot_be_stacked_after_all_is_trained_one_after_another(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[LateRefusal()]), rounds=1)
+    run.fit()
+    with pytest.warns(UserWarning, match="StackedEngine: trained one after another: .*vmap.*item"):
+        other = results(run, StackedEngine(), 2)
+    one = results(run, SequentialEngine(), 2)
+    assert all(same_bytes(one[client].upload.tensors, other[client].upload.tensors) for client in one)
+
+
+# --- Loss terms that hold all sorts of things ---
+
+
+class Holder(LossTerm):
+    """Holds tensors of the client in lists, dicts, tuples, modules and as the weights themselves."""
+
+    def begin(self, module):
+        counts = module.class_counts.double()
+        self.shares = {"of": (counts / counts.sum(), [counts.sqrt()])}
+        self.live = [module.backbone.head.weight]
+        self.module = [module]
+        self.teacher = [copy.deepcopy(module.backbone).eval()]
+        with torch.no_grad():
+            self.teacher[0].head.weight.mul_(counts.sum() / 100)
+
+    def forward(self, step):
+        shares, (root,) = self.shares["of"]
+        with torch.no_grad():
+            seen = self.teacher[0](step.inputs)
+        weight = self.live[0] * shares[:, None] + self.module[0].class_counts[:, None] * self.live[0]
+        return (
+            (step.logits * root).square().mean() * 1e-3 + weight.square().mean() + (step.logits - seen).square().mean()
+        )
+
+
+def test_tensors_wherever_a_term_holds_them(tmp_path):
+    compare(tmp_path, FedAvg(loss_terms=[Holder()]), 1e-9, trainer=DOUBLE | {"max_epochs": 2})
+
+
+class Seen(SharedKnowledge):
+    """The mean of the logits of the step before, as a buffer and as a plain attribute."""
+
+    name = "seen"
+
+    def initial(self, num_classes):
+        return {"mean": torch.zeros(num_classes)}
+
+    def observe(self, step, epoch):
+        self.load({"mean": step.logits.detach().mean(dim=0) + epoch + 0 * step.backbone.head.bias.detach()})
+        self.last = step.targets.double().mean() + step.features.detach().mean() + step.inputs.mean()
+
+    def summarize(self, module, batches, num_classes):
+        return {"mean": self.mean, "last": self.last}
+
+    def merge(self, previous, uploads):
+        return previous
+
+
+class Feedback(LossTerm):
+    """Reads what its knowledge has seen in the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Seen()
+
+    @property
+    def knowledge(self):
+        return (self.seen,)
+
+    def forward(self, step):
+        last = getattr(self.seen, "last", 0.0)
+        return (step.logits - self.seen.mean).square().mean() * 0.1 + last * step.logits.mean()
+
+
+def test_knowledge_that_observes_is_read_anew_in_each_step(tmp_path):
+    compare(tmp_path, FedAvg(loss_terms=[Feedback()]), 1e-9, trainer=DOUBLE | {"max_epochs": 2})
+
+
+# --- What it refuses ---
+
+
+class Counting(LossTerm):
+    steps = 0
+
+    def forward(self, step):
+        self.steps += 1
+        return step.logits.mean() * 0
+
+
+class Collecting(LossTerm):
+    def begin(self, module):
+        self.seen = []
+
+    def forward(self, step):
+        self.seen.append(step.logits.detach())
+        return step.logits.mean() * 0
+
+
+class Writing(LossTerm):
+    def begin(self, module):
+        self.sum = torch.zeros(())
+
+    def forward(self, step):
+        self.sum += step.logits.detach().mean()
+        return step.logits.mean() * 0
+
+
+class Noisy(LossTerm):
+    def forward(self, step):
+        return step.logits.mean() * torch.rand(()).to(step.logits)
+
+
+class NumpyNoise(LossTerm):
+    def forward(self, step):
+        return step.logits.mean() * float(np.random.rand())
+
+
+class OwnGenerator(LossTerm):
+    def begin(self, module):
+        self.rng = np.random.default_rng(0)
+
+    def forward(self, step):
+        return step.logits.mean() * 0
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x
+
+
+class Recurrent(Backbone):
+    def __init__(self, in_shape, num_classes):
+        super().__init__(nn.RNN(8, 4), nn.Linear(4, num_classes), 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x[:, 0])[0][:, -1])
+
+
+class Counted(Backbone):
+    def __init__(self, in_shape, num_classes):
+        super().__init__(nn.Sequential(nn.Flatten(), Calls()), nn.Linear(64, num_classes), 64)
+
+
+class OwnStep(FedAvg):
+    def client_module(self, backbone, optimizer=None, lr_scheduler=None):
+        class Other(ClientModule):
+            def training_step(self, batch, batch_idx):
+                return super().training_step(batch, batch_idx)
+
+        return Other(backbone, [], [], optimizer, lr_scheduler)
+
+
+def with_term(term):
+    return {"algorithm": FedAvg(loss_terms=[term])}
+
+
+REFUSED = {
+    "loss term 'siamese' .*'loss_terms.0._optimizer', of type SGD": {"algorithm": FedSiamDA(), "model": HEADS},
+    "loss term 'dw' .its forward changes 'loss_terms.0._anchor'": {"algorithm": FedDW(linearize_every=2)},
+    "loss term 'prototypical' .*vmap": with_term(Prototypical(1)),
+    "loss term 'counting' .its forward changes 'loss_terms.0.steps'": with_term(Counting()),
+    "loss term 'collecting' .its forward changes 'loss_terms.0.seen": with_term(Collecting()),
+    "loss term 'writing' ": with_term(Writing()),
+    "loss term 'noisy' .*random numbers": with_term(Noisy()),
+    "loss term 'numpy_noise' .*random numbers": with_term(NumpyNoise()),
+    "loss term 'own_generator' .*'loss_terms.0.rng', of type Generator": with_term(OwnGenerator()),
+    "Other .it has a training_step of its own": {"algorithm": OwnStep()},
+    "optimizer LBFGS .only torch's ASGD": {"optimizer": torch.optim.LBFGS},
+    "lr_scheduler ReduceLROnPlateau .it is not stepped": {"lr_scheduler": ReduceLROnPlateau},
+    "Recurrent .*RNN, a recurrent layer": {"model": Recurrent},
+    "Counted .its forward changes 'backbone.encoder.1.calls'": {"model": Counted},
+    "trainer.accumulate_grad_batches .it is for one fit": {"trainer": {"accumulate_grad_batches": 2}},
+    "trainer.callbacks ": {"trainer": {"callbacks": [L.pytorch.callbacks.Timer()]}},
+    "trainer.max_time ": {"trainer": {"max_time": "00:00:01:00", "max_epochs": 1}},
+    "trainer.limit_train_batches .a share": {"trainer": {"limit_train_batches": 0.5}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_it_refuses_before_round_1(tmp_path, message):
+    options = dict(REFUSED[message])
+    trainer = {"accelerator": "cpu"} | options.pop("trainer", {})
+    run = experiment(tmp_path, options.pop("algorithm", None), engine=StackedEngine(), trainer=trainer, **options)
+    with pytest.raises(ConfigError, match=f"^engine: StackedEngine cannot stack {message}.*; use SequentialEngine$"):
+        run.fit()
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_it_refuses_a_scaler_of_gradients():
+    """On a CPU Lightning makes bf16 of 16-mixed."""
+    plugin = object.__new__(MixedPrecision)
+    plugin.precision = "16-mixed"
+    with pytest.raises(ConfigError, match=r"cannot stack trainer.precision 16-mixed \(gradients are scaled for all"):
+        check_trainer({}, SimpleNamespace(limit_train_batches=1.0, precision_plugin=plugin))
+
+
+def test_fewer_than_two_clients_are_no_stack():
+    with pytest.raises(ConfigError, match=r"engine.clients: 1 is below 2; use SequentialEngine"):
+        StackedEngine(1)
