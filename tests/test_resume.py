@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -168,9 +169,9 @@ def command_line(method: str) -> list[str]:
     return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null"]
 
 
-def kill_and_resume(method: str, folder: Path, delay: float) -> bool:
+def kill_and_resume(method: str, folder: Path, delay: float, words: Sequence[str]) -> bool:
     """Kill a run after a delay, then resume it; False if it had already ended by then."""
-    command = [sys.executable, "-m", "fl_lightning", *command_line(method), "--run_dir", str(folder)]
+    command = [sys.executable, "-m", "fl_lightning", *command_line(method), "--run_dir", str(folder), *words]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
@@ -185,7 +186,8 @@ def kill_and_resume(method: str, folder: Path, delay: float) -> bool:
     return killed
 
 
-def survive_kills(method: str, tmp_path: Path, kills: int) -> None:
+def survive_kills(method: str, tmp_path: Path, kills: int, *words: str) -> None:
+    """Kill runs with further words on their command lines, and compare them with one that has none, and was not."""
     whole = tmp_path / "whole"
     assert main([*command_line(method), "--run_dir", str(whole)]) == 0
     csv = MetricsCsv(whole / "metrics.csv")
@@ -195,7 +197,7 @@ def survive_kills(method: str, tmp_path: Path, kills: int) -> None:
     while survived < kills:
         tried += 1
         folder = tmp_path / f"killed-{tried}"
-        survived += kill_and_resume(method, folder, chance.uniform(0, duration))
+        survived += kill_and_resume(method, folder, chance.uniform(0, duration), words)
         for name in ("final/model.pt", "final/summary.json"):
             assert (folder / name).read_bytes() == (whole / name).read_bytes()
         assert metrics(folder) == metrics(whole)

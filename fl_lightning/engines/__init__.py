@@ -1,8 +1,9 @@
 """How a round's client fits are carried out; an engine changes speed, never results."""
 
 from fl_lightning.engines.base import Engine
+from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
 
-__all__ = ["Engine", "Result", "SequentialEngine", "StackedEngine", "Task", "Worker"]
+__all__ = ["Engine", "ProcessesEngine", "Result", "SequentialEngine", "StackedEngine", "Task", "Worker"]

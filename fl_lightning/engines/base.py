@@ -15,11 +15,11 @@ class Engine(ABC):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield one result a task, as they finish; take tasks from the iterator only when there is room for them."""
 
-    def check(self, worker: Worker) -> None:  # noqa: B027, most engines can do whatever a worker can
-        """Look before round 1 whether the engine can do what will be asked of it.
+    def check(self, worker: Worker) -> None:  # noqa: B027, most engines take every worker
+        """Refuse, before the first round, what this engine cannot carry out.
 
         Raises:
-            ConfigError: It cannot; the message says why.
+            ConfigError: Names the key, and the mend.
         """
 
     def close(self) -> None:  # noqa: B027, most engines hold nothing

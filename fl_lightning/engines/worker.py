@@ -143,6 +143,11 @@ class Worker:
         """A trainer that never fits, asked for the device and the precision."""
         return quiet_trainer(self.trainer)
 
+    @property
+    def device(self) -> torch.device:
+        """Where clients are trained."""
+        return self._setup.strategy.root_device
+
     def check(self) -> None:
         """Try what every task depends on, before the first round.
 

@@ -1,0 +1,204 @@
+"""How tasks and results travel between processes and machines: values as one run of bytes.
+
+A parcel is a pickle, and beside it the elements of the tensors in it, so that whoever maps or receives the bytes has
+the tensors too. What several of a round's tasks have in common lies on a `Shelf`, and their parcels only point there.
+Only the processes of one run read each other's parcels; none is ever kept.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.worker import Task
+
+ALIGNMENT = 64  # torch's own: where a matrix starts can decide how a product rounds
+HEADER = 8  # bytes that hold the pickle's length
+
+
+class Beside(NamedTuple):
+    """Where a tensor's elements are in its own parcel, counted from the first tensor's."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class OnShelf(NamedTuple):
+    """Where a tensor is on the round's shelf."""
+
+    block: int
+    item: int
+
+
+class Parcel:
+    """A value, ready to be written as bytes.
+
+    Args:
+        value: Anything that can be pickled; strides of its CPU tensors, and which of them are one, are kept.
+        shelf: The shelf that some of its tensors may be on.
+
+    Attributes:
+        nbytes: How many bytes `write` needs.
+        blocks: Which of the shelf's blocks are needed to read it.
+
+    Raises:
+        Exception: The value holds something that cannot be pickled; pickle raises all kinds.
+    """
+
+    def __init__(self, value: Any, shelf: Shelf | None = None) -> None:
+        file = io.BytesIO()
+        pickler = _Pickler(file, shelf)
+        pickler.dump(value)
+        self.blocks: set[int] = pickler.blocks
+        self._pickle, self._tensors = file.getbuffer(), pickler.tensors
+        self._start = aligned(HEADER + len(self._pickle))
+        self.nbytes = self._start + pickler.end
+
+    def write(self, target: Tensor) -> None:
+        """Write the bytes into a `uint8` tensor of that size."""
+        head = len(self._pickle).to_bytes(HEADER, "little") + self._pickle
+        target[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        for place, tensor in self._tensors:
+            elements = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+            start = self._start + place.offset
+            target[start : start + len(elements)] = elements
+
+
+def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = None, copy: bool = False) -> Any:
+    """The value whose parcel was written to some bytes.
+
+    Args:
+        source: The bytes, `uint8`; tensors lie in them, and keep them alive, unless they are copied.
+        block: Gives the blocks of the shelf that the parcel was packed with.
+        copy: Give every tensor memory of its own.
+    """
+    return _Unpickler(source, block, copy).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Takes plain CPU tensors out of the pickle: torch's own way of pickling them copies them several times."""
+
+    def __init__(self, file: io.BytesIO, shelf: Shelf | None) -> None:
+        super().__init__(file, protocol=5)
+        self.shelf = shelf
+        self.places: dict[int, Beside] = {}
+        self.tensors: list[tuple[Beside, Tensor]] = []
+        self.blocks: set[int] = set()
+        self.end = 0
+
+    def persistent_id(self, value: Any) -> Beside | OnShelf | None:
+        if not is_plain(value):
+            return None
+        if self.shelf and (on_shelf := self.shelf.place(value)):
+            self.blocks.add(on_shelf.block)
+            return on_shelf
+        if id(value) not in self.places:
+            self.places[id(value)] = self._beside(value)
+        return self.places[id(value)]
+
+    def _beside(self, value: Tensor) -> Beside:
+        tensor = value if is_dense(value) else value.contiguous()
+        place = Beside(self.end, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        self.tensors.append((place, tensor))  # held: an id is only good for as long as its owner lives
+        self.end = aligned(self.end + tensor.numel() * tensor.element_size())
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, source: np.ndarray, block: Callable[[int], list[Tensor]] | None, copy: bool) -> None:
+        length = int.from_bytes(source[:HEADER].tobytes(), "little")
+        super().__init__(io.BytesIO(source[HEADER : HEADER + length].tobytes()))
+        self.elements, self.block, self.copy = source[aligned(HEADER + length) :], block, copy
+        self.read: dict[int | OnShelf, Tensor] = {}
+        self.blocks: dict[int, list[Tensor]] = {}
+
+    def persistent_load(self, place: Beside | OnShelf) -> Tensor:
+        if isinstance(place, OnShelf):
+            assert self.block
+            if place.block not in self.blocks:
+                self.blocks[place.block] = self.block(place.block)
+            return self.blocks[place.block][place.item]
+        if place.offset not in self.read or not self.read[place.offset].numel():  # empty ones share an offset
+            self.read[place.offset] = self._tensor(place)
+        return self.read[place.offset]
+
+    def _tensor(self, place: Beside) -> Tensor:
+        numel = int(np.prod(place.shape, dtype=np.int64))
+        if not numel:
+            return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        with warnings.catch_warnings():  # Ray's bytes are read-only, and nobody writes to what lies in them
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(self.elements, dtype=place.dtype, count=numel, offset=place.offset)
+        return (flat.clone() if self.copy else flat).as_strided(place.shape, place.stride)
+
+
+class Shelf:
+    """What several of a round's tasks have in common: found as tasks are taken, put down once, block by block.
+
+    Tensors are the same if they are one object. What only one task has is not kept alive.
+
+    Args:
+        put: Puts a block's parcel where whoever runs the tasks can get at it.
+
+    Attributes:
+        handles: What `put` returned, a block each.
+    """
+
+    def __init__(self, put: Callable[[Parcel], Any]) -> None:
+        self.handles: list[Any] = []
+        self._put = put
+        self._seen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._places: dict[int, OnShelf] = {}
+        self._held: list[list[Tensor]] = []
+
+    def look(self, task: Task) -> None:
+        """See what a task has in common with the ones before it."""
+        found = {id(tensor): tensor for tensor in tensors_of(task) if is_plain(tensor)}
+        new = [t for key, t in found.items() if key not in self._places and self._seen.get(key) is t]
+        self._seen.update(found)
+        if new:
+            self._places |= {id(tensor): OnShelf(len(self._held), i) for i, tensor in enumerate(new)}
+            self._held.append(new)
+            self.handles.append(self._put(Parcel(new)))
+
+    def place(self, tensor: Tensor) -> OnShelf | None:
+        """Where a tensor is, if it is here."""
+        return self._places.get(id(tensor))
+
+
+def tensors_of(task: Task) -> Iterator[Tensor]:
+    """Everything large that a task holds."""
+    yield from task.download.tensors.values()
+    for section in task.memory.values():
+        yield from section.values()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that is nothing but its elements, in this machine's memory."""
+    return (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are one run of memory, in whatever order of dimensions."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def aligned(offset: int) -> int:
+    """The next offset at which a tensor may start."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT

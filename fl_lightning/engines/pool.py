@@ -1,0 +1,375 @@
+"""What engines with several workers have in common: who gets which task, and what happens when a worker is lost."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.parcels import Parcel, Shelf, unpack
+from fl_lightning.engines.worker import Result, Task, Worker, failed
+from fl_lightning.errors import ConfigError, FLError
+
+AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
+TAKEN = 2  # tasks taken at a time, times members
+TRIES = 3  # members that a client may take with it
+
+
+class Lost(FLError):
+    """A member is gone, and what it was at with it; the message says how it ended."""
+
+    exit_code = 1
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in another process, as text."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member sends back for each thing it was sent.
+
+    Args:
+        result: Of a task; None for a worker object.
+        refused: Why a worker object could not be taken in.
+        warnings: Text, category, file and line of each warning that was not to be ignored.
+        trace: Where the error behind the result's failure came from.
+    """
+
+    result: Result | None = None
+    refused: str | None = None
+    warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
+    trace: str | None = None
+
+
+class Member(ABC):
+    """One worker of a pool, as its engine sees it. It answers each thing it is sent, in order.
+
+    Attributes:
+        ready: Whether it has the worker object.
+        tasks: What it was given and has not answered yet, in order.
+    """
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.tasks: deque[Task] = deque()
+
+    @abstractmethod
+    def load(self, handle: Any) -> None:
+        """Send it the worker object, which lies at a handle."""
+
+    @abstractmethod
+    def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
+        """Send it a task, and the handles of the shelf's blocks that the task needs."""
+
+    @abstractmethod
+    def answer(self) -> Answer:
+        """What it answers next.
+
+        Raises:
+            Lost: It will not answer any more.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End it at once, whatever it is at."""
+
+
+class PoolEngine(Engine):
+    """Deals tasks out to members: the largest first, each round's common tensors once, a lost member's tasks again.
+
+    Members are hired when there is work for them, and kept from round to round.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._loaded: Worker | None = None
+        self._handle: Any = None
+
+    @abstractmethod
+    def size(self, worker: Worker) -> int:
+        """How many members a worker object's tasks are dealt out to.
+
+        Raises:
+            ConfigError: They cannot be had.
+        """
+
+    @abstractmethod
+    def _hire(self) -> Member:
+        """A new member."""
+
+    @abstractmethod
+    def _put(self, parcel: Parcel) -> Any:
+        """Put a parcel down for as long as its handle lives, where every member can get at it."""
+
+    @abstractmethod
+    def _wait(self) -> Sequence[Member]:
+        """Wait until members have answered, or are lost, and tell which."""
+
+    def _shelf(self) -> Shelf:
+        """A round's shelf."""
+        return Shelf(self._put)
+
+    def check(self, worker: Worker) -> None:
+        """Try whether the worker object can travel, and whether there are members for it.
+
+        Raises:
+            ConfigError: It cannot, or there are none.
+        """
+        self.size(worker)
+        packed(worker)
+
+    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield results as they come; a few tasks a member are taken ahead.
+
+        Raises:
+            ConfigError: The members cannot take in the worker object.
+            Lost: They end before they have.
+        """
+        size = self.size(worker)
+        self._load(worker)
+        arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
+        waiting: list[Task] = []
+        while True:
+            if not waiting:
+                waiting = list(islice(arriving, TAKEN * size))
+                for task in waiting:
+                    shelf.look(task)
+            self._fill(min(size, len(waiting) + sum(bool(member.tasks) for member in self._members)))
+            self._deal(waiting, shelf, lambda task: len(worker.data.shards[task.client].train))
+            if not waiting and not any(member.tasks for member in self._members):
+                return
+            for member in self._wait():
+                try:
+                    result = self._answered(member)
+                except Lost as loss:
+                    self._dismiss(member)
+                    result = losses.count(member, loss)
+                    waiting += member.tasks
+                if result:
+                    yield result
+
+    def close(self) -> None:
+        """End all members."""
+        for member in self._members:
+            member.end()
+        self._members.clear()
+        self._loaded = self._handle = None
+
+    def _load(self, worker: Worker) -> None:
+        """Make the worker object the one that members have, and leave none at the tasks of a round broken off."""
+        for member in [member for member in self._members if member.tasks]:
+            self._dismiss(member)
+        if worker is self._loaded:
+            return
+        self._handle, self._loaded = self._put(packed(worker)), worker
+        for member in self._members:
+            member.ready = False
+            member.load(self._handle)
+
+    def _fill(self, number: int) -> None:
+        while len(self._members) < number:
+            member = self._hire()
+            self._members.append(member)
+            member.load(self._handle)
+
+    def _dismiss(self, member: Member) -> None:
+        self._members.remove(member)
+        member.end()
+
+    def _deal(self, waiting: list[Task], shelf: Shelf, work: Callable[[Task], int]) -> None:
+        """Give the largest task to whoever has least to do, until nobody has room."""
+
+        def load(member: Member) -> int:
+            return sum(work(task) for task in member.tasks)
+
+        waiting.sort(key=work)
+        ready = [member for member in self._members if member.ready]
+        while waiting and ready and len((member := min(ready, key=load)).tasks) < AT_HAND:
+            task = waiting.pop()
+            parcel = Parcel(task, shelf)
+            member.tasks.append(task)
+            member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
+
+    def _answered(self, member: Member) -> Result | None:
+        answer = member.answer()
+        for text, category, file, line in answer.warnings:
+            warnings.warn_explicit(text, category, file, line)
+        if answer.refused:
+            raise ConfigError(
+                f"engine: a worker process could not take in the experiment: {answer.refused}; "
+                f"define what it is made of in a module that every worker can import"
+            )
+        if answer.result is None:
+            member.ready = True
+            return None
+        member.tasks.popleft()
+        if answer.trace:
+            assert answer.result.failure
+            answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
+        return answer.result
+
+
+class Losses:
+    """The members lost in one call of `run`, and who was to blame."""
+
+    def __init__(self) -> None:
+        self._by_client: Counter[int] = Counter()
+        self._unready = 0
+
+    def count(self, member: Member, loss: Lost) -> Result | None:
+        """Count a loss; what came of the task the member was at, if that is tried no more and taken from it.
+
+        Raises:
+            Lost: So many were lost before they had begun that there is no use in more.
+        """
+        if not member.ready:
+            self._unready += 1
+            if self._unready == TRIES:
+                raise Lost(
+                    f"engine: {TRIES} workers ended before they could begin, the last of them {loss}; a script that "
+                    f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
+                )
+        if not member.tasks:
+            return None
+        client = member.tasks[0].client
+        self._by_client[client] += 1
+        if self._by_client[client] < TRIES:
+            return None
+        died = Lost(f"{TRIES} worker processes died at it, the last of them {loss}")
+        return failed(member.tasks.popleft(), died)
+
+
+def packed(worker: Worker) -> Parcel:
+    """A worker object's parcel.
+
+    Raises:
+        ConfigError: It cannot be sent to another process.
+    """
+    try:
+        return Parcel((worker, Surroundings.here()))
+    except Exception as error:  # whatever a stranger's __reduce__ raises
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"engine: the experiment cannot be sent to another process: {reason}; "
+            f"use the sequential engine, or define it in a module"
+        ) from error
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Refuse an engine's arguments below 1.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"engine.{name}: {number} is below 1")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What of a process's own state decides what comes of a task: where modules are found, torch's and warnings' ways.
+
+    Args:
+        path: `sys.path`.
+        dtype: Torch's default type.
+        precision: Torch's precision of float32 products.
+        deterministic: Whether torch is to use deterministic algorithms: not, only with a warning, or always.
+        filters: Which warnings to ignore, show or raise; the first that fits counts.
+    """
+
+    path: list[str]
+    dtype: torch.dtype
+    precision: str
+    deterministic: int
+    filters: list[tuple[Any, str, Any, str, int]]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        filters = [
+            (action, pattern(message), category, pattern(module), line)
+            for action, message, category, module, line in warnings.filters
+            if isinstance(category, type) and found(category)
+        ]
+        precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
+        return cls(sys.path, torch.get_default_dtype(), precision, mode, filters)
+
+    def adopt(self) -> None:
+        """Make this process as the one that they are from."""
+        sys.path += [folder for folder in self.path if folder not in sys.path]
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.set_deterministic_debug_mode(self.deterministic)
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(self.filters):
+            warnings.filterwarnings(action, message, category, module, line)
+
+
+def found(category: type) -> bool:
+    """Whether a class is where another process would look for it."""
+    return getattr(sys.modules.get(category.__module__), category.__name__, None) is category
+
+
+def pattern(expression: Any) -> str:
+    """The text of a regular expression of `warnings.filters`; empty for one that fits everything."""
+    return getattr(expression, "pattern", expression) or ""
+
+
+class Host:
+    """The other end of a member: holds the worker object and carries tasks out; everything comes and goes as bytes."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+
+    def load(self, source: np.ndarray, trainer: dict[str, Any]) -> Parcel:
+        """Take in a worker object.
+
+        Args:
+            source: Its parcel.
+            trainer: Options that its trainer has here.
+        """
+        try:
+            worker, surroundings = unpack(source)
+            surroundings.adopt()
+            self.worker = replace(worker, trainer=worker.trainer | trainer)
+        except Exception as error:
+            return Parcel(Answer(refused=" ".join(f"{type(error).__name__}: {error}".split())))
+        gc.collect()
+        gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
+        return Parcel(Answer())
+
+    def carry_out(self, source: np.ndarray, block: Callable[[int], list[Tensor]]) -> Parcel:
+        """Carry out a task.
+
+        Args:
+            source: The task's parcel.
+            block: Gives the shelf's blocks that it needs.
+        """
+        assert self.worker
+        task = unpack(source, block)
+
+        with warnings.catch_warnings(record=True) as shown:
+            result = self.worker.run(task)
+        told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
+        cause = result.failure.__cause__ if result.failure else None
+        trace = "".join(traceback.format_exception(cause)) if cause else None
+        try:
+            return Parcel(Answer(result, None, told, trace))
+        except Exception as error:
+            return Parcel(Answer(failed(task, error), None, told))
+        finally:
+            gc.collect()  # a used Trainer is a cycle that holds its model

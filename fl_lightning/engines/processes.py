@@ -1,0 +1,277 @@
+"""Several clients at a time, each in one of this machine's processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import connection, get_context, util
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recvfds, sendfds
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
+from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine, check_positive
+from fl_lightning.engines.worker import Worker
+from fl_lightning.errors import ConfigError
+
+GRACE = 5.0  # seconds that a process has to end by itself
+
+
+class ProcessesEngine(PoolEngine):
+    """Fits several clients at a time, in processes of this machine that last from round to round.
+
+    The same bytes as one after another, on the CPU with as many threads. Processes start when the first round does
+    (some seconds: they import torch) and end with the run, or with the process that started them, however that ends.
+    What a round's clients have in common is shared memory, there once for all of them. A process that is killed is
+    replaced, and its client's fit done again; a client that three processes die at has failed. Linux and macOS.
+
+    Args:
+        workers: How many processes; by default as many as there are cores for their threads, or GPUs.
+        threads: Torch's threads in each.
+        devices: Numbers of the GPUs that they are dealt out to in turn, where clients train on GPUs; all by default.
+            With more workers than GPUs, several share one.
+
+    Raises:
+        ConfigError: A number is below 1, or there is no GPU in `devices`.
+    """
+
+    def __init__(self, workers: int | None = None, threads: int = 1, devices: list[int] | None = None) -> None:
+        super().__init__()
+        check_positive(workers=workers, threads=threads)
+        if devices is not None and not devices:
+            raise ConfigError("engine.devices: no GPU is named; leave it out to use all, or set trainer.accelerator")
+        self.workers, self.threads, self.devices = workers, threads, devices
+        self._context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+        if sys.platform == "linux":
+            self._context.set_forkserver_preload([__name__])
+        self._places: list[int] = []
+        # when Python exits it waits for its processes, which wait for it
+        self._at_exit = util.Finalize(self, end_all, args=(self._members,), exitpriority=1)
+
+    def size(self, worker: Worker) -> int:
+        """Number of processes.
+
+        Raises:
+            ConfigError: There is no such GPU, or clients do not train on GPUs.
+        """
+        self._places = self._devices(worker)
+        return self.workers or len(self._places) or max(1, usable_cores() // self.threads)
+
+    def _devices(self, worker: Worker) -> list[int]:
+        device = worker.device
+        if device.type != "cuda":
+            if self.devices is not None:
+                raise ConfigError(
+                    f"engine.devices: they are GPUs, and clients train on the {device.type}; leave them out"
+                )
+            return []
+        if self.devices is None and isinstance(worker.trainer.get("devices"), list):
+            return [device.index]  # the one that the experiment names
+        here = list(range(torch.cuda.device_count()))
+        for number in self.devices or []:
+            if number not in here:
+                raise ConfigError(f"engine.devices: there is no GPU {number}; there are {here}")
+        return self.devices or here
+
+    def _hire(self) -> Process:
+        held = [member.device for member in self._members if isinstance(member, Process)]
+        device = min(self._places, key=held.count) if self._places else None
+        return Process(self._context, self.threads, device)
+
+    def _put(self, parcel: Parcel) -> Place:
+        return MemoryFile().append(parcel)
+
+    def _shelf(self) -> Shelf:
+        return Shelf(MemoryFile().append)  # one file for all blocks: open files are few
+
+    def _wait(self) -> Sequence[Member]:
+        by_connection = {member.connection: member for member in self._members if isinstance(member, Process)}
+        return [by_connection[ready] for ready in connection.wait(list(by_connection))]
+
+
+class Process(Member):
+    """A member that is a process of this machine.
+
+    Args:
+        context: Starts it.
+        threads: Torch's threads in it.
+        device: Number of its GPU, or None.
+    """
+
+    def __init__(self, context: Any, threads: int, device: int | None) -> None:
+        super().__init__()
+        self.device = device
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, threads), name="fl-lightning", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def load(self, handle: Place) -> None:
+        """Send it the worker object."""
+        trainer = {} if self.device is None else {"devices": [self.device]}
+        self._send(("load", handle.span, trainer), handle.file.fd)
+
+    def give(self, parcel: Parcel, blocks: dict[int, Place]) -> None:
+        """Send it a task."""
+        own = MemoryFile().append(parcel)
+        files = {block.file.fd for block in blocks.values()}
+        self._send(("carry out", own.span, {i: block.span for i, block in blocks.items()}), own.file.fd, *files)
+
+    def answer(self) -> Answer:
+        """Copy its answer into this process's own memory."""
+        try:
+            span, (fd,) = receive(self.connection)
+        except (EOFError, OSError, RuntimeError):  # it went while it was speaking
+            raise Lost(self._end()) from None
+        return unpack(MemoryFile(fd).read(span), copy=True)
+
+    def end(self) -> None:
+        """Hang up: it ends when it notices, which is at once."""
+        self.connection.close()
+        self._process.join(GRACE)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _send(self, message: Any, *fds: int) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is lost, which `answer` will tell
+            send(self.connection, message, *fds)
+
+    def _end(self) -> str:
+        self._process.join(GRACE)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            return f"with exit status {code}"
+        likely = " (likely out of memory: fewer engine.workers need less)" if code == -signal.SIGKILL else ""
+        return f"by {signal.Signals(-code).name}{likely}"
+
+
+# --- The other end -------------------------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, threads: int) -> None:
+    """A process's life: it ends when the other side hangs up or dies, whatever it is at.
+
+    Signals that ask a run to end are for the process that leads it. Tasks are not in the main thread, so that
+    Lightning, which answers signals by leaving, does not hear of them either.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=work, args=(connection, threads), daemon=True).start()
+    hung_up = select.poll()
+    hung_up.register(connection.fileno(), 0)
+    hung_up.poll()
+    os._exit(0)
+
+
+def work(connection: Connection, threads: int) -> None:
+    """Answer what is sent, until there is nobody to answer."""
+    try:
+        torch.set_num_threads(threads)
+        host = Host()
+        while True:
+            (what, span, rest), fds = receive(connection)
+            files = [MemoryFile(fd) for fd in fds]
+            source = files[0].read(span)
+            if what == "load":
+                parcel = host.load(source, rest)
+            else:
+                parcel = host.carry_out(source, partial(read_block, files[-1], rest))
+            place = MemoryFile().append(parcel)
+            send(connection, place.span, place.file.fd)
+            del source, files, parcel, place  # not while the next task is waited for
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # for a client's code that would have this process end, too
+
+
+def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) -> list[Tensor]:
+    """The tensors of one of a shelf's blocks, in place."""
+    return unpack(file.read(spans[block]))
+
+
+# --- What lies between -----------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a parcel is: in which file, from which byte, how many."""
+
+    file: MemoryFile
+    span: tuple[int, int]
+
+
+class MemoryFile:
+    """Memory that other processes can map and that is gone with the last of them: it has no name to be left behind.
+
+    Args:
+        fd: A file that another process has sent; a new one by default.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = new_file() if fd is None else fd
+        self._end = 0
+
+    def append(self, parcel: Parcel) -> Place:
+        """Write a parcel behind what is there."""
+        start, self._end = self._end, self._end + aligned(parcel.nbytes)
+        os.ftruncate(self.fd, self._end)
+        memory = np.frombuffer(mmap.mmap(self.fd, self._end), np.uint8)
+        parcel.write(torch.from_numpy(memory[start : start + parcel.nbytes]))
+        return Place(self, (start, parcel.nbytes))
+
+    def read(self, span: tuple[int, int]) -> np.ndarray:
+        """Some of its bytes, in place; what is written to them is seen by nobody else."""
+        start, nbytes = span
+        return np.frombuffer(mmap.mmap(self.fd, start + nbytes, access=mmap.ACCESS_COPY), np.uint8)[start:]
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def new_file() -> int:
+    """An empty file without a name: in memory where the system has such, else on disk."""
+    if sys.platform == "linux":
+        return os.memfd_create("fl-lightning")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def send(connection: Connection, message: Any, *fds: int) -> None:
+    """Send a small message, and open files with it."""
+    connection.send((message, len(fds)))
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        sendfds(channel, list(fds))
+
+
+def receive(connection: Connection) -> tuple[Any, list[int]]:
+    """What `send` sent."""
+    message, number = connection.recv()
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        return message, recvfds(channel, number)
+
+
+def end_all(members: list[Member]) -> None:
+    """End members, for when nobody has closed their engine."""
+    for member in members:
+        member.end()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,93 @@
+"""Every method of the package, and the switches that change what a client keeps, sends or trains on, on digits."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from zipfile import ZipFile
+
+import torch
+from experiments import NormMLP, digits, same_bytes, untimed
+
+from fl_lightning import algorithms
+from fl_lightning.algorithms import (
+    UAPDFL,
+    Algorithm,
+    CwFedAvg,
+    ErdosRenyi,
+    FedAvg,
+    FedDW,
+    FedSKC,
+    PeerAlgorithm,
+    Prototypical,
+    Proximal,
+    WeightedMean,
+)
+from fl_lightning.data import Digits, Dirichlet, FewShot, Scenario
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP, Head
+
+SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+
+
+class Episodes(Digits):
+    """Digits learnt in episodes."""
+
+    def load(self):
+        few = FewShot(ways=3, shots=2, queries=2, episodes=10)
+        return replace(super().load(), cut=few.cut, evaluate=few.evaluate)
+
+
+NAMES = {name: getattr(algorithms, name) for name in algorithms.__all__}
+CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issubclass(c, Algorithm)} | {
+    "UAPDFL": partial(UAPDFL, n_com=2)
+}
+EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
+
+# Each: the method, and what its experiment has beside.
+METHODS = {
+    **{name: (method, {"model": SIAMESE}) for name, method in CLASSES.items() if name != "Algorithm"},
+    "local buffers": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
+    "dropped buffers": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
+    "uniform": (lambda: FedAvg(aggregator=WeightedMean("uniform")), {}),
+    "two terms": (lambda: FedDW(loss_terms=[Proximal(0.1)]), {}),
+    "kept optimizer": (FedAvg, {"optimizer_state": "kept"}),
+    "schedules": (
+        FedAvg,
+        {
+            "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+            "round_lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        },
+    ),
+    "received": (FedSKC, {"evaluation": Evaluation(clients="received", personal_on_global=True)}),
+    "class shares": (partial(CwFedAvg, lam=0.0, distribution="true"), {}),
+    "cwFedAVG's code": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
+    "UA-PDFL's code": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),
+    "gossip on a random graph": (lambda: PeerAlgorithm(n_com=1, graph=ErdosRenyi(0.7)), {"model": NormMLP}),
+    "ProtoNet": (lambda: FedAvg(loss_terms=[Prototypical(2)]), {"scenario": EPISODES, "model": SIAMESE}),
+    "FedSKC with ProtoNet": (lambda: FedSKC(loss_terms=[Prototypical(2)]), {"scenario": EPISODES}),
+    "many clients": (partial(PeerAlgorithm, n_com=3), {"scenario": digits(20, alpha=10.0), "clients_per_round": 15}),
+}
+
+
+def assert_same_run(one, other):
+    """Two finished runs left the same bytes: state, memory, metrics, checkpoints, final model."""
+    assert one.state.keys() == other.state.keys()
+    assert all(same_bytes(one.state[name], other.state[name]) for name in one.state)
+    assert one.memory.keys() == other.memory.keys()
+    for client in one.memory:
+        assert one.memory[client].keys() == other.memory[client].keys()
+        assert all(same_bytes(one.memory[client][name], other.memory[client][name]) for name in one.memory[client])
+    assert untimed(one.csv.rows) == untimed(other.csv.rows)
+    for pattern, content in (
+        ("checkpoints/*/state.pt", elements),
+        ("final/summary.json", Path.read_bytes),
+        ("final/model.pt", Path.read_bytes),
+    ):
+        newest = [max(run.run_dir.glob(pattern)) for run in (one, other)]
+        assert content(newest[0]) == content(newest[1])
+
+
+def elements(path):
+    """The tensors' elements in a file of `torch.save`; which of its names are one string is of no account."""
+    with ZipFile(path) as file:
+        return [file.read(name) for name in file.namelist() if "/data/" in name]

@@ -1,0 +1,365 @@
+"""What engines with several workers share: parcels, the round's shelf, who gets which task, and lost workers."""
+
+import gc
+from collections import deque
+
+import pytest
+import torch
+from experiments import experiment, same_bytes, untimed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.algorithms import FedAvg, PeerAlgorithm
+from fl_lightning.engines import Task
+from fl_lightning.engines.parcels import ALIGNMENT, Parcel, Shelf, unpack
+from fl_lightning.engines.pool import AT_HAND, TAKEN, Host, Lost, Member, PoolEngine
+from fl_lightning.errors import ClientFailure
+from fl_lightning.message import Message
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen():
+    """A host keeps the collector off what a process starts with; here that is the tests' own."""
+    yield
+    gc.unfreeze()
+
+
+# --- Parcels ---
+
+
+def written(parcel):
+    target = torch.empty(parcel.nbytes + ALIGNMENT, dtype=torch.uint8)
+    skip = -target.data_ptr() % ALIGNMENT
+    parcel.write(target[skip : skip + parcel.nbytes])
+    return target[skip : skip + parcel.nbytes].numpy()
+
+
+def there_and_back(value, **options):
+    return unpack(written(Parcel(value)), **options)
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=4),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["plain", "permuted", "sliced", "expanded"]),
+    st.booleans(),
+)
+def test_tensors_arrive_bit_for_bit_with_their_strides(shape, dtype, form, copy):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    if form == "permuted":
+        tensor = tensor.permute(list(reversed(range(tensor.ndim))))
+    elif form == "sliced" and shape:
+        tensor = torch.cat([tensor, tensor])[1 : 1 + len(tensor)]
+    elif form == "expanded":
+        tensor = tensor.expand(3, *shape)
+    (arrived,) = there_and_back([tensor], copy=copy)
+    assert arrived.dtype == dtype
+    assert arrived.shape == tensor.shape
+    assert torch.equal(arrived, tensor)
+    if form != "expanded" and tensor.numel():
+        assert arrived.stride() == tensor.stride()
+    assert arrived.numel() == 0 or copy or arrived.data_ptr() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (1, 3, 1, 1)])
+def test_channels_last_stays_so(shape):
+    tensor = torch.randn(shape).to(memory_format=torch.channels_last)
+    for copy in (False, True):
+        (arrived,) = there_and_back([tensor], copy=copy)
+        assert arrived.stride() == tensor.stride()
+        assert torch.equal(arrived, tensor)
+
+
+def test_one_tensor_twice_is_one_tensor_there_and_equal_ones_are_two():
+    one, equal, empty, other_empty = torch.ones(3), torch.ones(3), torch.empty(0), torch.empty(0, dtype=torch.int64)
+    a, b, c, d, e = there_and_back([one, one, equal, empty, other_empty])
+    assert a is b
+    assert a is not c
+    assert (d.dtype, e.dtype) == (torch.float32, torch.int64)
+
+
+def test_a_tensor_has_its_elements_for_itself():
+    large, small = there_and_back([torch.zeros(1000), torch.zeros(2)])
+    assert small.untyped_storage().nbytes() == 8  # a deep copy takes all of a tensor's storage
+    assert large.untyped_storage().nbytes() == 4000
+
+
+def test_copies_do_not_lie_in_the_parcel():
+    source = written(Parcel([torch.ones(4)]))
+    (inside,), (copied,) = unpack(source), unpack(source, copy=True)
+    source[:] = 0
+    assert inside.sum() == 0
+    assert copied.sum() == 4
+
+
+def test_read_only_bytes_can_be_read():
+    source = written(Parcel([torch.ones(4)]))
+    source.flags.writeable = False
+    assert unpack(source)[0].sum() == 4
+
+
+def test_parameters_and_tensors_that_are_more_than_elements_arrive_too():
+    parameter, leaf = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    conjugate, sparse = torch.tensor([1 + 2j]).conj(), torch.eye(2).to_sparse()
+    arrived = there_and_back([parameter, leaf, conjugate, sparse])
+    assert isinstance(arrived[0], torch.nn.Parameter)
+    assert arrived[1].requires_grad
+    assert torch.equal(arrived[2], torch.tensor([1 - 2j]))
+    assert torch.equal(arrived[3].to_dense(), torch.eye(2))
+
+
+# --- The shelf ---
+
+
+def task(client, memory=None, **tensors):
+    return Task(1, client, Message(tensors), memory or {})
+
+
+def test_what_tasks_have_in_common_is_put_down_once():
+    put, shared, own = [], torch.randn(1000), [torch.randn(500) for _ in range(3)]
+    shelf = Shelf(lambda parcel: put.append(written(parcel)) or len(put) - 1)
+    tasks = [task(k, w=shared, v=own[k]) for k in range(3)]
+    for one in tasks:
+        shelf.look(one)
+    assert len(put) == len(shelf.handles) == 1
+    for k, one in enumerate(tasks):
+        parcel = Parcel(one, shelf)
+        assert parcel.blocks == {0}
+        assert parcel.nbytes < 4000
+        arrived = unpack(written(parcel), lambda block: unpack(put[block]))
+        assert torch.equal(arrived.download.tensors["w"], shared)
+        assert torch.equal(arrived.download.tensors["v"], own[k])
+
+
+def test_a_tensor_that_one_task_has_twice_is_not_common():
+    tensor = torch.ones(3)
+    shelf = Shelf(lambda parcel: pytest.fail("nothing is common"))
+    shelf.look(task(0, {"m": {"w": tensor}}, w=tensor))
+    shelf.look(task(1, w=torch.ones(3)))
+
+
+def test_memory_counts_as_well_as_downloads_and_later_finds_make_later_blocks():
+    first, second = torch.ones(3), torch.zeros(3)
+    shelf = Shelf(lambda parcel: parcel.nbytes)
+    shelf.look(task(0, {"m": {"a": first}}))
+    shelf.look(task(1, a=first, b=second))
+    shelf.look(task(2, {"m": {"b": second}}))
+    assert len(shelf.handles) == 2
+    assert (shelf.place(first), shelf.place(second)) == ((0, 0), (1, 0))
+
+
+def test_the_shelf_does_not_keep_alive_what_one_task_has():
+    shelf = Shelf(lambda parcel: None)
+    one = task(0, w=torch.ones(3))
+    shelf.look(one)
+    assert len(shelf._seen) == 1
+    del one
+    assert len(shelf._seen) == 0
+
+
+# --- Dealing out ---
+
+
+class Near(Member):
+    """A member in this process; it works when it is asked for an answer, and dies at clients it is told to."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.host, self.inbox = pool, Host(), deque()
+
+    def load(self, handle):
+        self.inbox.append((handle, None))
+
+    def give(self, parcel, blocks):
+        self.inbox.append((written(parcel), blocks))
+
+    def answer(self):
+        source, blocks = self.inbox.popleft()
+        if blocks is None:
+            if self.pool.stillborn:
+                raise Lost("young")
+            return unpack(written(self.host.load(source, {})), copy=True)
+        client = self.tasks[0].client
+        self.pool.order.append(client)
+        if client in self.pool.deadly:
+            self.pool.deadly.remove(client)
+            raise Lost("by a test")
+        return unpack(written(self.host.carry_out(source, lambda b: unpack(blocks[b]))), copy=True)
+
+    def end(self):
+        self.pool.ended += 1
+
+
+class NearPool(PoolEngine):
+    def __init__(self, workers, deadly=(), stillborn=False):
+        super().__init__()
+        self.workers, self.deadly, self.stillborn = workers, list(deadly), stillborn
+        self.order, self.put, self.hired, self.ended = [], [], 0, 0
+
+    def size(self, worker):
+        return self.workers
+
+    def _hire(self):
+        self.hired += 1
+        return Near(self)
+
+    def _put(self, parcel):
+        self.put.append(parcel)
+        return written(parcel)
+
+    def _wait(self):
+        return [member for member in self._members if member.inbox][-1:]
+
+
+def same(one, other):
+    assert one.state.keys() == other.state.keys()
+    assert all(same_bytes(one.state[name], other.state[name]) for name in one.state)
+    assert untimed(one.csv.rows) == untimed(other.csv.rows)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("method", [FedAvg, PeerAlgorithm])
+def test_any_number_of_members_gives_the_same_bytes(tmp_path, workers, method):
+    alone, shared = experiment(tmp_path / "1", method()), experiment(tmp_path / "n", method(), engine=NearPool(workers))
+    alone.fit()
+    shared.fit()
+    same(alone, shared)
+
+
+def started(tmp_path, engine, **options):
+    """A run that is about to begin, and the tasks of its first round."""
+    run = experiment(tmp_path, engine=engine, clients_per_round=None, **options)
+    run._build()
+    clients = range(run.scenario.clients)
+    return run, [run._task(1, k, d) for k, d in zip(clients, run.downloads(1, clients), strict=True)]
+
+
+def test_the_largest_of_those_taken_goes_first(tmp_path):
+    engine = NearPool(1)
+    run, tasks = started(tmp_path, engine)
+    work = [len(shard.train) for shard in run.data.shards]
+    assert len(set(work)) == len(work)
+    assert [result.client for result in engine.run(run.worker, tasks)] == engine.order
+    assert engine.order != sorted(engine.order)
+    # taken in twos; the next two are taken when the last of these is given away, one having been answered by then
+    assert sorted(engine.order[:TAKEN]) == [0, 1]
+    assert work[engine.order[0]] > work[engine.order[1]]
+    assert sorted(engine.order) == list(range(6))
+
+
+def test_tasks_are_taken_only_when_there_is_room(tmp_path):
+    engine, taken, done = NearPool(2), 0, 0
+    run, tasks = started(tmp_path, engine)
+
+    def watched():
+        nonlocal taken
+        for one in tasks * 5:
+            taken += 1
+            yield one
+
+    for _ in engine.run(run.worker, watched()):
+        done += 1
+        assert taken - done < (AT_HAND + TAKEN) * 2
+    assert done == taken == 30
+
+
+def test_the_common_state_travels_once_a_round_and_the_worker_object_once(tmp_path):
+    engine = NearPool(3)
+    run = experiment(tmp_path, engine=engine, clients_per_round=None)
+    run.fit()
+    assert len(engine.put) == 1 + run.rounds
+    assert engine.hired == engine.ended == 3
+
+
+def test_no_more_members_than_tasks_are_hired(tmp_path):
+    engine = NearPool(30)
+    run, tasks = started(tmp_path, engine)
+    assert len(list(engine.run(run.worker, tasks[:2]))) == 2
+    assert engine.hired == 2
+
+
+def test_another_worker_object_is_sent_anew(tmp_path):
+    engine = NearPool(1)
+    (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
+    first, second = (next(engine.run(run.worker, t)) for run, t in ((one, tasks), (other, other_tasks)))
+    assert engine.hired == 1
+    assert same_bytes(first.upload.tensors, one.worker.run(tasks[0]).upload.tensors)
+    assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
+
+
+@pytest.mark.parametrize("deadly", [[2], [2, 2], [0, 1, 2, 3, 4, 5]])
+def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
+    options = {"clients_per_round": None, "rounds": 2}
+    alone, shared = (
+        experiment(tmp_path / str(engine), engine=engine, **options) for engine in (None, NearPool(2, deadly))
+    )
+    alone.fit()
+    shared.fit()
+    same(alone, shared)
+    assert shared.engine.hired == 2 + len(deadly)
+    assert shared.engine.ended == shared.engine.hired
+
+
+def test_a_client_that_three_members_die_at_has_failed(tmp_path):
+    engine = NearPool(2, [3, 3, 3])
+    run = experiment(tmp_path, engine=engine, clients_per_round=None)
+    words = r"client 3, round 1: 3 worker processes died at it, the last of them by a test"
+    with pytest.raises(ClientFailure, match=words):
+        run.fit()
+
+
+def test_the_others_go_on_where_failed_clients_are_dropped(tmp_path):
+    run = experiment(
+        tmp_path, engine=NearPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
+    )
+    with pytest.warns(UserWarning, match="client 3, round 1: .*; dropped"):
+        run.fit()
+    assert run.csv.rows[0]["client/failed"] == 1
+    assert run.engine.order.count(3) == 3
+
+
+def test_members_that_never_begin_end_the_run(tmp_path):
+    engine = NearPool(2, stillborn=True)
+    run = experiment(tmp_path, engine=engine)
+    with pytest.raises(Lost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"):
+        run.fit()
+    assert engine.hired == engine.ended
+
+
+def test_what_is_left_of_a_round_broken_off_is_not_taken_for_the_next(tmp_path):
+    engine = NearPool(2)
+    run, tasks = started(tmp_path, engine)
+    broken_off = engine.run(run.worker, tasks)
+    next(broken_off)
+    clients = [result.client for result in engine.run(run.worker, tasks[:3])]
+    assert sorted(clients) == [0, 1, 2]
+
+
+def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
+    class Odd(FedAvg):
+        def remember(self, module, upload):
+            return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
+
+    host = Host()
+    run, tasks = started(tmp_path, None)
+    host.worker = run.worker
+    host.worker.algorithm = Odd()
+    answer = unpack(written(host.carry_out(written(Parcel(tasks[0])), None)))
+    assert "client 0, round 1: " in str(answer.result.failure)
+    assert "lambda" in str(answer.result.failure)
+
+
+def test_the_work_of_a_task_is_its_training_samples(tmp_path):
+    """The member with least to do gets the next task, however many tasks the others have."""
+    engine = NearPool(2)
+    _, tasks = started(tmp_path, engine)
+    members = [Near(engine), Near(engine)]
+    for member in members:
+        member.ready = True
+    engine._members = members
+    engine._deal(tasks[:4], Shelf(lambda parcel: None), lambda one: 1 if one.client else 100)
+    assert [len(member.tasks) for member in members] == [1, 2]
+    assert members[0].tasks[0].client == 0

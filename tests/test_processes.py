@@ -1,0 +1,538 @@
+"""Several processes: the same bytes, whatever is killed, and nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import experiment
+from methods import METHODS, assert_same_run
+from test_resume import FIVE, survive_kills
+
+from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
+from fl_lightning.cli import main
+from fl_lightning.client import LossTerm
+from fl_lightning.engines import ProcessesEngine
+from fl_lightning.engines.pool import RemoteTraceback
+from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
+from fl_lightning.models import MLP
+
+
+class Lasting(ProcessesEngine):
+    """Its processes outlast a run: they take long to start."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def engine():
+    lasting = Lasting(workers=2)
+    yield lasting
+    ProcessesEngine.close(lasting)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pids(engine):
+    return [member._process.pid for member in engine._members]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(processes, seconds=10.0):
+    """Whether processes end within a time."""
+    until = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(alive, processes))
+
+
+def shared_memory():
+    """What torch and multiprocessing have left in shared memory; others may come and go there."""
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.mp-")))
+
+
+def both(tmp_path, engine, method=FedAvg, **options):
+    """One experiment, one client after another and with an engine."""
+    alone = experiment(tmp_path / "alone", method(), **options)
+    shared = experiment(tmp_path / "shared", method(), engine=engine, **options)
+    alone.fit()
+    shared.fit()
+    return alone, shared
+
+
+# --- The same bytes ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
+    method, options = METHODS[name]
+    assert_same_run(*both(tmp_path, engine, method, rounds=2, **options))
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_any_number_of_processes_does(tmp_path, workers):
+    assert_same_run(*both(tmp_path, ProcessesEngine(workers), PeerAlgorithm, rounds=2))
+
+
+class Witness(LossTerm):
+    """Reports what it finds where it is run, as its loss."""
+
+    def forward(self, step):
+        found = torch.get_num_threads() + 10 * (torch.get_float32_matmul_precision() == "high")
+        return step.logits.sum() * 0 + found + 100 * (multiprocessing.parent_process() is not None)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_process_has_its_threads_and_this_ones_settings(tmp_path, threads):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        run = experiment(
+            tmp_path, FedAvg(loss_terms=[Witness()]), rounds=1, engine=ProcessesEngine(1, threads), clients_per_round=1
+        )
+        run.fit()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert run.csv.rows[0]["client/train_witness"] == 110 + threads
+
+
+# --- Failures and warnings are as in one process ---
+
+
+class Troubled(LossTerm):
+    """Fails, or warns, in round 2."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.round = kind, 0
+
+    def begin(self, module):
+        self.round = module.round
+
+    def forward(self, step):
+        if self.round == 2:
+            if self.kind == "error":
+                raise RuntimeError("the disk is on fire")
+            warnings.warn("smoke is seen", UserWarning, stacklevel=1)
+        return step.logits.sum() * 0
+
+
+def test_an_error_names_client_and_round_and_tells_where_it_came_from(tmp_path, engine):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Troubled("error")]), engine=engine)
+    with pytest.raises(ClientFailure, match=r"client \d, round 2: RuntimeError: the disk is on fire$") as caught:
+        run.fit()
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "test_processes.py" in str(caught.value.__cause__)
+    assert run.checkpoints.rounds() == [1]
+
+
+def test_a_warning_arrives_once_a_client_and_is_filtered_as_here(tmp_path, engine):
+    def run(name):
+        experiment(tmp_path / name, FedAvg(loss_terms=[Troubled("warning")]), engine=engine, rounds=2).fit()
+
+    for action, times in (("default", 4), ("ignore", 0)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.filterwarnings(action, message="smoke")
+            run(action)
+        assert [(str(one.message), one.filename) for one in seen] == [("smoke is seen", __file__)] * times
+    with pytest.raises(ClientFailure, match="round 2: UserWarning: smoke is seen"):
+        run("raised")
+
+
+# --- Killed processes ---
+
+
+class Deadly(LossTerm):
+    """Sends a signal to the process that it is in, or to the one that leads the run, so many times in round 2."""
+
+    def __init__(self, folder, times, samples=None, to="own", signum=signal.SIGKILL):
+        super().__init__()
+        self.folder, self.times, self.samples, self.to, self.signum = str(folder), times, samples, to, signum
+        self.leader, self.due = os.getpid(), False
+
+    def begin(self, module):
+        wanted = self.samples is None or int(module.class_counts.sum()) == self.samples
+        self.due = wanted and module.round == 2
+
+    def forward(self, step):
+        if self.due and os.getpid() != self.leader:
+            for number in range(self.times):
+                try:
+                    (Path(self.folder) / f"kill-{number}").touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                os.kill(self.leader if self.to == "leader" else os.getpid(), self.signum)
+                break
+        return step.logits.sum() * 0
+
+
+class Harmless(LossTerm):
+    """What `Deadly` computes."""
+
+    name = "deadly"
+
+    def forward(self, step):
+        return step.logits.sum() * 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine, times):
+    before = shared_memory()
+    alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
+    killed = experiment(tmp_path / "killed", FedSKC(loss_terms=[Deadly(tmp_path, times)]), engine=engine)
+    alone.fit()
+    killed.fit()
+    assert len(list(tmp_path.glob("kill-*"))) == times
+    assert_same_run(alone, killed)
+    assert shared_memory() == before
+
+
+def test_a_process_killed_between_rounds_is_replaced(tmp_path, engine):
+    experiment(tmp_path / "first", engine=engine).fit()
+    before = pids(engine)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert_same_run(*both(tmp_path, engine))
+    assert not set(before) & set(pids(engine))
+
+
+def with_a_deadly_client(tmp_path, engine, **options):
+    run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=2, **options)
+    run._build()
+    victim = max(range(6), key=lambda client: len(run.data.shards[client].train))
+    term = Deadly(tmp_path, 9, len(run.data.shards[victim].train), signum=options.pop("signum", signal.SIGKILL))
+    run.algorithm = FedAvg(loss_terms=[term])
+    return run, victim
+
+
+def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
+    run, victim = with_a_deadly_client(tmp_path, engine)
+    words = rf"client {victim}, round 2: 3 worker processes died at it, the last of them by SIGKILL \(likely out of mem"
+    with pytest.raises(ClientFailure, match=words):
+        run.fit()
+    assert len(list(tmp_path.glob("kill-*"))) == 3
+    assert run.checkpoints.rounds() == [1]
+
+
+def test_and_is_dropped_where_failures_are(tmp_path, engine):
+    run, victim = with_a_deadly_client(tmp_path, engine, on_client_failure="drop")
+    with pytest.warns(UserWarning, match=f"client {victim}, round 2: .* died .*; dropped from this round"):
+        run.fit()
+    assert [row["client/failed"] for row in run.csv.rows] == [0, 1]
+
+
+class Leaver(LossTerm):
+    """Ends its process by the front door."""
+
+    def __init__(self):
+        super().__init__()
+        self.leader = os.getpid()
+
+    def forward(self, step):
+        if os.getpid() != self.leader:
+            sys.exit("had enough")
+        return step.logits.sum() * 0
+
+
+def test_a_client_that_exits_fails_too(tmp_path, engine):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Leaver()]), engine=engine)
+    with pytest.raises(ClientFailure, match=r"client \d, round 1: 3 worker processes died .* with exit status 1"):
+        run.fit()
+
+
+# --- Signals, and what is left ---
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum):
+    options = {"rounds": 3, "checkpoint_every": 10}
+    alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]), **options)
+    alone.fit()
+    engine = ProcessesEngine(2)
+    hired = []
+    engine._hire = lambda: hired.append(ProcessesEngine._hire(engine)) or hired[-1]
+    method = FedSKC(loss_terms=[Deadly(tmp_path, 1, to="leader", signum=signum)])
+    stopped = experiment(tmp_path / "parts", method, engine=engine, **options)
+    with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
+        stopped.fit()
+    assert stopped.checkpoints.rounds() == [1]
+    assert len(hired) == 2
+    assert gone(member._process.pid for member in hired)
+    rest = experiment(tmp_path / "parts", FedSKC(loss_terms=[Harmless()]), **options)
+    rest.fit(resume=True)
+    assert_same_run(alone, rest)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from functools import partial
+sys.path.insert(0, {tests!r})
+import torch
+from experiments import experiment
+from test_processes import Deadly
+from fl_lightning.algorithms import FedAvg
+from fl_lightning.engines import ProcessesEngine
+from fl_lightning.errors import Interrupted
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path({folder!r})
+    run = experiment(folder / "run", rounds=10_000, engine=ProcessesEngine(2), checkpoint_every=1000)
+    heard = run._notify
+    def notify(moment, *args):
+        heard(moment, *args)
+        if moment == "on_round_end" and run.round == 2:
+            print(*(member._process.pid for member in run.engine._members), flush=True)
+    run._notify = notify
+    try:
+        run.fit()
+    except Interrupted as end:
+        sys.exit(end.exit_code)
+"""
+
+
+def script(tmp_path):
+    """A run in a process group of its own, in its third round or later; its process, and its workers' ids."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    workers = [int(word) for word in process.stdout.readline().split()]
+    assert len(workers) == 2, process.stderr.read()
+    return process, workers
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_is_no_different(tmp_path, signum):
+    before = shared_memory()
+    process, workers = script(tmp_path)
+    os.killpg(process.pid, signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert (out, err) == ("", "")
+    assert gone(workers)
+    assert shared_memory() == before
+
+
+def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
+    before = shared_memory()
+    process, workers = script(tmp_path)
+    assert all(map(alive, workers))
+    process.kill()
+    assert gone(workers)
+    _, err = process.communicate(timeout=60)
+    assert err == ""
+    assert shared_memory() == before
+
+
+UNGUARDED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from experiments import experiment
+from fl_lightning.engines import ProcessesEngine
+from fl_lightning.errors import FLError
+
+try:
+    experiment(Path({folder!r}) / "run", engine=ProcessesEngine(1)).fit()
+except FLError as error:
+    print("told:", error)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(UNGUARDED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    assert "told: engine: 3 workers ended before they could begin" in process.stdout
+    assert '`if __name__ == "__main__":`' in process.stdout
+
+
+def test_nothing_is_left_after_a_run(tmp_path):
+    engine = ProcessesEngine(2)
+    experiment(tmp_path / "first", PeerAlgorithm(), engine=engine).fit()
+    files, before = sorted(os.listdir("/proc/self/fd")), shared_memory()
+    hired = []
+    engine._hire = lambda: hired.append(ProcessesEngine._hire(engine)) or hired[-1]
+    experiment(tmp_path / "second", PeerAlgorithm(), engine=engine, rounds=6).fit()
+    assert gone(member._process.pid for member in hired)
+    del hired[:]
+    assert sorted(os.listdir("/proc/self/fd")) == files
+    assert shared_memory() == before
+
+
+def test_open_files_do_not_grow_with_clients_or_tensors(tmp_path, engine):
+    def files(worker):
+        return max(len(os.listdir(f"/proc/{pid}/fd")) for pid in [os.getpid(), *pids(worker)])
+
+    class Counting(Lasting):
+        most = 0
+
+        def run(self, worker, tasks):
+            for result in super().run(worker, tasks):
+                self.most = max(self.most, files(self))
+                yield result
+
+    counts = []
+    for model in (MLP(in_shape=(1, 8, 8), num_classes=10), None):
+        counting = Counting(2)
+        counting._members = engine._members
+        hidden = (16,) if model else (4,) * 60
+        method, options = METHODS["many clients"]
+        run = experiment(tmp_path / str(len(hidden)), method(), engine=counting, **options, model=Deep(hidden))
+        run.fit()
+        counts.append(counting.most)
+    assert counts[1] <= counts[0] + 2
+
+
+class Deep:
+    """Builds MLPs of given layers."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+    def __call__(self, in_shape, num_classes):
+        return MLP(in_shape=in_shape, num_classes=num_classes, hidden=self.hidden)
+
+
+@pytest.mark.parametrize("method", ["fedsiam_da", "ua_pdfl"])
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
+    survive_kills(method, tmp_path, 1, "--engine", "ProcessesEngine", "--engine.workers", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FIVE)
+def test_many_killed_runs_resume_to_the_same_bytes(tmp_path, method):
+    survive_kills(method, tmp_path, 5, "--engine", "ProcessesEngine", "--engine.workers", "2")
+
+
+# --- What cannot work ---
+
+
+def test_a_model_that_cannot_be_sent_is_refused_before_the_first_round(tmp_path):
+    run = experiment(tmp_path, model=lambda in_shape, num_classes: MLP(in_shape, num_classes), engine=ProcessesEngine())
+    words = (
+        r"engine: the experiment cannot be sent to another process: .*lambda.*; use the sequential engine, or define"
+    )
+    with pytest.raises(ConfigError, match=words):
+        run.fit()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypatch):
+    ghost = types.ModuleType("ghost")
+    exec("from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg): pass", ghost.__dict__)
+    monkeypatch.setitem(sys.modules, "ghost", ghost)
+    words = r"engine: a worker process could not take in the experiment: ModuleNotFoundError: .*'ghost'; define what"
+    with pytest.raises(ConfigError, match=words):
+        experiment(tmp_path, ghost.Mine(), engine=engine).fit()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"workers": 0}, "engine.workers: 0 is below 1"),
+        ({"threads": -1}, "engine.threads: -1 is below 1"),
+        ({"devices": []}, "engine.devices: no GPU is named; leave it out to use all"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        ProcessesEngine(**arguments)
+
+
+def test_gpus_for_clients_that_train_on_the_cpu_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"engine.devices: they are GPUs, and clients train on the cpu; leave them out"
+    ):
+        experiment(tmp_path, engine=ProcessesEngine(devices=[0])).fit()
+
+
+def on_gpus(monkeypatch, number, devices=1):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    index = devices[0] if isinstance(devices, list) else 0
+    return types.SimpleNamespace(device=torch.device("cuda", index), trainer={"devices": devices})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "size", "dealt"),
+    [
+        ({}, 1, 3, [0, 1, 2]),
+        ({}, [2], 1, [2]),
+        ({"workers": 5}, 1, 5, [0, 1, 2, 0, 1]),
+        ({"workers": 4, "devices": [2, 0]}, 1, 4, [2, 0, 2, 0]),
+        ({"workers": 2}, [1], 2, [1, 1]),
+    ],
+)
+def test_workers_are_dealt_out_over_gpus(monkeypatch, arguments, trainer, size, dealt):
+    engine = ProcessesEngine(**arguments)
+    monkeypatch.setattr("fl_lightning.engines.processes.Process", Placed)
+    assert engine.size(on_gpus(monkeypatch, 3, trainer)) == size
+    for _ in range(size):
+        engine._members.append(engine._hire())
+    assert [member.device for member in engine._members] == dealt
+    engine._members.pop(0)  # who takes a lost one's place takes its GPU
+    assert engine._hire().device == dealt[0]
+    engine._members.clear()
+
+
+class Placed:
+    def __init__(self, context, threads, device):
+        self.device = device
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match=r"engine.devices: there is no GPU 3; there are \[0, 1\]"):
+        ProcessesEngine(devices=[0, 3]).size(on_gpus(monkeypatch, 2))
+
+
+def test_there_are_as_many_processes_as_cores_for_their_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 8)
+    worker = types.SimpleNamespace(device=torch.device("cpu"), trainer={})
+    assert [ProcessesEngine(threads=threads).size(worker) for threads in (1, 3, 9)] == [8, 2, 1]
+    assert ProcessesEngine(workers=5, threads=3).size(worker) == 5
+
+
+def test_a_config_names_the_engine(tmp_path, capsys):
+    words = [
+        "fit",
+        "--config",
+        "digits_fedavg.yaml",
+        "--rounds",
+        "1",
+        "--logger",
+        "null",
+        "--engine",
+        "ProcessesEngine",
+    ]
+    assert main([*words, "--engine.workers", "2", "--run_dir", str(tmp_path / "run")]) == 0
+    assert main([*words, "--engine.workers", "0", "--run_dir", str(tmp_path / "bad")]) == 2
+    assert "engine.workers: 0 is below 1" in capsys.readouterr().err
