@@ -3,8 +3,8 @@
     python benchmarks/engines.py [ENGINE ...] [--case mlp cnn ...] [--clients 50] [--accelerator cpu]
 
 FedAvg on synthetic data, all clients in every round, engines in turn in one process; a run's first round is a warm-up
-and not counted. An engine is a class of `fl_lightning.engines`, with arguments if any: `StackedEngine`,
-`StackedEngine:clients=16`. Prints the median and the range of the ratio to the sequential engine of the same turn:
+and not counted. An engine is a class of `fl_lightning.engines`, with arguments if any, `StackedEngine:clients=16`, and
+after an @ how many threads torch has in this process, `SequentialEngine@1`. Prints the median and the range of the ratio to the sequential engine of the same turn:
 above 1, the engine is faster. Single times vary by machine; ratios on a busy one are noisy.
 """
 
@@ -26,6 +26,9 @@ from fl_lightning import FederatedOrchestrator, engines
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import CNN, MLP, ModelFactory, ResNet8, ResNet18
+
+
+THREADS = torch.get_num_threads()
 
 
 @dataclass
@@ -50,7 +53,7 @@ CASES = {
 
 def engine_of(words: str) -> engines.Engine:
     """An engine from its class and arguments: `StackedEngine:clients=16,...`."""
-    name, _, arguments = words.partition(":")
+    name, _, arguments = words.partition("@")[0].partition(":")
     pairs = (argument.split("=") for argument in arguments.split(",") if argument)
     return getattr(engines, name)(**{key: yaml.safe_load(value) for key, value in pairs})
 
@@ -71,7 +74,9 @@ def round_times(case: Case, data: Path, engine: str, rounds: int, run_dir: Path,
         callbacks=[RoundProgress(Console(quiet=True))],
         run_dir=str(run_dir),
     )
+    torch.set_num_threads(int(engine.partition("@")[2] or THREADS))
     run.fit()
+    torch.set_num_threads(THREADS)
     return [row["time/fit_s"] for row in run.csv.rows[1:]]
 
 

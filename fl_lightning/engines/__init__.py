@@ -2,8 +2,18 @@
 
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.processes import ProcessesEngine
+from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
 
-__all__ = ["Engine", "ProcessesEngine", "Result", "SequentialEngine", "StackedEngine", "Task", "Worker"]
+__all__ = [
+    "Engine",
+    "ProcessesEngine",
+    "RayEngine",
+    "Result",
+    "SequentialEngine",
+    "StackedEngine",
+    "Task",
+    "Worker",
+]

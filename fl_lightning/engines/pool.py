@@ -281,17 +281,15 @@ def check_positive(**numbers: int | None) -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a process's own state decides what comes of a task: where modules are found, torch's and warnings' ways.
+    """What of a process's own state decides what comes of a task: torch's and warnings' ways.
 
     Args:
-        path: `sys.path`.
         dtype: Torch's default type.
         precision: Torch's precision of float32 products.
         deterministic: Whether torch is to use deterministic algorithms: not, only with a warning, or always.
         filters: Which warnings to ignore, show or raise; the first that fits counts.
     """
 
-    path: list[str]
     dtype: torch.dtype
     precision: str
     deterministic: int
@@ -306,11 +304,10 @@ class Surroundings:
             if isinstance(category, type) and found(category)
         ]
         precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
-        return cls(sys.path, torch.get_default_dtype(), precision, mode, filters)
+        return cls(torch.get_default_dtype(), precision, mode, filters)
 
     def adopt(self) -> None:
         """Make this process as the one that they are from."""
-        sys.path += [folder for folder in self.path if folder not in sys.path]
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
         torch.set_deterministic_debug_mode(self.deterministic)

@@ -1,0 +1,198 @@
+"""Several clients at a time, on the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.engines.parcels import Parcel, unpack
+from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine, check_positive
+from fl_lightning.engines.worker import Worker
+from fl_lightning.errors import ConfigError
+
+
+class RayEngine(PoolEngine):
+    """Fits several clients at a time, in actors on the machines of a Ray cluster.
+
+    The same bytes as one after another, on the CPU with as many threads and machines of one kind. The data, and what a
+    round's clients have in common, go through Ray's object store: to each machine once. The clients of a worker or a
+    machine that is lost are done again by the others, or by a new worker once there is room for one; a client that
+    three workers die at has failed. Needs the extra `ray`.
+
+    Args:
+        address: The cluster's; by default that of `RAY_ADDRESS`, a cluster that runs on this machine, or a new one.
+        workers: How many actors; by default as many as the cluster has cores, or GPUs, for.
+        threads: Torch's threads, and so cores, of each.
+        gpus: GPUs of each, 0.25 to have four share one; by default 1 where clients train on GPUs, else none.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self, address: str | None = None, workers: int | None = None, threads: int = 1, gpus: float | None = None
+    ) -> None:
+        super().__init__()
+        check_positive(workers=workers, threads=threads)
+        if gpus is not None and gpus < 0:
+            raise ConfigError(f"engine.gpus: {gpus} is below 0")
+        self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus
+        self._gpus = 0.0
+        self._started = False
+
+    def size(self, worker: Worker) -> int:
+        """Number of actors; connects to the cluster.
+
+        Raises:
+            ConfigError: Ray is not installed, its cluster cannot be reached, or no machine has room for one.
+        """
+        ray = self._connected()
+        self._gpus = self.gpus if self.gpus is not None else float(worker.device.type == "cuda")
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        places = sum(places_on(node, self.threads, self._gpus) for node in nodes)
+        if not places:
+            needs = f"{self.threads} core(s)" + (f" and {self._gpus:g} GPU(s)" if self._gpus else "")
+            raise ConfigError(f"engine: no machine of the Ray cluster has {needs} for a worker; set threads or gpus")
+        return self.workers or places
+
+    def close(self) -> None:
+        """End all actors, and the cluster or the connection that was opened for them."""
+        super().close()
+        if self._started:
+            imported().shutdown()
+            self._started = False
+
+    def _connected(self) -> ModuleType:
+        ray = imported()
+        if not ray.is_initialized():
+            try:
+                with same_handlers():
+                    ray.init(self.address, logging_level="error", log_to_driver=False, include_dashboard=False)
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"engine.address: there is no Ray cluster at {self.address}: {reason}") from error
+            self._started = True
+        return ray
+
+    def _hire(self) -> Actor:
+        return Actor(self.threads, self._gpus)
+
+    def _put(self, parcel: Parcel) -> Any:
+        return imported().put(as_bytes(parcel))
+
+    def _wait(self) -> Sequence[Member]:
+        by_reference = {m.expected[0]: m for m in self._members if isinstance(m, Actor) and m.expected}
+        references = list(by_reference)
+        imported().wait(references, num_returns=1)
+        ready, _ = imported().wait(references, num_returns=len(references), timeout=0)
+        return [by_reference[reference] for reference in ready]
+
+
+class Actor(Member):
+    """A member that is an actor of a Ray cluster.
+
+    Args:
+        threads: Torch's threads, and so cores, of it.
+        gpus: GPUs that it has, or shares.
+    """
+
+    def __init__(self, threads: int, gpus: float) -> None:
+        super().__init__()
+        self.expected: list[Any] = []  # references to its answers to come
+        self._trainer = {"devices": 1} if gpus else {}  # it sees no GPUs but its own
+        actor = imported().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteHost)
+        self._actor = actor.remote(threads, sys.path)
+
+    def load(self, handle: Any) -> None:
+        """Send it the worker object."""
+        self.expected.append(self._actor.load.remote(handle, self._trainer))
+
+    def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
+        """Send it a task."""
+        self.expected.append(self._actor.carry_out.remote(as_bytes(parcel), blocks))
+
+    def answer(self) -> Answer:
+        """Fetch its answer and copy it out of the object store."""
+        ray = imported()
+        try:
+            return unpack(ray.get(self.expected.pop(0)), copy=True)
+        except ray.exceptions.RayError as error:
+            raise Lost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def end(self) -> None:
+        """Kill it, whatever it is at."""
+        imported().kill(self._actor)
+
+
+class RemoteHost:
+    """The actor: a host whose parcels lie in the object store, where they cannot be written to.
+
+    Args:
+        threads: Torch's threads.
+        path: Where the run's own process looks for modules.
+    """
+
+    def __init__(self, threads: int, path: list[str]) -> None:
+        torch.set_num_threads(threads)
+        sys.path += [folder for folder in path if folder not in sys.path]
+        self.host = Host()
+
+    def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
+        """Take in the worker object; the data stay where they are."""
+        return as_bytes(self.host.load(source, trainer))
+
+    def carry_out(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
+        """Carry out a task; what it starts from is copied, for methods may change it."""
+        return as_bytes(self.host.carry_out(source.copy(), fetching(blocks)))
+
+
+def fetching(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
+    """Reads blocks of a shelf by their references."""
+    ray = imported()
+    return lambda block: unpack(ray.get(blocks[block]), copy=True)
+
+
+def as_bytes(parcel: Parcel) -> np.ndarray:
+    """A parcel in memory of its own."""
+    memory = torch.empty(parcel.nbytes, dtype=torch.uint8)
+    parcel.write(memory)
+    return memory.numpy()
+
+
+def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
+    """How many workers a machine of these resources has room for."""
+    rooms = [node.get("CPU", 0.0) // threads]
+    if gpus:
+        rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
+    return int(min(rooms))
+
+
+def imported() -> ModuleType:
+    """The package `ray`.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("engine: RayEngine needs ray; pip install 'fl-lightning[ray]'") from error
+    return ray
+
+
+@contextmanager
+def same_handlers() -> Iterator[None]:
+    """Leave signal handlers as they are: Ray's would end a run before it is at a safe point."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

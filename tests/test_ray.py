@@ -1,0 +1,221 @@
+"""A Ray cluster of two nodes on this machine: the same bytes, whatever worker or node is killed."""
+
+import itertools
+import signal
+import sys
+import warnings
+
+import pytest
+import torch
+from experiments import experiment
+from methods import METHODS, assert_same_run
+from test_processes import Deadly, Harmless
+
+from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.engines import RayEngine
+from fl_lightning.engines.ray import places_on
+from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore:::ray.*", "ignore:subprocess:ResourceWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+    from ray.cluster_utils import Cluster
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        nodes.add_node(num_cpus=1)
+        ray.init(nodes.address, logging_level="error", log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Lasting(RayEngine):
+    """Its actors outlast a run: they take long to start."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def engine(cluster):
+    lasting = Lasting()
+    yield lasting
+    RayEngine.close(lasting)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def both(tmp_path, engine, name):
+    method, options = METHODS[name]
+    alone = experiment(tmp_path / "alone", method(), rounds=2, **options)
+    shared = experiment(tmp_path / "shared", method(), rounds=2, engine=engine, **options)
+    alone.fit()
+    shared.fit()
+    return alone, shared
+
+
+QUICK = (
+    "FedSKC",
+    "CwFedAvg",
+    "UAPDFL",
+    "FedSKC with ProtoNet",
+)  # common state, own starts, peers, a dataset of one's own
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
+def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
+    warm_up(tmp_path, engine)
+    assert_same_run(*both(tmp_path, engine, name))
+    nodes = {actor_node(member) for member in engine._members}
+    assert len(nodes) == len(engine._members) == 2
+
+
+def actor_node(member):
+    import ray
+
+    def where(host):
+        return ray.get_runtime_context().get_node_id()
+
+    return ray.get(member._actor.__ray_call__.remote(where))
+
+
+def warm_up(tmp_path, engine):
+    """Run short experiments until both workers are there."""
+    for number in itertools.count():
+        experiment(tmp_path / f"warm-{number}", engine=engine, rounds=1).fit()
+        if sum(member.ready for member in engine._members) == 2:
+            return
+
+
+def test_a_worker_killed_in_mid_round_changes_nothing(tmp_path, engine):
+    alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
+    killed = experiment(tmp_path / "killed", FedSKC(loss_terms=[Deadly(tmp_path, 1)]), engine=engine)
+    alone.fit()
+    killed.fit()
+    assert (tmp_path / "kill-0").exists()
+    assert_same_run(alone, killed)
+
+
+@pytest.mark.slow
+def test_a_client_that_always_kills_its_worker_fails_by_name(tmp_path, engine):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Deadly(tmp_path, 99)]), engine=engine, clients_per_round=1)
+    words = r"client \d, round 2: 3 worker processes died at it, the last of them with ActorDiedError"
+    with pytest.raises(ClientFailure, match=words):
+        run.fit()
+    assert run.checkpoints.rounds() == [1]
+
+
+def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
+    class Losing(Lasting):
+        def run(self, worker, tasks):
+            self.rounds += 1
+            for result in super().run(worker, tasks):
+                if self.rounds == 2 and cluster.worker_nodes:
+                    self.struck = [len(member.tasks) for member in self._members]
+                    cluster.remove_node(next(iter(cluster.worker_nodes)))
+                yield result
+
+    warm_up(tmp_path, engine)
+    losing = Losing()
+    losing.rounds, losing._members = 0, engine._members
+    alone, shared = (
+        experiment(tmp_path / str(number), FedSKC(), engine=one, clients_per_round=None)
+        for number, one in enumerate((None, losing))
+    )
+    alone.fit()
+    try:
+        shared.fit()
+        assert not cluster.worker_nodes
+        assert all(losing.struck)  # both had clients to train
+    finally:
+        cluster.add_node(num_cpus=1)
+    assert_same_run(alone, shared)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
+    method = FedSKC(loss_terms=[Deadly(tmp_path, 1, to="leader", signum=signum)])
+    run = experiment(tmp_path / "run", method, engine=engine)
+    with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
+        run.fit()
+    assert run.checkpoints.rounds() == [1]
+
+
+# --- What cannot work ---
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"engine: RayEngine needs ray; pip install 'fl-lightning\[ray\]'"):
+        experiment(tmp_path, engine=RayEngine()).fit()
+
+
+def test_workers_that_no_machine_has_room_for_are_refused(tmp_path, cluster):
+    with pytest.raises(ConfigError, match=r"engine: no machine of the Ray cluster has 2 core\(s\) for a worker"):
+        experiment(tmp_path, engine=RayEngine(threads=2)).fit()
+    with pytest.raises(ConfigError, match=r"has 1 core\(s\) and 0.5 GPU\(s\) for a worker; set threads or gpus"):
+        experiment(tmp_path, engine=RayEngine(gpus=0.5)).fit()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"workers": 0}, "engine.workers: 0 is below 1"),
+        ({"threads": 0}, "engine.threads: 0 is below 1"),
+        ({"gpus": -0.5}, "engine.gpus: -0.5 is below 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        RayEngine(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("node", "threads", "gpus", "places"),
+    [
+        ({"CPU": 8.0}, 1, 0, 8),
+        ({"CPU": 8.0}, 3, 0, 2),
+        ({"CPU": 8.0, "GPU": 2.0}, 1, 1, 2),
+        ({"CPU": 8.0, "GPU": 2.0}, 1, 0.4, 4),  # an actor has its part of one GPU, never of two
+        ({"CPU": 3.0, "GPU": 2.0}, 1, 0.4, 3),
+        ({"CPU": 8.0, "GPU": 5.0}, 1, 2, 2),
+        ({"CPU": 8.0}, 1, 1, 0),
+        ({}, 1, 0, 0),
+    ],
+)
+def test_a_machine_has_room_for_so_many(node, threads, gpus, places):
+    assert places_on(node, threads, gpus) == places
+
+
+@pytest.mark.slow
+def test_a_cluster_is_started_where_there_is_none_and_ended_with_the_run(tmp_path):
+    import ray
+
+    if ray.is_initialized():
+        pytest.skip("run this test alone")
+    run = experiment(tmp_path, engine=RayEngine(workers=1), rounds=1)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run._build()
+    assert ray.is_initialized()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    run.fit()
+    assert not ray.is_initialized()
