@@ -47,9 +47,8 @@ class Checkpointing(RoundCallback):
         value = monitored(metrics, self.monitor, "Checkpointing")
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
-        run.save_checkpoint()
-        keep = {*run.checkpoints.rounds()[: self.keep_last], self.best_round or 0}
-        run.checkpoints.prune(keep)
+        best = self.best_round or 0  # as of now: it is asked for once the checkpoint is on disk
+        run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 
     def _better(self, value: float, best: float) -> bool:
         return value > best if self.mode == "max" else value < best

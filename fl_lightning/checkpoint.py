@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,23 @@ class CheckpointFolder:
     """The checkpoints of one run, one folder a round: `round-000012/{state.pt, manifest.json}`.
 
     Each is written beside its place, flushed to disk and renamed, so a folder that is there is whole; the manifest's
-    checksums find what went bad later.
+    checksums find what went bad later. What lasts from checkpoint to checkpoint lies outside, in files that are never
+    changed, and the manifest names them: it is written once.
 
     Args:
-        path: The folder that holds them; made when first written to.
+        path: The folder that holds them, in the run's; made when first written to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, round: int, state: dict[str, Any]) -> Path:
+    def write(self, round: int, state: dict[str, Any], files: Mapping[str, str] | None = None) -> Path:
         """Write one round's checkpoint; one that is there already for the round is replaced.
 
         Args:
             round: The last finished round.
             state: Nested dicts and lists of tensors, numbers and strings.
+            files: Files that belong to it, on disk already: paths from the run's folder, and their checksums.
 
         Raises:
             CheckpointError: The disk refuses.
@@ -49,14 +52,15 @@ class CheckpointFolder:
                 partial = Path(parent) / target.name
                 partial.mkdir()
                 torch.save(state, partial / "state.pt")
-                manifest = {"round": round, "files": {"state.pt": _checksum(partial / "state.pt")}}
+                inside = {"state.pt": _checksum(partial / "state.pt")}
+                manifest = {"round": round, "files": inside, "outside": dict(files or {})}
                 (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
                 for path in (partial / "state.pt", partial / MANIFEST, partial):
-                    _flush(path)
+                    flush(path)
                 if target.exists():
                     target.rename(Path(parent) / "replaced")
                 partial.rename(target)
-            _flush(self.path)
+            flush(self.path)
         except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
             raise CheckpointError(f"cannot write checkpoint {target}: {' '.join(str(error).split())}") from error
         return target
@@ -74,10 +78,13 @@ class CheckpointFolder:
         """
         folder = self._folder(round)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            for name, checksum in manifest["files"].items():
-                if _checksum(folder / name) != checksum:
-                    raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match its checksum")
+            manifest = self._manifest(round)
+            if "outside" not in manifest:
+                raise CheckpointError(f"checkpoint {folder} is of an earlier fl-lightning, this one cannot read it")
+            for base, files in ((folder, manifest["files"]), (self.path.parent, manifest["outside"])):
+                for name, checksum in files.items():
+                    if _checksum(base / name) != checksum:
+                        raise CheckpointError(f"checkpoint {folder} is damaged: {name} does not match its checksum")
             return torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
         except CheckpointError:
             raise
@@ -108,6 +115,21 @@ class CheckpointFolder:
         for leftover in self.path.glob(".writing-*"):
             shutil.rmtree(leftover)
 
+    def files(self, round: int) -> dict[str, str]:
+        """The files outside that a round's checkpoint names, and their checksums."""
+        return dict(self._manifest(round)["outside"])
+
+    def named(self) -> set[str]:
+        """The files that any checkpoint names; a damaged one, whose manifest cannot be read, names none."""
+        names: set[str] = set()
+        for round in self.rounds():
+            with suppress(ValueError, TypeError, LookupError, FileNotFoundError):
+                names |= self.files(round).keys()
+        return names
+
+    def _manifest(self, round: int) -> dict[str, Any]:
+        return json.loads((self._folder(round) / MANIFEST).read_text())
+
     def _folder(self, round: int) -> Path:
         return self.path / f"round-{round:06d}"
 
@@ -136,7 +158,8 @@ def _checksum(path: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on disk when this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

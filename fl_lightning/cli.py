@@ -52,6 +52,7 @@ FREE_KEYS = {
     "evaluate_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "client_store",
     "logger",
     "log_clients",
     "callbacks",

@@ -309,3 +309,16 @@ def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]
     for piece in pieces:
         by_name.setdefault(piece.name, piece)
     return list(by_name.values())
+
+
+def lr_scales(scheduler: SchedulerFactory | None, rounds: int) -> list[float]:
+    """What a scheduler over rounds makes of a learning rate of 1, in each round."""
+    if scheduler is None:
+        return [1.0] * rounds
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    schedule, scales = scheduler(optimizer), []
+    for _ in range(rounds):
+        scales.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return scales

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_lightning.engines import Result
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -90,6 +93,12 @@ def client_summary(scores: Sequence[Score]) -> Row:
         "client/acc_worst_decile": float(worst.mean()),
         "client/loss_mean": float(loss.mean()),
     }
+
+
+def train_metrics(results: Sequence[Result]) -> Row:
+    """Mean over a round's clients of the training loss and of each of its terms."""
+    names = dict.fromkeys(name for result in results for name in result.losses)
+    return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 
 
 def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:

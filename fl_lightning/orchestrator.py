@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from itertools import repeat
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -22,23 +23,24 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import CheckpointFolder, write_atomically
-from fl_lightning.client import ClientModule, SchedulerFactory
+from fl_lightning.client import ClientModule, lr_scales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, Result, SequentialEngine, Task, Worker
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.worker import blame
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
-from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize
+from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize, train_metrics
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WandbRoundLogger
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.seeding import Stream, generator
-
-if TYPE_CHECKING:
-    from fl_lightning.callbacks import RoundCallback
+from fl_lightning.store import ClientStore, Kept
+from fl_lightning.writer import Writer
 
 Summary = dict[str, Any]
 
@@ -71,6 +73,7 @@ class FederatedOrchestrator:
         evaluate_every: Rounds between evaluations; the last round always has one.
         checkpoint_every: Rounds between checkpoints.
         keep_checkpoints: How many of the newest checkpoints to keep, beside the best.
+        client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
         on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
         logger: A Lightning logger beside `metrics.csv`.
@@ -81,6 +84,7 @@ class FederatedOrchestrator:
     Attributes:
         round: The last finished round.
         state: The shared state after it.
+        memory: What each client keeps, by its id, as it was when the round under way began.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -107,6 +111,7 @@ class FederatedOrchestrator:
         evaluate_every: int = 1,
         checkpoint_every: int = 1,
         keep_checkpoints: int = 2,
+        client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
         min_clients: int = 1,
         logger: Logger | None = None,
@@ -139,11 +144,13 @@ class FederatedOrchestrator:
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
+        self._named_callbacks = by_name(self.callbacks)
         self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
         self.csv = MetricsCsv(self.run_dir / "metrics.csv")
         self.round = 0
         self.state: State = {}
-        self.memory: dict[int, State] = {}
+        self.writer = Writer()
+        self.memory = ClientStore(self.run_dir, client_store, self.writer)
         self._worker_options: dict[str, Any] = {
             "model": model,
             "batch_size": batch_size,
@@ -193,8 +200,8 @@ class FederatedOrchestrator:
         participants = self.participants(round)
         self._notify("on_round_start", participants)
         results: list[Result] = []
-        self.state = self.algorithm.aggregate(self.state, self._uploads(round, participants, results))
-        self.memory |= {result.client: result.memory for result in results}
+        self.state = self.algorithm.aggregate(self._visible, self._uploads(round, participants, results))
+        self.memory.turn()
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
@@ -216,11 +223,13 @@ class FederatedOrchestrator:
             gc.collect()  # a used Trainer is a cycle that holds its model
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
+            self.writer.check()
             self._notify("on_client_end", result)
             if result.upload is None:
                 self._drop(result.failure)
                 continue
-            results.append(replace(result, upload=None))
+            self.memory.put(result.client, round, result.memory)
+            results.append(replace(result, upload=None, memory={}))
             yield Upload(result.client, result.upload)
         if len(results) < self.min_clients:
             left = f"{len(results)} of {len(participants)} clients were left"
@@ -244,8 +253,13 @@ class FederatedOrchestrator:
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
         """What each of these clients is sent, in their order: the same as one by one, and made only when asked for."""
-        for client, state in zip(clients, self.algorithm.aggregator.ahead(self.state, clients), strict=True):
+        for client, state in zip(clients, self.algorithm.aggregator.ahead(self._visible, clients), strict=True):
             yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
+
+    @property
+    def _visible(self) -> State:
+        """The shared state and, without a server, what clients have laid out for each other."""
+        return self.memory.beside(self.state, self.algorithm.public)
 
     def starting_module(self, client: int) -> ClientModule:
         """A client's module as it starts on the round under way, for callbacks that compare."""
@@ -320,10 +334,11 @@ class FederatedOrchestrator:
         """
         saved = self.checkpoints.read(round) if round else self.checkpoints.newest(report=self._warn)
         self._build()
+        self.memory.load(self.checkpoints.files(saved["round"]) if saved else {})
         if saved is None:
             return
-        self.round, self.state, self.memory = saved["round"], saved["state"], saved["memory"]
-        for name, callback in self._named_callbacks():
+        self.round, self.state = saved["round"], saved["state"]
+        for name, callback in self._named_callbacks.items():
             if name in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][name])
 
@@ -335,24 +350,28 @@ class FederatedOrchestrator:
 
     def client_module(self, client: int) -> ClientModule:
         """A client's module as it stands: what the server would send it or, without one, what it trained last."""
-        return self.worker.received(Task(self.round, client, self._held(client), self.memory.get(client, {})))
+        held = self.download(self.round + 1, client) if self.algorithm.server else Message()
+        return self.worker.received(Task(self.round, client, held, self.memory.get(client, {})))
 
-    def _held(self, client: int) -> Message:
-        return self.download(self.round + 1, client) if self.algorithm.server else Message()
+    def save_checkpoint(self, keep: Callable[[list[int]], set[int]] | None = None) -> None:
+        """Have a checkpoint of the last finished round written while the run goes on; call it between rounds.
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished round."""
-        callbacks = {name: callback.state_dict() for name, callback in self._named_callbacks()}
-        saved = {"round": self.round, "state": self.state, "memory": self.memory, "callbacks": callbacks}
-        self.checkpoints.write(self.round, saved)
+        Args:
+            keep: Once it is on disk, which of the rounds that have a checkpoint keep it, of all of them, newest first.
 
-    def _named_callbacks(self) -> Iterator[tuple[str, RoundCallback]]:
-        """Each callback under its class's name, numbered from the second of a class on."""
-        seen: Counter[str] = Counter()
-        for callback in self.callbacks:
-            name = type(callback).__name__
-            seen[name] += 1
-            yield name if seen[name] == 1 else f"{name}-{seen[name]}", callback
+        Raises:
+            CheckpointError: The disk refused the one before.
+        """
+        self.writer.wait()
+        callbacks = {name: copy.deepcopy(callback.state_dict()) for name, callback in self._named_callbacks.items()}
+        saved = {"round": self.round, "state": self.state, "callbacks": callbacks}
+        self.writer.submit(partial(self._write, saved, self.memory.snapshot(), keep))
+
+    def _write(self, saved: dict[str, Any], kept: list[Kept], keep: Callable[[list[int]], set[int]] | None) -> None:
+        self.checkpoints.write(saved["round"], saved, self.memory.write(kept))
+        if keep:
+            self.checkpoints.prune(keep(self.checkpoints.rounds()))
+            self.memory.prune(self.checkpoints.named())
 
     def _build(self) -> None:
         self.data = self.scenario.build(self.seed)
@@ -366,10 +385,15 @@ class FederatedOrchestrator:
 
     def _publish(self) -> None:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
-        results = list(self._untrained(repeat(Message()), upload=True))
-        self.memory = {result.client: result.memory for result in results}
-        uploads = (Upload(result.client, result.upload) for result in results if result.upload)
-        self.state = self.algorithm.aggregate(self.state, uploads)
+
+        def uploads() -> Iterator[Upload]:
+            for result in self._untrained(repeat(Message()), upload=True):
+                assert result.upload
+                self.memory.put(result.client, 0, result.memory)
+                yield Upload(result.client, result.upload)
+
+        self.state = self.algorithm.aggregate(self._visible, uploads())
+        self.memory.turn()
 
     def _set_up(self, resume: bool, config: dict[str, Any] | None) -> None:
         if self.csv.path.exists() and not resume:
@@ -406,19 +430,23 @@ class FederatedOrchestrator:
                 yield
             status = "success"
         except BaseException as error:
+            self.writer.wait()
             if len(self.csv.rows) == self.round and self.round not in {0, *self.checkpoints.rounds()}:
                 self.save_checkpoint()
+                self.writer.wait()
             if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit
                 raise self._interrupted(self._signals.received) from error
             raise
         finally:
             gc.unfreeze()
+            self.writer.close()
             self.engine.close()
             self._notify("on_fit_end")
             if self.logger:
                 self.logger.finalize(status)
 
     def _finish(self) -> Summary:
+        self.writer.wait()
         summary = summarize(self.csv.rows, self.evaluation.targets)
         torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
         write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
@@ -434,31 +462,3 @@ class FederatedOrchestrator:
     @staticmethod
     def _warn(message: str) -> None:
         warnings.warn(message, stacklevel=2)
-
-
-def with_defaults(callbacks: list[RoundCallback], every: int, keep: int) -> list[RoundCallback]:
-    """The callbacks, and those that every run has unless there is one of their class; checkpointing comes last."""
-    from fl_lightning.callbacks import Checkpointing, CommunicationMeter, RoundProgress
-
-    defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
-    missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
-    return sorted([*callbacks, *missing], key=lambda callback: isinstance(callback, Checkpointing))
-
-
-def train_metrics(results: Sequence[Result]) -> Row:
-    """Mean over a round's clients of the training loss and of each of its terms."""
-    names = dict.fromkeys(name for result in results for name in result.losses)
-    return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
-
-
-def lr_scales(scheduler: SchedulerFactory | None, rounds: int) -> list[float]:
-    """What a scheduler over rounds makes of a learning rate of 1, in each round."""
-    if scheduler is None:
-        return [1.0] * rounds
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
-    schedule, scales = scheduler(optimizer), []
-    for _ in range(rounds):
-        scales.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        schedule.step()
-    return scales

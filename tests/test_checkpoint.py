@@ -68,6 +68,7 @@ def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> N
     assert json.loads((folder / "manifest.json").read_text()) == {
         "round": 12,
         "files": {"state.pt": f"sha256:{digest}"},
+        "outside": {},
     }
 
 
@@ -225,7 +226,7 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(dump: Any, tmp_path: P
     folder = tmp_path / "round-000003"
     dump({"round": 3, "w": Trap(tmp_path / "sprung")}, folder / "state.pt")
     digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps({"round": 3, "files": {"state.pt": f"sha256:{digest}"}}))
+    (folder / "manifest.json").write_text(json.dumps({"files": {"state.pt": f"sha256:{digest}"}, "outside": {}}))
     with pytest.raises(CheckpointError, match="round-000003"):
         checkpoints.read(3)
     assert not (tmp_path / "sprung").exists()

@@ -111,7 +111,7 @@ def test_a_peer_that_hears_nobody_is_one_plain_loop(tmp_path):
         plain = PlainClient(initial_model(), OPTIMIZERS["sgd"], one.data, client)
         for round in range(1, 4):
             plain.fit(round)
-        published = one.state[f"peer_{client}"]
+        published = one.memory[client]["laid_out"]
         for name, value in plain.model.state_dict().items():
             assert torch.equal(published[f"model/{name}"], value)
 

@@ -10,9 +10,9 @@ from experiments import NormMLP, experiment, same_bytes, untimed
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
+from fl_lightning.client import lr_scales
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
-from fl_lightning.orchestrator import lr_scales
 
 
 def accuracy_and_loss(module, x, y):

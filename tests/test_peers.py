@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import TINY, rows, run, tiny
 from experiments import SGD, NormMLP, digits, experiment, same_bytes, untimed
+from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch.loggers.logger import Logger
 from test_engines import Backwards, carry_out
 from torch.nn import functional as F
@@ -25,7 +26,7 @@ from fl_lightning.algorithms import (
     Ring,
 )
 from fl_lightning.algorithms.fedskc import global_knowledge
-from fl_lightning.algorithms.peers import bundle, restored, stored, unbundle
+from fl_lightning.algorithms.peers import bundle, publication, restored, stored, unbundle
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import Engine, Task, Worker
 from fl_lightning.errors import ConfigError
@@ -91,9 +92,9 @@ def peers_in(message):
 
 
 def published(run, client):
-    """A client's publication in a run's state: its tensors, and its number of samples."""
-    tensors = dict(run.state[f"peer_{client}"])
-    return tensors, int(tensors.pop("number/n_samples"))
+    """What a client has laid out: its tensors, and its number of samples."""
+    message = publication(run.memory.beside(run.state, "laid_out"), client)
+    return message.tensors, message.numbers["n_samples"]
 
 
 def model_of(tensors):
@@ -244,8 +245,8 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
         tensors, n = published(run, client)
         assert same_bytes(model_of(tensors), models[client])
         assert n == samples[client]
-        assert same_bytes(run.memory[client]["laid_out"], run.state[f"peer_{client}"])
-    assert same_bytes(run.state["model"], weighted_mean(models, samples))
+    for name, value in weighted_mean(models, samples).items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
 
 
 def test_if_all_hear_all_it_is_fedavg(tmp_path):
@@ -273,18 +274,17 @@ def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
 
 
 def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=3, clients_per_round=2)
-    states, aggregate = [], run.algorithm.aggregate
+    states, everybody = [], range(K)
 
-    def watch(state, uploads):
-        states.append(aggregate(state, uploads))
-        return states[-1]
+    class Watch(RoundCallback):
+        def on_round_start(self, run, participants):
+            states.append([published(run, client)[0] for client in everybody])
 
-    run.algorithm.aggregate = watch
+    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=4, clients_per_round=2, callbacks=[Watch()])
     run.fit()
     for round in (1, 2, 3):
-        for client in range(K):
-            kept = same_bytes(states[round - 1][f"peer_{client}"], states[round][f"peer_{client}"])
+        for client in everybody:
+            kept = same_bytes(states[round - 1][client], states[round][client])
             assert kept == (client not in run.participants(round))
 
 
@@ -299,7 +299,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
     with pytest.warns(UserWarning, match=f"client {victim}, round 2: .* is NaN or Inf"):
         runs[1].fit()
     for client in range(K):
-        kept = same_bytes(runs[0].state[f"peer_{client}"], runs[1].state[f"peer_{client}"])
+        kept = same_bytes(*(published(run, client)[0] for run in runs))
         assert kept == (client == victim or client not in probe.participants(2))
     assert runs[1].csv.rows[1]["client/failed"] == 1
 
@@ -486,7 +486,7 @@ def test_another_order_of_clients_changes_nothing(tmp_path, method):
     )
     forth.fit()
     back.fit()
-    assert len(forth.state) > K
+    assert len(forth.memory) == K
     assert same_run(forth, back)
 
 

@@ -114,11 +114,14 @@ class Algorithm:
 
     Attributes:
         server: Whether there is one. Without it, what a client uploads stays there for its peers to collect.
+        public: The section of a client's memory that its peers can read, if any: the state that `download` and
+            `aggregate` are handed has client `k`'s as `peer_<k>`, as it was when the round began.
         optimizer_state: What becomes of a client's optimizer between its rounds, unless the orchestrator is told.
         drop_last: Whether clients leave out a last training batch with fewer samples than the others.
     """
 
     server: bool = True
+    public: str | None = None
     optimizer_state: OptimizerState = "fresh"
     drop_last: bool = False
 
@@ -211,7 +214,10 @@ class Algorithm:
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: the next shared state, from uploads that arrive in ascending client id."""
+        """Server: the next shared state, from uploads that arrive in ascending client id.
+
+        Its tensors are new ones where they differ: the state before may be on its way to the disk.
+        """
         seen: list[Upload] = []
 
         def arriving() -> Iterator[Upload]:

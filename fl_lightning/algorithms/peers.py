@@ -18,7 +18,7 @@ from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Complete, Graph
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean, weighted_mean
+from fl_lightning.state import ExchangedMean, weighted_mean
 
 LAID_OUT = "laid_out"
 """The section of a client's memory that holds its own last publication."""
@@ -43,6 +43,7 @@ class PeerAlgorithm(Algorithm):
     """
 
     server = False
+    public = LAID_OUT
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class PeerAlgorithm(Algorithm):
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         few = len(linked) if self.n_com is None else min(self.n_com, len(linked))
         peers = sorted(rng.choice(linked, few, replace=False).tolist()) if few else []
-        published = {peer: restored(state[section(peer)]) for peer in peers}
-        return bundle(self.collect(restored(state[section(client)]), published, rng))
+        published = {peer: publication(state, peer) for peer in peers}
+        return bundle(self.collect(publication(state, client), published, rng))
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
         """What of the peers' publications a client asks for; everything here.
@@ -91,7 +92,8 @@ class PeerAlgorithm(Algorithm):
         """Mix, and merge the shared knowledge. Before round 1 there is nothing to take in."""
         if LAID_OUT not in memory:
             return
-        own, received = restored(memory[LAID_OUT]), unbundle(download)
+        untrained = to_cpu({"model": self._shared(module.backbone)})
+        own, received = restored(Message.pack(untrained).tensors | memory[LAID_OUT]), unbundle(download)
         load_weights(module.backbone, own.section("model") | memory.get("buffers", {}))
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
@@ -103,21 +105,28 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The client's own publication, and after its first fit the knowledge it merged and what its terms keep."""
+        """The client's own publication, and after its first fit the knowledge it merged and what its terms keep.
+
+        The model that all start from is not kept by each: the state holds it once.
+        """
         if not module.round:
-            return {LAID_OUT: stored(upload)}
+            return {LAID_OUT: stored(upload.without("model"))}
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: stored(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """The next snapshot; who did not take part is in it with what it laid out last."""
-        laid_out = {name: tensors for name, tensors in state.items() if name.startswith("peer_")}
-        laid_out |= {section(client): stored(message) for client, message in uploads}
-        mean = RunningMean()
-        for name in sorted(laid_out, key=lambda name: int(name.removeprefix("peer_"))):
-            message = restored(laid_out[name])
-            mean.add(message.section("model"), message.numbers["n_samples"])
-        return state | laid_out | {"model": mean.value()}
+        """The mean of what all clients have laid out, of which the uploads' is new; at first all of it is."""
+        first, model = "sums" not in state, state["model"]
+        mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
+        for client, message in uploads:
+            if not first:
+                old = publication(state, client)
+                mean.remove(old.section("model"), old.numbers["n_samples"])
+            model = message.section("model")
+            mean.add(model, message.numbers["n_samples"])
+        samples = {"total": torch.tensor(mean.weight, dtype=torch.float64)}
+        untrained = {"untrained": model} if first else {}  # the same from every client
+        return state | untrained | {"model": mean.value(), "sums": mean.sums, "samples": samples}
 
 
 def section(peer: int) -> str:
@@ -136,6 +145,11 @@ def restored(tensors: Tensors) -> Message:
     """The message that `stored` made tensors of."""
     numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
     return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
+
+
+def publication(state: State, peer: int) -> Message:
+    """What a peer has laid out; until it has trained, with the model that all start from."""
+    return restored(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:

@@ -1,0 +1,35 @@
+"""The callbacks that every run has, and what each is called in checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.checkpointing import Checkpointing
+from fl_lightning.callbacks.communication import CommunicationMeter
+from fl_lightning.callbacks.progress import RoundProgress
+
+
+def with_defaults(callbacks: Sequence[RoundCallback], every: int, keep: int) -> list[RoundCallback]:
+    """The callbacks, and those that every run has unless there is one of their class; checkpointing comes last.
+
+    Args:
+        callbacks: A run's own.
+        every: Rounds between checkpoints.
+        keep: How many of the newest checkpoints to keep.
+    """
+    defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
+    missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
+    return sorted([*callbacks, *missing], key=lambda callback: isinstance(callback, Checkpointing))
+
+
+def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
+    """Each callback under its class's name, numbered from the second of a class on."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
+    return named
