@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.state import RunningMean, combine, extrapolate, first_non_finite, flatten, stack, weighted_mean
+from fl_lightning.state import (
+    ExchangedMean,
+    RunningMean,
+    combine,
+    extrapolate,
+    first_non_finite,
+    flatten,
+    stack,
+    weighted_mean,
+)
 
 # Multiples of 1/1024 below 1024: their weighted sums are exact in float64, so references need no tolerance.
 exact = st.integers(-(2**20), 2**20).map(lambda k: Fraction(k, 1024))
@@ -20,6 +29,67 @@ def test_weighted_mean_equals_exact_fractions(clients: list[tuple[int, Fraction,
     total = sum(n for n, _, _ in clients)
     expected = [float(sum(n * client[i] for n, *client in clients) / total) for i in range(2)]
     assert torch.equal(mean, torch.tensor(expected))
+
+
+@given(
+    st.lists(st.tuples(weights, exact), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), weights, exact), max_size=12),
+)
+def test_an_exchanged_mean_equals_exact_fractions(start: list, exchanges: list) -> None:
+    held, mean = dict(enumerate(start)), ExchangedMean()
+    for weight, value in start:
+        mean.add({"w": torch.tensor(float(value))}, weight)
+    for place, weight, value in exchanges:
+        if place in held:
+            mean = ExchangedMean(mean.sums, mean.weight)  # as from one round to the next
+            mean.remove({"w": torch.tensor(float(held[place][1]))}, held[place][0])
+            mean.add({"w": torch.tensor(float(value))}, weight)
+            held[place] = weight, value
+    total = sum(weight for weight, _ in held.values())
+    assert mean.weight == total
+    expected = float(sum(weight * value for weight, value in held.values()) / total)
+    assert torch.equal(mean.value()["w"], torch.tensor(expected))
+
+
+def test_an_exchanged_mean_does_not_drift() -> None:
+    generator, clients, exchanges = torch.Generator().manual_seed(0), 20, 500
+    weights = torch.randint(1, 60_000, (clients,), generator=generator).tolist()
+    held = [{"w": torch.randn(1000, generator=generator)} for _ in range(clients)]
+    mean, largest = ExchangedMean(), 0.0
+    for state, weight in zip(held, weights, strict=True):
+        mean.add(state, weight)
+    for number in range(exchanges):
+        place = number * 7 % clients
+        mean.remove(held[place], weights[place])
+        held[place] = {"w": torch.randn(1000, generator=generator) * 10 ** (number % 4)}
+        mean.add(held[place], weights[place])
+        largest = max(largest, float(mean.sums["w"].abs().max()))
+    brute = sum(state["w"].double() * weight for state, weight in zip(held, weights, strict=True))
+    assert float((mean.sums["w"] - brute).abs().max()) <= 2 * exchanges * 2**-53 * largest
+    torch.testing.assert_close(mean.value()["w"], weighted_mean(held, weights)["w"], rtol=1e-6, atol=0)
+
+
+def test_the_only_one_comes_back_bit_for_bit_whatever_was_before_it() -> None:
+    mean, old = ExchangedMean(), torch.tensor([1e30, 1.0, 0.1])
+    mean.add({"w": old}, 12_345)
+    for new in (torch.tensor([1e-30, 3e38, 1 / 3]), torch.tensor([0.1, 0.2, -0.3])):
+        mean.remove({"w": old}, 12_345)
+        mean.add({"w": new}, 12_345)
+        assert torch.equal(mean.value()["w"], new)
+        old = new
+
+
+def test_an_exchanged_mean_keeps_types_and_the_largest_count_and_leaves_what_it_came_from() -> None:
+    first = ExchangedMean()
+    first.add({"n": torch.tensor(7), "w": torch.tensor([1.0], dtype=torch.float64)}, 1)
+    then = ExchangedMean(first.sums, first.weight)
+    then.remove({"n": torch.tensor(7), "w": torch.tensor([1.0], dtype=torch.float64)}, 1)
+    then.add({"n": torch.tensor(5), "w": torch.tensor([3.0], dtype=torch.float64)}, 2)
+    assert {name: (value.dtype, value.tolist()) for name, value in then.value().items()} == {
+        "n": (torch.int64, 7),
+        "w": (torch.float64, [3.0]),
+    }
+    assert (first.value()["w"].tolist(), first.weight) == ([1.0], 1)
 
 
 @given(st.lists(st.tuples(weights, exact), min_size=1, max_size=8), st.sampled_from([1, 2, 1024, 2.0**-20]))

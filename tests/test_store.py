@@ -1,0 +1,610 @@
+"""What clients keep: the same from memory and from disk, seen a round late, written once, and safe from kills."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, untimed
+from fl_lightning.callbacks import Checkpointing, RoundCallback
+from test_checkpoint import files_no_larger_than, flatten
+
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
+from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.engines import Engine
+from fl_lightning.errors import CheckpointError, ClientFailure, ConfigError
+from fl_lightning.models import MLP, Head
+from fl_lightning.store import ClientStore
+from fl_lightning.writer import ROOM, Writer
+
+PLACES = ["memory", "disk"]
+MEMORY = {
+    "model": {
+        "w": torch.tensor([[0.1, float("nan")], [-0.0, float("inf")]]),
+        "steps": torch.tensor(7),
+        "half": torch.tensor([0.3], dtype=torch.bfloat16),
+        "double": torch.tensor([0.1], dtype=torch.float64),
+        "on": torch.tensor([True, False]),
+        "none": torch.zeros(0, 3),
+        "a/b": torch.arange(3),
+    },
+    "term_x": {"w": torch.ones(2)},
+}
+
+
+def ordered(memory):
+    return flatten({name: dict(sorted(tensors.items())) for name, tensors in sorted(memory.items())})
+
+
+def store(folder, where):
+    return ClientStore(folder, where, Writer())
+
+
+def saved(kept):
+    """Everything written, as a checkpoint would name it."""
+    kept.writer.wait()
+    return kept.write(kept.snapshot())
+
+
+def filled(folder, where, clients=4):
+    kept = store(folder, where)
+    for client in range(clients):
+        kept.put(client, 1, {"own": {"w": torch.full((3,), float(client))}})
+    kept.turn()
+    kept.writer.wait()
+    return kept
+
+
+# --- In, and out again ---
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_memory_comes_back_bit_for_bit(tmp_path, where):
+    kept = store(tmp_path, where)
+    kept.put(3, 12, MEMORY)
+    kept.turn()
+    kept.writer.wait()
+    assert ordered(kept[3]) == flatten(kept[3]) == ordered(MEMORY)
+    again = store(tmp_path, where)
+    again.load(saved(kept))
+    assert flatten(again[3]) == flatten(kept[3])
+    assert list(again) == [3]
+
+
+def test_memory_and_disk_write_the_same_bytes_under_the_same_names(tmp_path):
+    files = []
+    for where in PLACES:
+        kept = store(tmp_path / where, where)
+        kept.put(3, 12, MEMORY)
+        kept.turn()
+        files.append(saved(kept))
+    assert files[0] == files[1]
+    ((file, checksum),) = files[0].items()
+    assert file == "clients/client-000003-round-000012.safetensors"
+    content = (tmp_path / "disk" / file).read_bytes()
+    assert checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert (tmp_path / "memory" / file).read_bytes() == content
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_what_is_put_is_a_copy_seen_after_the_round(tmp_path, where):
+    kept, tensor = store(tmp_path, where), torch.zeros(2, 3).t()
+    kept.put(0, 1, {"own": {"w": tensor, "same": tensor}})
+    assert len(kept) == 0
+    kept.turn()
+    tensor += 1
+    kept.put(0, 2, {"own": {"w": tensor}})
+    kept.writer.wait()
+    assert kept[0]["own"]["w"].tolist() == [[0, 0]] * 3
+    assert kept[0]["own"]["w"].is_contiguous()
+    kept.turn()
+    assert kept[0]["own"]["w"].tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("nothing", [{}, {"own": {}}])
+def test_who_keeps_nothing_has_no_file_and_no_place(tmp_path, where, nothing):
+    kept = store(tmp_path, where)
+    kept.put(0, 1, nothing)
+    kept.turn()
+    assert len(kept) == 0
+    assert saved(kept) == {}
+    assert os.listdir(tmp_path) == []
+    kept.put(0, 2, {"own": {"w": torch.ones(1)}})
+    kept.turn()
+    assert list(kept) == [0]
+    kept.put(0, 3, nothing)
+    kept.turn()
+    assert 0 not in kept
+
+
+def test_on_disk_nothing_is_held_and_what_is_read_lies_in_the_file(tmp_path):
+    kept = filled(tmp_path, "disk")
+    assert all(one.memory is None for one in kept.snapshot())
+    value = kept[2]["own"]["w"]
+    assert f"{tmp_path}/clients/client-000002-round-000001.safetensors" in Path("/proc/self/maps").read_text()
+    value += 1  # whoever writes into it writes into a page of this process
+    assert store_again(kept)[2]["own"]["w"].tolist() == [2, 2, 2]
+
+
+def store_again(kept, where="disk"):
+    again = store(kept.run_dir, where)
+    again.load(saved(kept))
+    return again
+
+
+def test_what_is_read_from_disk_travels_small(tmp_path):
+    kept = store(tmp_path, "disk")
+    kept.put(0, 1, {"large": {"w": torch.zeros(10_000)}, "small": {"w": torch.zeros(10)}})
+    kept.turn()
+    kept.writer.wait()
+    assert len(pickle.dumps(kept[0]["small"])) < 1000
+    assert same_bytes(pickle.loads(pickle.dumps(kept[0]))["large"], kept[0]["large"])
+
+
+def test_a_section_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="a client's memory: section 'term_a/b' has a / in its name"):
+        store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
+
+
+# --- What peers see ---
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
+    kept = store(tmp_path, where)
+    for client in (1, 12):
+        kept.put(client, 1, {"laid_out": {"w": torch.tensor(client)}, "secret": {"w": torch.tensor(-client)}})
+    kept.turn()
+    state = {"model": {"w": torch.zeros(1)}}
+    seen = kept.beside(state, "laid_out")
+    assert seen["peer_12"] == {"w": torch.tensor(12)}
+    assert seen["model"] is state["model"]
+    for name in ("secret", "peer_2", "peer_12x", "peer_-1", "peer_"):
+        with pytest.raises(KeyError):
+            seen[name]
+    assert type(seen | {}) is dict
+    assert (seen | {}).keys() == {"model"}  # the next state holds no publications
+    assert kept.beside(state, None) is state
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_run_s_state_holds_no_publications(tmp_path, where):
+    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1, client_store=where)
+    run.fit()
+    assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
+
+
+# --- The writer ---
+
+
+def test_jobs_are_done_in_their_order_by_one_other_thread():
+    writer, done = Writer(), []
+    for number in range(20):
+        writer.submit(lambda number=number: done.append((number, threading.get_ident())))
+    writer.wait()
+    assert [number for number, _ in done] == list(range(20))
+    assert len({thread for _, thread in done} | {threading.get_ident()}) == 2
+    writer.close()
+    writer.submit(lambda: done.append(None))
+    writer.close()
+    assert done[-1] is None
+
+
+def fail():
+    raise CheckpointError("the disk is full")
+
+
+@pytest.mark.parametrize("call", [Writer.wait, Writer.check, lambda writer: writer.submit(int)])
+def test_what_goes_wrong_is_raised_once_in_the_callers_thread(call):
+    writer, gate, done = Writer(), threading.Event(), threading.Event()
+    writer.submit(lambda: gate.wait(10) and fail())
+    writer.submit(done.set)
+    gate.set()
+    assert done.wait(10)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        call(writer)
+    call(writer)
+    writer.submit(fail)
+    writer.close()
+    writer.check()
+
+
+def test_no_more_jobs_wait_than_there_is_room_for():
+    writer, gate, begun = Writer(), threading.Event(), []
+    for _ in range(ROOM):
+        writer.submit(gate.wait)
+    late = threading.Thread(target=lambda: (writer.submit(int), begun.append(True)))
+    late.start()
+    late.join(0.1)
+    assert not begun
+    gate.set()
+    late.join(10)
+    assert begun
+
+
+def test_a_run_is_never_more_than_one_checkpoint_ahead_and_waits_for_the_last(tmp_path):
+    run, ahead = experiment(tmp_path, rounds=6), []
+    write = run.checkpoints.write
+
+    def slow(round, *args):
+        while round < 6 and run.round == round:  # until the run has gone on
+            time.sleep(0.01)
+        time.sleep(0.3)  # a run that did not wait would be further on by now
+        ahead.append(run.round - round)
+        write(round, *args)
+
+    run.checkpoints.write = slow
+    run.fit()
+    assert ahead == [1, 1, 1, 1, 1, 0]
+    assert run.checkpoints.rounds()[0] == 6
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_be_it_the_last(tmp_path, bad):
+    run = experiment(tmp_path, rounds=3)
+    write = run.checkpoints.write
+    run.checkpoints.write = lambda round, *args: fail() if round == bad else write(round, *args)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        run.fit()
+    assert bad not in run.checkpoints.rounds()
+    assert not (tmp_path / "final").exists()
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_on_disk():
+    class Run:
+        round, is_over = 0, False
+        keeps: ClassVar[list] = []
+
+        def save_checkpoint(self, keep):
+            self.keeps.append(keep)
+
+    run, checkpointing = Run(), Checkpointing(keep_last=1)
+    for run.round, acc in enumerate([0.5, 0.4, 0.6], start=1):
+        checkpointing.on_round_end(run, {"global/acc": acc})
+    assert [keep([9, 8]) for keep in run.keeps] == [{9, 1}, {9, 1}, {9, 3}]
+
+
+# --- Runs ---
+
+METHODS = {
+    "ua_pdfl": partial(UAPDFL, n_com=2, preset="reference"),
+    "gossip": partial(PeerAlgorithm, n_com=2, buffers="local"),
+    "fedsiam_da": FedSiamDA,
+    "local": partial(FedAvg, buffers="local"),
+}
+
+
+def small(folder, method="ua_pdfl", **options):
+    model = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16)) if method == "fedsiam_da" else NormMLP
+    settings = {"model": model, "trainer": {"accelerator": "cpu", "max_epochs": 1}, "clients_per_round": 3}
+    return experiment(folder, METHODS[method](), **settings | options)
+
+
+def same_run(one, other):
+    return (
+        untimed(one.csv.rows) == untimed(other.csv.rows)
+        and flatten({k: one.memory[k] for k in sorted(one.memory)})
+        == flatten({k: other.memory[k] for k in sorted(other.memory)})
+        and ordered(one.state) == ordered(other.state)
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_and_disk_give_the_same_run_and_go_on_from_each_other(tmp_path, method):
+    runs = [small(tmp_path / where, method, client_store=where) for where in PLACES]
+    for run in runs:
+        run.fit()
+    assert len(runs[0].memory) > 0
+    assert same_run(*runs)
+    for rounds, where in enumerate(["memory", "disk", "memory"], start=1):
+        part = small(tmp_path / "parts", method, client_store=where, rounds=rounds)
+        part.fit(resume=rounds > 1)
+    assert same_run(part, runs[0])
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
+    class Files(RoundCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_round_start(self, run, participants):
+            run.writer.wait()
+            self.seen.append({path.name: path.stat().st_ino for path in (tmp_path / "clients").glob("*")})
+
+    files = Files()
+    run = small(tmp_path, rounds=5, client_store=where, callbacks=[files], keep_checkpoints=1)
+    run.fit()
+    for round in (2, 3, 4):
+        before, after = files.seen[round - 1 : round + 1]
+        assert {name for name in after if name not in before} == {
+            f"client-{client:06d}-round-{round:06d}.safetensors" for client in run.participants(round)
+        }
+        assert all(before[name] == after[name] for name in before if name in after)  # not one is written again
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path, where):
+    run = small(tmp_path, rounds=6, client_store=where)
+    run.fit()
+    there = {f"clients/{name}" for name in os.listdir(tmp_path / "clients")}
+    assert (
+        there == run.checkpoints.named() == set().union(*(run.checkpoints.files(r) for r in run.checkpoints.rounds()))
+    )
+    latest = {k: max(r for r in range(7) if r == 0 or k in run.participants(r)) for k in range(6)}
+    names = {f"clients/client-{k:06d}-round-{r:06d}.safetensors" for k, r in latest.items()}
+    assert set(run.checkpoints.files(6)) == names
+
+
+def test_a_state_on_its_way_to_disk_is_never_written_into(tmp_path):
+    class Versions(RoundCallback):
+        def on_round_end(self, run, metrics):
+            seen.append([(tensor, tensor._version) for part in run.state.values() for tensor in part.values()])
+
+    methods = [FedSKC, FedDW, FedSiamDA, CwFedAvg, METHODS["ua_pdfl"], METHODS["local"]]
+    for number, method in enumerate(methods):
+        seen = []
+        model = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+        experiment(tmp_path / str(number), method(), rounds=2, model=model, callbacks=[Versions()]).fit()
+        assert all(tensor._version == version for tensors in seen for tensor, version in tensors)
+
+
+# --- Damage ---
+
+
+def harmed(path, harm):
+    if harm == "missing":
+        path.unlink()
+    elif harm == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
+def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, where, harm):
+    run = small(tmp_path, client_store=where)
+    run.fit()
+    fresh = sorted(set(run.checkpoints.files(3)) - set(run.checkpoints.files(2)))
+    for file in fresh:
+        content = (tmp_path / file).read_bytes()
+        harmed(tmp_path / file, harm)
+        again = small(tmp_path, client_store=where)
+        with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; using the one before"):
+            again.load()
+        assert again.round == 2
+        (tmp_path / file).write_bytes(content)
+    harmed(tmp_path / fresh[0], harm)
+    again = small(tmp_path, client_store=where)
+    with pytest.warns(UserWarning, match="damaged"):
+        again.fit(resume=True)
+    assert same_run(run, again)
+    assert again.checkpoints.read(3)["round"] == 3  # whole again
+
+
+def test_checkpoints_of_an_earlier_version_are_named(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path)
+    folder = checkpoints.write(1, {"round": 1})
+    manifest = (folder / "manifest.json").read_text().replace("outside", "elsewhere")
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=r"round-000001 is of an earlier fl-lightning, this one cannot read it$"):
+        checkpoints.read(1)
+    assert checkpoints.named() == set()
+
+
+def test_pruning_leaves_what_is_named_and_what_is_not_its_own(tmp_path):
+    kept = filled(tmp_path, "disk")
+    names = sorted(saved(kept))
+    for stray in ("notes.txt", ".client-000009-round-000001.safetensors.writing", ".client-000002-round.writing"):
+        (tmp_path / "clients" / stray).touch()
+    kept.prune(set(names[1:3]))
+    assert sorted(os.listdir(tmp_path / "clients")) == [*(Path(name).name for name in names[1:3]), "notes.txt"]
+    store(tmp_path / "none", "disk").prune(set())
+
+
+# --- A full disk ---
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, where):
+    class Full(RoundCallback):
+        def on_round_start(self, run, participants):
+            run.writer.wait()
+            if run.round == 2:
+                limit.__enter__()
+
+    limit = files_no_larger_than(3000)
+    run = small(tmp_path, rounds=4, client_store=where, callbacks=[Full()])
+    try:
+        with pytest.raises(CheckpointError, match=r"^cannot write .*: \[Errno 27\] File too large") as caught:
+            run.fit()
+    finally:
+        limit.__exit__(None, None, None)
+    assert "\n" not in str(caught.value)
+    rest, whole = small(tmp_path, rounds=4, client_store=where), small(tmp_path / "whole", rounds=4)
+    rest.load()
+    assert rest.round == 2
+    rest.fit(resume=True)
+    whole.fit()
+    assert same_run(rest, whole)
+
+
+class Failing(Engine):
+    """Fails at the last client of a round."""
+
+    def run(self, worker, tasks):
+        for number, task in enumerate(tasks):
+            result = worker.run(task)
+            if task.round == 2 and task.fit and number == 2:
+                raise ClientFailure(task.client, 2, "gone")
+            yield result
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
+    with pytest.raises(ClientFailure):
+        small(tmp_path, client_store=where, engine=Failing(), checkpoint_every=2).fit()
+    assert CheckpointFolder(tmp_path / "checkpoints").rounds() == [1]
+    rest, whole = small(tmp_path, client_store=where, checkpoint_every=2), small(tmp_path / "whole")
+    rest.fit(resume=True)
+    whole.fit()
+    assert same_run(rest, whole)
+
+
+# --- Kills ---
+
+KILLED_AT_EVERY_STEP = """
+import os, signal, sys
+from pathlib import Path
+from typing import ClassVar
+import torch
+from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.store import ClientStore
+
+class Now:  # a writer without a thread: the step at which it dies is then the same each time
+    submit = staticmethod(lambda job: job())
+
+armed, left, fsync = False, 0, os.fsync
+
+def count_down(event, args=()):
+    global left
+    if armed and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def flushed(handle):
+    fsync(handle)
+    count_down("fsync")
+
+def memory(client, round):
+    return {"own": {"w": torch.full((5,), 100.0 * client + round)}}
+
+def save(store, checkpoints, round, clients):
+    for client in clients:
+        store.put(client, round, memory(client, round))
+    store.turn()
+    checkpoints.write(round, {"round": round}, store.write(store.snapshot()))
+    checkpoints.prune({round, round - 1})
+    store.prune(checkpoints.named())
+
+def survives(folder, where, step):
+    global armed, left
+    store, checkpoints = ClientStore(folder, where, Now), CheckpointFolder(folder / "checkpoints")
+    save(store, checkpoints, 1, (0, 1, 2))
+    save(store, checkpoints, 2, (0, 1))
+    child = os.fork()
+    if child == 0:
+        armed, left = True, step
+        save(store, checkpoints, 3, (1, 2))
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+os.fsync = flushed
+sys.addaudithook(count_down)
+for where in ("memory", "disk"):
+    step = 0
+    while not survives(Path(sys.argv[1]) / f"{where}-{step:03d}", where, step):
+        step += 1
+"""
+AFTER = {2: {0: 2, 1: 2, 2: 1}, 3: {0: 2, 1: 3, 2: 3}}  # the round that each client's memory is of
+
+
+def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
+    littered = 0
+    for where in PLACES:
+        folders = sorted(tmp_path.glob(f"{where}-*"))
+        assert len(folders) > 25
+        seen = set()
+        for folder in folders:
+            checkpoints, kept = CheckpointFolder(folder / "checkpoints"), store(folder, where)
+            newest = checkpoints.newest(report=pytest.fail)
+            assert newest is not None
+            round = newest["round"]
+            seen.add(round)
+            kept.load(checkpoints.files(round))
+            assert {k: float(kept[k]["own"]["w"][0]) for k in kept} == {k: 100 * k + r for k, r in AFTER[round].items()}
+            for other in checkpoints.rounds():
+                checkpoints.read(other)
+            littered += any(name.startswith(".") for name in os.listdir(folder / "clients"))
+            checkpoints.prune({2, 3})
+            kept.prune(checkpoints.named())
+            assert {f"clients/{name}" for name in os.listdir(folder / "clients")} == checkpoints.named()
+            assert {"round-000002"} <= set(os.listdir(folder / "checkpoints")) <= {"round-000002", "round-000003"}
+        assert seen == {2, 3}
+    assert littered
+
+
+RUN_KILLED_AT_SOME_STEPS = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from test_store import small
+fsync, armed, left = os.fsync, False, 0
+
+def count_down(event, args=()):
+    global left
+    inside = event != "open" or str(folder) in str(args[0])
+    if armed and inside and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def flushed(handle):
+    fsync(handle)
+    count_down("fsync")
+
+os.fsync = flushed
+sys.addaudithook(count_down)
+step, stride = int(sys.argv[4]), int(sys.argv[5])
+while True:
+    folder = f"{sys.argv[2]}/{step:04d}"
+    run = small(folder, client_store=sys.argv[3])
+    child = os.fork()
+    if child == 0:
+        armed, left = True, step
+        run.fit()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+    step += stride
+"""
+
+
+def kill_a_run(folder, where, start, stride):
+    words = [str(Path(__file__).parent), str(folder), where, str(start), str(stride)]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_KILLED_AT_SOME_STEPS, *words], check=True)
+    whole = small(folder / "whole")
+    whole.fit()
+    model = (folder / "whole" / "final" / "model.pt").read_bytes()
+    killed = sorted(folder.glob("0*"))
+    assert len(killed) > 2
+    for one in killed:
+        rest = small(one, client_store=where)
+        rest.fit(resume=(one / "metrics.csv").exists())
+        assert same_run(rest, whole)
+        assert (one / "final" / "model.pt").read_bytes() == model
+        assert {f"clients/{name}" for name in os.listdir(one / "clients")} == rest.checkpoints.named()
+
+
+@pytest.mark.parametrize(("where", "start"), [("memory", 30), ("disk", 45)])
+def test_a_run_killed_between_file_operations_resumes_to_the_same_bytes(tmp_path, where, start):
+    kill_a_run(tmp_path, where, start, 41)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PLACES)
+def test_a_run_killed_at_any_file_operation_resumes_to_the_same_bytes(tmp_path, where):
+    kill_a_run(tmp_path, where, 0, 1)
