@@ -4,8 +4,9 @@
 
 FedAvg on synthetic data, all clients in every round, engines in turn in one process; a run's first round is a warm-up
 and not counted. An engine is a class of `fl_lightning.engines`, with arguments if any, `StackedEngine:clients=16`, and
-after an @ how many threads torch has in this process, `SequentialEngine@1`. Prints the median and the range of the ratio to the sequential engine of the same turn:
-above 1, the engine is faster. Single times vary by machine; ratios on a busy one are noisy.
+after an @ how many threads torch has in this process, `SequentialEngine@1`. Prints the median and the range of the
+ratio to the sequential engine of the same turn: above 1, the engine is faster. Single times vary by
+machine; ratios on a busy one are noisy.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from fl_lightning import FederatedOrchestrator, engines
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import CNN, MLP, ModelFactory, ResNet8, ResNet18
-
 
 THREADS = torch.get_num_threads()
 

@@ -58,7 +58,9 @@ class RoundProgress(RoundCallback):
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
-        """One round more."""
+        """One round more; after the first, what the engine has to tell."""
+        if run.engine.note and run.round == self._first_round + 1:
+            self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         note = "  ".join(
             f"{label} {metrics[name]:.4f}"
             for label, name in (

@@ -28,7 +28,7 @@ from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import CheckpointFolder, write_atomically
 from fl_lightning.client import ClientModule, lr_scales
 from fl_lightning.data import Scenario
-from fl_lightning.engines import Engine, Result, SequentialEngine, Task, Worker
+from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.worker import blame
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
@@ -68,7 +68,8 @@ class FederatedOrchestrator:
         compile: Compile the network, once for all clients and rounds; worth it where a step is long.
         channels_last: Lay images and convolutions out with their channels side by side, which GPUs want in mixed
             precision.
-        engine: How a round's client fits are carried out; one after another by default.
+        engine: How a round's client fits are carried out: `sequential`, one after another, `stacked`, `processes`,
+            `ray`, `auto` for the fastest of the first three, or an engine with arguments of its own.
         evaluation: What is measured beside the global model.
         evaluate_every: Rounds between evaluations; the last round always has one.
         checkpoint_every: Rounds between checkpoints.
@@ -106,7 +107,7 @@ class FederatedOrchestrator:
         trainer: dict[str, Any] | None = None,
         compile: bool = False,
         channels_last: bool = False,
-        engine: Engine | None = None,
+        engine: Engine | EngineName = "sequential",
         evaluation: Evaluation = Evaluation(),
         evaluate_every: int = 1,
         checkpoint_every: int = 1,
@@ -139,7 +140,8 @@ class FederatedOrchestrator:
             raise ConfigError(f"seed: {seed} is below 0")
         self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
         self.clients_per_round, self.seed = per_round, seed
-        self.round_lr_scheduler, self.engine = round_lr_scheduler, engine or SequentialEngine()
+        self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
+        self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
@@ -338,6 +340,7 @@ class FederatedOrchestrator:
         if saved is None:
             return
         self.round, self.state = saved["round"], saved["state"]
+        self.engine.load_state_dict(saved["engine"])
         for name, callback in self._named_callbacks.items():
             if name in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][name])
@@ -364,7 +367,8 @@ class FederatedOrchestrator:
         """
         self.writer.wait()
         callbacks = {name: copy.deepcopy(callback.state_dict()) for name, callback in self._named_callbacks.items()}
-        saved = {"round": self.round, "state": self.state, "callbacks": callbacks}
+        engine = self.engine.state_dict()
+        saved = {"round": self.round, "state": self.state, "callbacks": callbacks, "engine": engine}
         self.writer.submit(partial(self._write, saved, self.memory.snapshot(), keep))
 
     def _write(self, saved: dict[str, Any], kept: list[Kept], keep: Callable[[list[int]], set[int]] | None) -> None:

@@ -1,5 +1,6 @@
 """How a round's client fits are carried out; an engine changes speed, never results."""
 
+from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
@@ -8,7 +9,9 @@ from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
 
 __all__ = [
+    "AutoEngine",
     "Engine",
+    "EngineName",
     "ProcessesEngine",
     "RayEngine",
     "Result",
@@ -16,4 +19,5 @@ __all__ = [
     "StackedEngine",
     "Task",
     "Worker",
+    "engine_of",
 ]

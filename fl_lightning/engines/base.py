@@ -9,7 +9,15 @@ from fl_lightning.engines.worker import Result, Task, Worker
 
 
 class Engine(ABC):
-    """Carries out tasks, in any order and anywhere: `worker.run(task)` is all there is to a task."""
+    """Carries out tasks, in any order and anywhere: `worker.run(task)` is all there is to a task.
+
+    Attributes:
+        fits: How many fits the run has, where that is known.
+        note: What there is to tell the user about it, or nothing.
+    """
+
+    fits: int = 0
+    note: str = ""
 
     @abstractmethod
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
@@ -24,6 +32,13 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027, most engines hold nothing
         """Let go of processes and memory; called when a run ends, however it ends. `run` may follow all the same."""
+
+    def state_dict(self) -> dict[str, str]:
+        """What a resumed run must know to go on in the same way; it travels with checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:  # noqa: B027, most engines have no choices to keep to
+        """Go on in the way that `state_dict` tells of."""
 
 
 def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:

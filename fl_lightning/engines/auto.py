@@ -1,0 +1,131 @@
+"""Whichever engine is fastest for this run on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Literal
+
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.processes import ProcessesEngine
+from fl_lightning.engines.ray import RayEngine
+from fl_lightning.engines.sequential import SequentialEngine
+from fl_lightning.engines.stacked import StackedEngine
+from fl_lightning.engines.worker import Result, Task, Worker
+from fl_lightning.errors import ConfigError
+
+ENGINES: dict[str, type[Engine]] = {
+    "sequential": SequentialEngine,
+    "stacked": StackedEngine,
+    "processes": ProcessesEngine,
+}
+COHORT = 64  # tasks looked at, at most
+WORTH = 0.9  # of the time one after another, that another engine has to come down to
+SHARE = 0.02  # of the run, that starting processes may take
+START = 8.0  # seconds that starting processes takes
+
+
+class AutoEngine(Engine):
+    """Times the engines on a few of the run's own fits, in the first round that trains, and takes the fastest.
+
+    What an engine refuses is left out; `processes` is tried only where starting them is at most 2 % of the run. The
+    choice goes into checkpoints, and a resumed run keeps it. It depends on the machine, and engines round differently,
+    so that the same seed on another machine need not give the same bytes: therefore it is not the default.
+
+    Args:
+        budget: Seconds that trying may take, roughly.
+
+    Attributes:
+        choice: Name of the engine chosen, or None before that.
+
+    Raises:
+        ConfigError: `budget` is not above 0.
+    """
+
+    def __init__(self, budget: float = 5.0) -> None:
+        if not budget > 0:
+            raise ConfigError(f"engine.budget: {budget} is not above 0")
+        self.budget = budget
+        self.choice: str | None = None
+        self._chosen: Engine | None = None
+
+    def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Choose, if that is still to be done and there is something to train, and hand the tasks on."""
+        tasks = iter(tasks)
+        if self._chosen:
+            return self._chosen.run(worker, tasks)
+        ahead = list(islice(tasks, COHORT))
+        if not any(task.fit for task in ahead):
+            return SequentialEngine().run(worker, chain(ahead, tasks))
+        self._choose(worker, ahead)
+        return self.run(worker, chain(ahead, tasks))
+
+    def close(self) -> None:
+        """Close the engine that was chosen."""
+        if self._chosen:
+            self._chosen.close()
+
+    def state_dict(self) -> dict[str, str]:
+        """The choice."""
+        return {"chosen": self.choice} if self.choice else {}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Keep to a choice."""
+        if state:
+            self.choice = state["chosen"]
+            self._chosen = ENGINES[self.choice]()
+
+    def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
+        sequential = SequentialEngine()
+        once = seconds_a_task(sequential, worker, tasks[:1])  # warms up, too
+        tasks = tasks[: max(1, int(self.budget / 8 / once))]
+        times = {"sequential": seconds_a_task(sequential, worker, tasks)}
+        rivals = {name: ENGINES[name]() for name in self._worth_trying(times["sequential"], len(tasks))}
+        for name, engine in rivals.items():
+            try:
+                engine.check(worker)
+            except ConfigError:
+                continue
+            seconds_a_task(engine, worker, tasks[:2])
+            times[name] = seconds_a_task(engine, worker, tasks)
+        best = min(times, key=lambda name: times[name])
+        if times[best] > WORTH * times["sequential"]:
+            best = "sequential"
+        self.choice, self._chosen = best, rivals.pop(best, sequential)
+        for engine in rivals.values():
+            engine.close()
+        told = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in times.items())
+        self.note = f"engine: {best}, by milliseconds a fit: {told}"
+
+    def _worth_trying(self, alone: float, tasks: int) -> Iterator[str]:
+        """The engines that can be tried in the time there is.
+
+        Args:
+            alone: Seconds of a fit, one after another.
+            tasks: How many fits are tried.
+        """
+        if tasks > 1:
+            yield "stacked"
+        if (os.cpu_count() or 1) > 1 and SHARE * self.fits * alone > START:
+            yield "processes"
+
+
+def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
+    """Carry tasks out, for the time it takes."""
+    started = time.perf_counter()
+    for _ in engine.run(worker, tasks):
+        pass
+    return (time.perf_counter() - started) / len(tasks)
+
+
+EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
+
+
+def engine_of(engine: Engine | EngineName) -> Engine:
+    """An engine by its name, as it is without arguments; an engine stays as it is."""
+    if isinstance(engine, Engine):
+        return engine
+    kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}
+    return kinds[engine]()
