@@ -1,6 +1,7 @@
 """The stacked engine: the sequential engine's results but for rounding, and one line for what it cannot do."""
 
 import copy
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -227,6 +228,33 @@ def test_augmentation_and_dropout_draw_what_they_draw_alone(tmp_path):
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
     trainer = DOUBLE | {"max_epochs": 2}
     compare(tmp_path, FedSKC(), 1e-6, scenario=scenario, model=NormMLP, trainer=trainer)
+
+
+class DrawingHooks(LossTerm):
+    """Draws as the fit and each epoch start."""
+
+    def begin(self, module):
+        self.noise = torch.rand(()) + random.random()
+
+    def begin_epoch(self, module):
+        self.noise = self.noise + torch.rand(()) * float(np.random.rand())
+
+    def forward(self, step):
+        return step.logits.square().mean() * self.noise.to(step.logits)
+
+
+class NoisyUpload(FedAvg):
+    """Draws after the fit."""
+
+    def upload(self, module, batches, n_samples, num_classes):
+        message = super().upload(module, batches, n_samples, num_classes)
+        message.tensors["model/head.bias"].add_(torch.rand(()))
+        return message
+
+
+def test_hooks_and_uploads_draw_what_they_draw_alone(tmp_path):
+    trainer = DOUBLE | {"max_epochs": 2}
+    compare(tmp_path, NoisyUpload(loss_terms=[DrawingHooks()]), 1e-9, model=NormMLP, trainer=trainer)
 
 
 def test_mixed_precision(tmp_path):
