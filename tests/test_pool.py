@@ -87,6 +87,12 @@ def test_a_tensor_has_its_elements_for_itself():
     assert large.untyped_storage().nbytes() == 4000
 
 
+def test_every_tensor_starts_where_torch_would_have_put_it():
+    arrived = there_and_back([torch.ones(size, dtype=torch.uint8) for size in (3, 64, 65, 1)])
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in arrived] == [0, 0, 0, 0]
+    assert [int(tensor.sum()) for tensor in arrived] == [3, 64, 65, 1]
+
+
 def test_copies_do_not_lie_in_the_parcel():
     source = written(Parcel([torch.ones(4)]))
     (inside,), (copied,) = unpack(source), unpack(source, copy=True)

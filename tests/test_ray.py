@@ -92,7 +92,7 @@ def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engi
 def actor_node(member):
     import ray
 
-    def where(host):
+    def where(host):  # by value: it is asked of an actor that knows nothing of the tests
         return ray.get_runtime_context().get_node_id()
 
     return ray.get(member._actor.__ray_call__.remote(where))
