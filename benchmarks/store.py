@@ -27,7 +27,7 @@ from fl_lightning.models import ResNet18
 
 METHODS = {
     "peers": ("UA-PDFL, 5 peers a client", UAPDFL),
-    "personal": ("FedAvg + HistoryContrast, each client's last encoder", lambda: FedAvg([HistoryContrast()])),
+    "personal": ("HistoryContrast, each client's last encoder", lambda: FedAvg(loss_terms=[HistoryContrast()])),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fl_lightning.algorithms.base import State
@@ -148,10 +148,13 @@ class ClientStore(Mapping[int, State]):
 
     def _read(self, file: str) -> State:
         state: State = {}
-        with safe_open(self.run_dir / file, "pt") as content:
-            for key in sorted(content.keys()):
-                section, _, name = key.partition("/")
-                state.setdefault(section, {})[name] = content.get_tensor(key)
+        try:
+            with safe_open(self.run_dir / file, "pt") as content:
+                for key in sorted(content.keys()):
+                    section, _, name = key.partition("/")
+                    state.setdefault(section, {})[name] = content.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {self.run_dir / file}: {error}") from error
         return state
 
 

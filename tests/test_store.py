@@ -155,6 +155,15 @@ def test_a_section_that_cannot_be_written_is_named(tmp_path):
         store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
 
 
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+def test_a_file_that_is_gone_when_it_is_needed_is_named(tmp_path, harm):
+    kept = filled(tmp_path, "disk")
+    harmed(tmp_path / "clients" / "client-000002-round-000001.safetensors", harm)
+    with pytest.raises(CheckpointError, match=r"^cannot read .*client-000002-round-000001.safetensors: ") as caught:
+        kept[2]
+    assert "\n" not in str(caught.value)
+
+
 # --- What peers see ---
 
 
