@@ -155,6 +155,20 @@ def test_a_section_that_cannot_be_written_is_named(tmp_path):
         store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_taking_up_a_checkpoint_forgets_everything_else(tmp_path, where):
+    kept = filled(tmp_path, where, clients=3)
+    assert kept[0]["own"]["w"].tolist() == [0, 0, 0]
+    kept.put(1, 2, {"own": {"w": torch.full((3,), 9.0)}})
+    first = {file: checksum for file, checksum in saved(kept).items() if "client-000001" in file}
+    again = store(tmp_path, "memory")  # the run done again: the same names
+    again.put(0, 1, {"own": {"w": torch.full((3,), 7.0)}})
+    again.turn()
+    kept.load(saved(again) | first)
+    kept.turn()
+    assert {client: memory["own"]["w"].tolist() for client, memory in kept.items()} == {0: [7] * 3, 1: [1] * 3}
+
+
 @pytest.mark.parametrize("harm", ["missing", "cut"])
 def test_a_file_that_is_gone_when_it_is_needed_is_named(tmp_path, harm):
     kept = filled(tmp_path, "disk")
