@@ -9,9 +9,9 @@ are synthetic. Every contestant runs in a process of its own, one after another,
 what is not installed is left out. A round lasts from the end of the one before it to its own, checkpoints and all; the
 first, in which much is made for the first time, and the last, after which models are scored, are left out.
 
-Prints each contestant's seconds a round over the loop's of the same repeat, and what shows that the work was the same:
-optimizer steps, parameters, and the final model's loss on the test set. flwr's rounds run in two Ray workers of one
-thread each, everything else in one process with as many threads as there are cores.
+Prints each contestant's seconds a round over the loop's of the same repeat, and the final model's loss on the test set.
+Refuses to where optimizer steps or parameters are not the same, or losses not close. Every contestant is one process
+with as many threads as there are cores.
 """
 
 from __future__ import annotations
@@ -151,32 +151,118 @@ def command_line(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
     return torch.load(folder / "run" / "final" / "model.pt", weights_only=True).values()
 
 
+def pfl(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """pfl-research's simulation in one process."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam.base import NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.layers(x), y)
+
+        def metrics(self, x: Tensor, y: Tensor) -> dict:
+            return {}
+
+    class Progress(TrainingProcessCallback):
+        def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
+            print(f"round {central_iteration + 1}/{rounds}", flush=True)
+            return False, Metrics()
+
+    x, y = read(data)
+    shards = torch.randperm(len(y)).split(SAMPLES)
+    users = FederatedDataset(
+        lambda user: Dataset((x[shards[user]], y[shards[user]])),
+        get_user_sampler("minimize_reuse", torch.randperm(CLIENTS).tolist()),
+    )
+    model = Model()
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=rounds,
+            evaluation_frequency=rounds + 1,
+            train_cohort_size=PER_ROUND,
+            val_cohort_size=0,
+        ),
+        SimulatedBackend(users, users),
+        PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0)),
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        callbacks=[Progress()],
+    )
+    return model.parameters()
+
+
+def fluke(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """One process of fluke, its evaluations switched off."""
+    from fluke import DDict, FlukeENV
+    from fluke.algorithms.fedavg import FedAVG
+    from fluke.data import DataContainer, DataSplitter
+    from fluke.utils import FederationObserver
+
+    class Progress(FederationObserver):
+        def end_round(self, round: int) -> None:
+            print(f"round {round}/{rounds}", flush=True)
+
+    FlukeENV().set_device("cpu")
+    FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
+    optimizer, scheduler = DDict(name="SGD", lr=LR), DDict(name="StepLR", step_size=1, gamma=1.0)
+    client = DDict(batch_size=BATCH, local_epochs=1, loss="CrossEntropyLoss", optimizer=optimizer, scheduler=scheduler)
+    settings = DDict(model=network(), client=client, server=DDict(weighted=True))
+    splitter = DataSplitter(DataContainer(*read(data), *read(data, "test"), num_classes=CLASSES), "iid")
+    federation = FedAVG(CLIENTS, splitter, settings)
+    federation.set_callbacks(Progress())
+    federation.run(rounds, PER_ROUND / CLIENTS)
+    return federation.server.model.parameters()
+
+
 CONTESTANTS: dict[str, tuple[str, Callable[[Path, int, Path], Iterable[Tensor]]]] = {
     "loop": ("torch", loop),
     "ours, Python": ("fl_lightning", from_python),
     "ours, command line": ("fl_lightning", command_line),
+    "pfl": ("pfl", pfl),
+    "fluke": ("fluke", fluke),
 }
 
 
 # --- One contestant, in a process of its own --------------------------------------------------------------------------
 
 
-class Steps:
-    """Counts the optimizer steps of the process that are a client's, and the parameters that they move."""
+class Work:
+    """The clients' optimizer steps, and the parameters that they move."""
 
-    def __init__(self) -> None:
-        self.count = self.parameters = 0
+    count = parameters = 0
+
+    def watch(self) -> None:
+        """Note every step of this process, but those of a server."""
         register_optimizer_step_post_hook(self._note)
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer.param_groups[0]["lr"] == LR:  # a server's own step has another
+        if optimizer.param_groups[0]["lr"] == LR:
             self.count += 1
-            self.parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            self.parameters = moved(optimizer)
+
+
+WORK = Work()
+
+
+def moved(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters an optimizer moves."""
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def compete(name: str, data: Path, rounds: int) -> None:
     """Run one contestant; its last line says what it did."""
-    steps = Steps()
+    WORK.watch()
     with tempfile.TemporaryDirectory() as folder:
         weights = list(CONTESTANTS[name][1](data, rounds, Path(folder)))
     model, (x, y) = network(), read(data, "test")
@@ -184,7 +270,7 @@ def compete(name: str, data: Path, rounds: int) -> None:
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)
         loss = F.cross_entropy(model(x), y).item()
-    print(json.dumps({"steps": steps.count, "parameters": steps.parameters, "loss": loss}))
+    print(json.dumps({"steps": WORK.count, "parameters": WORK.parameters, "loss": loss}))
 
 
 # --- All of them ------------------------------------------------------------------------------------------------------
