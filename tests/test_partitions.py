@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from fl_lightning.data import IID, Dirichlet, Partition, Pathological
+from fl_lightning.data.partitions import mended
 from fl_lightning.errors import ConfigError
 
 seeds = st.integers(0, 2**32)
@@ -121,6 +122,66 @@ def test_dirichlet_draws_again_until_min_samples_hold() -> None:
         assert min(map(len, Dirichlet(0.3, 20).split(labels, 4, rng(seed)))) >= 20
 
 
+@pytest.mark.parametrize(("clients", "alpha"), [(6, 1e-6), (60, 0.1), (1000, 0.2)])
+def test_dirichlet_mends_the_last_draw_where_no_draw_will_do(clients: int, alpha: float) -> None:
+    labels = shuffled_labels(dict.fromkeys(range(5), 4 * clients))
+    parts = Dirichlet(alpha, 10).split(labels, clients, rng(3))
+    assert used(parts) == list(range(len(labels)))
+    assert min(map(len, parts)) == 10
+    again = Dirichlet(alpha, 10).split(labels, clients, rng(3))
+    assert all((one == other).all() for one, other in zip(parts, again, strict=True))
+    held = np.stack([np.bincount(labels[part], minlength=5) for part in parts])
+    assert (held > 0).sum(axis=1).mean() < 3.5  # 20 samples of 5 classes in equal shares would show them all
+
+
+def test_dirichlet_goes_on_drawing_while_few_are_short() -> None:
+    """What a draw that would do gives must not change: it is looked for as long as it may come."""
+    labels = shuffled_labels(dict.fromkeys(range(4), 300))
+    chance, draws = rng(5), 0
+    while True:
+        draws += 1
+        shares = chance.dirichlet(np.full(12, 0.5), size=4)
+        cuts = (np.cumsum(shares, axis=1)[:, :-1] * 300).astype(int)
+        counts = np.diff(cuts, axis=1, prepend=0, append=300)
+        if counts.sum(axis=0).min() >= 40:
+            break
+    assert draws > 10
+    parts = Dirichlet(0.5, 40).split(labels, 12, rng(5))
+    assert [np.bincount(labels[part], minlength=4).tolist() for part in parts] == counts.T.tolist()
+
+
+def evened_out(sizes: list[int], least: int) -> list[int]:
+    """One sample at a time from whoever holds most to whoever holds least."""
+    sizes = sorted(sizes)
+    while sizes[0] < least:
+        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+        sizes.sort()
+    return sizes
+
+
+@given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=12), st.integers(1, 20))
+def test_mending_takes_from_the_largest_no_more_than_is_missing(rows: list[list[int]], least: int) -> None:
+    counts = np.array(rows)
+    least = min(least, counts.sum() // len(counts))
+    after = mended(counts, least)
+    assert (after.sum(axis=0) == counts.sum(axis=0)).all()
+    assert (after >= 0).all()
+    before, sizes = counts.sum(axis=1), after.sum(axis=1)
+    assert sorted(sizes) == evened_out(before.tolist(), least)
+    assert (sizes[before < least] == least).all()
+    took, gave = before < sizes, before > sizes
+    assert (after[took] >= counts[took]).all()
+    assert (after[~took] <= counts[~took]).all()
+    assert (after[~took & ~gave] == counts[~took & ~gave]).all()
+    exact = counts[gave] * (before - sizes)[gave][:, None] / before[gave][:, None]
+    assert (abs(counts[gave] - after[gave] - exact) < 1).all()
+
+
+def test_who_is_short_gets_classes_whole_and_its_own_if_it_can() -> None:
+    counts = np.array([[0, 1, 0], [40, 0, 0], [1, 0, 0], [0, 40, 0]])
+    assert mended(counts, 11).tolist() == [[0, 11, 0], [30, 0, 0], [11, 0, 0], [0, 30, 0]]
+
+
 def test_dirichlet_takes_exactly_min_samples_each() -> None:
     parts = Dirichlet(1e6, min_samples=5).split(np.zeros(20, int), 4, rng())
     assert [len(part) for part in parts] == [5] * 4
@@ -128,7 +189,10 @@ def test_dirichlet_takes_exactly_min_samples_each() -> None:
 
 @pytest.mark.parametrize(
     ("partition", "why"),
-    [(Dirichlet(1.0, 26), "100 samples are too few"), (Dirichlet(1e-6, 1), "1000 draws with alpha 1e-06 did not")],
+    [
+        (Dirichlet(1.0, 26), "100 samples are too few"),
+        (Dirichlet(1e-6, 1, "groups"), "1000 draws with alpha 1e-06 left one below half an equal share"),
+    ],
 )
 def test_dirichlet_says_when_min_samples_cannot_be_met(partition: Dirichlet, why: str) -> None:
     labels = shuffled_labels(dict.fromkeys(range(2), 50))

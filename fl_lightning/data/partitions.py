@@ -44,7 +44,10 @@ class Dirichlet(Partition):
     Three forms are met in the papers and their code, and every sample is used in each:
 
     - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is cut among the clients in
-      drawn proportions, so that sizes differ too. Drawn again until every client has `min_samples`.
+      drawn proportions, so that sizes differ too. Drawn again until every client has `min_samples`; where that cannot
+      be hoped for (1,000 draws, or one that leaves more than 100 clients short), the last draw is mended: the clients
+      with the most samples give some up, of each of their classes in proportion, to those that are short, who get
+      them a class at a time.
     - `balanced` (Hsu et al. 2019): all clients hold equally many samples, whose classes are drawn in proportions of
       the client's own.
     - `groups` (FedSKC's published code): the samples are shared out among groups of ten clients, cut within a group
@@ -59,7 +62,7 @@ class Dirichlet(Partition):
         ConfigError: `alpha` is not above 0 or `min_samples` below 1.
     """
 
-    draws = 1000
+    draws, hopeless = 1000, 100
 
     def __init__(
         self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
@@ -71,7 +74,7 @@ class Dirichlet(Partition):
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Draw proportions until every client has enough; every sample is used."""
+        """Draw proportions until every client has enough, or mend the last draw; every sample is used."""
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
         forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
@@ -80,10 +83,11 @@ class Dirichlet(Partition):
     def _by_class(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         sizes = np.unique(labels, return_counts=True)[1]
         for _ in range(self.draws):
-            counts = cut_by_shares(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes)
-            if counts.sum(axis=0).min() >= self.min_samples:
-                return deal(labels, counts.T, rng)
-        raise self._error(clients, f"{self.draws} draws with alpha {self.alpha} did not")
+            counts = cut_by_shares(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes).T
+            short = (counts.sum(axis=1) < self.min_samples).sum()
+            if not 0 < short <= self.hopeless:  # how many are short hardly varies: none of 1,000 draws would have none
+                break
+        return deal(labels, mended(counts, self.min_samples), rng)
 
     def _balanced(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         left = np.unique(labels, return_counts=True)[1]
@@ -156,7 +160,7 @@ class Shards(Partition):
 class QuantitySkew(Partition):
     """Sizes drawn from Dirichlet(alpha) over the clients, classes in the same proportions everywhere.
 
-    The quantity skew of Li et al. 2022 (NIID-Bench). Drawn again until every client has `min_samples`.
+    The quantity skew of Li et al. 2022 (NIID-Bench). Drawn again, and mended, as `Dirichlet` is for `min_samples`.
 
     Args:
         alpha: Concentration, above 0; small values give few clients most of the data.
@@ -284,6 +288,55 @@ def cut_by_shares(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """
     cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
     return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
+
+
+def mended(counts: np.ndarray, least: int) -> np.ndarray:
+    """Counts in which every client has so many samples, as they are where that is so already.
+
+    The largest clients give up what is missing, so that none of them ends below another who gave; each its classes in
+    proportion, by largest remainder. Who is short gets it class by class, and the classes go to those who hold most
+    of them as far as the order of classes allows.
+
+    Args:
+        counts: `(clients, C)` whole numbers.
+        least: Fewest samples a client is to have; no more than there are for each.
+
+    Returns:
+        `(clients, C)` with the sums of each class unchanged.
+    """
+    sizes = counts.sum(axis=1)
+    missing = np.maximum(least - sizes, 0)
+    given = shared_out(counts, above_level(sizes, missing.sum()))
+    short = np.flatnonzero(missing)
+    short = short[np.argsort(counts[short].argmax(axis=1), kind="stable")]
+    takers = np.repeat(short, missing[short])
+    taken = np.zeros_like(counts)
+    np.add.at(taken, (takers, np.repeat(np.arange(counts.shape[1]), given.sum(axis=0))), 1)
+    return counts - given + taken
+
+
+def above_level(sizes: np.ndarray, total: int) -> np.ndarray:
+    """What each of the largest is above a level at which that makes `total`, the last of them one less if need be."""
+    low, high = 0, int(sizes.max())  # at the one there is enough above, at the other perhaps not
+    while high - low > 1:
+        level = (low + high) // 2
+        low, high = (level, high) if np.maximum(sizes - level, 0).sum() >= total else (low, level)
+    above = np.maximum(sizes - low, 0)
+    givers = np.flatnonzero(above)
+    above[givers[len(givers) - (above.sum() - total) :]] -= 1
+    return above
+
+
+def shared_out(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Whole numbers in proportion to each row of counts that sum to its total, by largest remainder, first come first.
+
+    Args:
+        counts: `(n, C)` whole numbers.
+        totals: `(n,)`, none above the row's sum.
+    """
+    quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
+    rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
+    return quota + (rank < (totals - quota.sum(axis=1))[:, None])
 
 
 def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:

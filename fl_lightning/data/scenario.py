@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.partitions import Partition, deal
+from fl_lightning.data.partitions import Partition, by_class, deal
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
 
@@ -44,7 +44,10 @@ class FederatedData:
     def class_counts(self, part: str = "train") -> np.ndarray:
         """Samples a client and class, `(clients, C)`, of the local `train` or `test` shares."""
         y, classes = self.data.y_train, self.data.num_classes
-        return np.stack([torch.bincount(y[getattr(s, part)], minlength=classes).numpy() for s in self.shards])
+        held = [getattr(shard, part) for shard in self.shards]
+        owner = torch.arange(len(held)).repeat_interleave(torch.tensor([len(own) for own in held]))
+        cells = torch.bincount(owner * classes + y[torch.cat(held)], minlength=len(held) * classes)
+        return cells.reshape(len(held), classes).numpy()
 
 
 @dataclass
@@ -203,11 +206,13 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
     Returns:
         Boolean mask `(n,)` of the chosen samples.
     """
-    classes, counts = np.unique(labels, return_counts=True)
-    quota = apportion(min(round(share * len(labels)), len(labels) - 1), counts, rng)
     chosen = np.zeros(len(labels), dtype=bool)
-    for label, size in zip(classes, quota, strict=True):
-        chosen[rng.permutation(np.flatnonzero(labels == label))[:size]] = True
+    total = min(round(share * len(labels)), len(labels) - 1)
+    if total:
+        members = by_class(labels)
+        quota = apportion(total, np.array([len(own) for own in members]), rng)
+        for own, size in zip(members, quota, strict=True):
+            chosen[rng.permutation(own)[:size]] = True
     return chosen
 
 
