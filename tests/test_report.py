@@ -94,6 +94,18 @@ def test_many_classes_are_shades_only(classes: int, wide: bool) -> None:
     assert first[classes].endswith("█")
 
 
+@pytest.mark.parametrize("clients", [100, 101, 1000])
+def test_of_many_clients_the_first_and_the_last_are_shown(clients: int) -> None:
+    counts = np.arange(2 * clients).reshape(clients, 2) + 1
+    shown = cells(tables.partition_table(counts, counts))
+    if clients == 100:
+        assert [row[0] for row in shown] == [str(k) for k in range(100)]
+        return
+    assert [row[0] for row in shown[:20] + shown[21:]] == [str(k) for k in [*range(20), *range(clients - 20, clients)]]
+    assert shown[20][0] == f"... {clients - 40:,} more"
+    assert [row[-1] for row in shown[21:]] == [str(row.sum()) for row in counts[-20:]]
+
+
 def test_clients_without_anything_are_blank() -> None:
     assert cells(tables.partition_table(np.zeros((1, 2), int), np.zeros((1, 2), int))) == [["0", " ", " ", "0", "0"]]
 
@@ -176,6 +188,21 @@ def test_a_bubble_a_client_and_class_has_the_area_of_its_samples(drawn: list[Fig
     assert axes.get_title() == "34 training samples; the largest bubble is 16"
     assert axes.get_xlim() == pytest.approx((-0.7, 2.7))
     assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
+
+
+def test_of_many_clients_a_heat_map_of_neighbours_is_drawn(drawn: list[Figure], tmp_path: Path) -> None:
+    counts = np.zeros((1000, 3), int)
+    counts[np.arange(1000), np.arange(1000) % 2] = np.random.default_rng(0).permutation(1000) + 1
+    partition_figure(counts, tmp_path / "partition.png")
+    axes, _ = drawn[0].axes
+    (image,) = axes.images
+    shown = np.asarray(image.get_array())
+    assert shown.shape == (3, 200)
+    expected = [sorted(counts[counts[:, j] > 0, j], reverse=True) for j in range(2)]
+    np.testing.assert_allclose(shown[0, :100], np.mean(np.reshape(expected[0], (100, 5)), axis=1))
+    np.testing.assert_allclose(shown[1, 100:], np.mean(np.reshape(expected[1], (100, 5)), axis=1))
+    assert shown.sum() * 5 == pytest.approx(counts.sum())
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("clients, sorted", "class")
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])

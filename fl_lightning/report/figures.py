@@ -14,15 +14,23 @@ from numpy.typing import ArrayLike
 
 from fl_lightning.checkpoint import write_atomically
 
+MOST_BUBBLES = 200
+
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
     """Draw who holds what: a bubble a client and class, its area the number of samples.
+
+    Beyond 200 clients, a heat map: clients in the order of the class they hold most of, and of how much of it, up to
+    200 columns of neighbours, each the mean of its clients.
 
     Args:
         counts: `(clients, C)` samples.
         path: The PNG to write.
     """
     clients, classes = counts.shape
+    if clients > MOST_BUBBLES:
+        write_png(heat_maps({f"mean samples of {clients:,} clients": binned(counts)}, "class", "clients, sorted"), path)
+        return
     figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")
     axes = figure.subplots()
     client, label = np.nonzero(counts)
@@ -33,6 +41,12 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
     for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
         axis.set_ticks(range(0, size, max(1, size // 20)))
     write_png(figure, path)
+
+
+def binned(counts: np.ndarray) -> np.ndarray:
+    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
+    order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
+    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
 
 
 def write_png(figure: Figure, path: Path) -> None:

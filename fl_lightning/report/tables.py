@@ -15,6 +15,8 @@ from fl_lightning.data import FederatedData
 from fl_lightning.evaluation import Row
 
 SHADES = " ░▒▓█"
+MOST_CLIENTS, ENDS = 100, 20
+"""Up to how many clients a table shows them all, and how many at either end otherwise."""
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -52,7 +54,7 @@ def test_table(metrics: Row) -> Table:
 def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
     """Who holds what: training samples a client and class, shaded by their share of the largest cell.
 
-    Beyond 20 classes only the shades are shown.
+    Beyond 20 classes only the shades are shown, beyond 100 clients only the first and the last 20 of them.
     """
     wide = counts.shape[1] > 20
     table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")
@@ -61,7 +63,12 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
     table.add_column(" train", justify="right", no_wrap=True)
     table.add_column(" test", justify="right", no_wrap=True)
     darkness = np.ceil(counts / max(counts.max(), 1) * (len(SHADES) - 1)).astype(int)
-    for client, row in enumerate(counts):
+    clients = len(counts)
+    many = clients > MOST_CLIENTS
+    for client in [*range(ENDS), *range(clients - ENDS, clients)] if many else range(clients):
+        if many and client == clients - ENDS:
+            table.add_row(f"... {clients - 2 * ENDS:,} more")
+        row = counts[client]
         shades = (SHADES[level] for level in darkness[client])
         cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
         table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()))
