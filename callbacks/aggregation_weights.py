@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AggregationWeights(RoundFigure):
     """The weights of an aggregator that works out its own: one a client, or one a client and class.
 
-    Logs each client's, summed over classes where there is one a class, as `client_<id>/weight`.
+    Logs each client's, summed over classes where there is one a class, as `weight` beside its other series.
 
     Args:
         every: Rounds between measurements; by default each round has one.

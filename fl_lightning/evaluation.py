@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.seeding import Stream, generator
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
@@ -45,20 +46,30 @@ class Evaluation:
         clients: Which model stands for a client on its own test split: the one it `trained` this round, for the
             round's participants, or the one it has `received` after the aggregation, for all clients.
         personal_on_global: Also score the participants' trained models on the global test set.
+        max_clients: With `received`, score no more than so many, drawn once by the run's seed; all by default.
         targets: Accuracies of the global model for which R_acc, the first round reaching it, is reported.
 
     Raises:
-        ConfigError: A target is outside (0, 1].
+        ConfigError: A target is outside (0, 1], or `max_clients` below 1.
     """
 
     clients: Literal["trained", "received"] = "trained"
     personal_on_global: bool = False
+    max_clients: int | None = None
     targets: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
 
     def __post_init__(self) -> None:
+        if self.max_clients is not None and self.max_clients < 1:
+            raise ConfigError(f"evaluation.max_clients: {self.max_clients} is below 1; leave it out to score all")
         for target in self.targets:
             if not 0 < target <= 1:
                 raise ConfigError(f"evaluation.targets: {target} is outside (0, 1]; accuracies are shares, not percent")
+
+    def chosen(self, clients: int, seed: int) -> Sequence[int]:
+        """Ids of the clients that are scored where all could be, ascending; the same in every round and method."""
+        if self.max_clients is None or self.max_clients >= clients:
+            return range(clients)
+        return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
 
 
 def evaluate(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:

@@ -34,7 +34,7 @@ from fl_lightning.engines.worker import blame
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
 from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize, train_metrics
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WandbRoundLogger
+from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
@@ -78,7 +78,7 @@ class FederatedOrchestrator:
         on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
         logger: A Lightning logger beside `metrics.csv`.
-        log_clients: Log every client's own series; turn it off where there are many clients.
+        log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
         callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
         run_dir: The folder the run leaves everything in; `runs/<config>/<time>-<id>` from the command line.
 
@@ -116,7 +116,7 @@ class FederatedOrchestrator:
         on_client_failure: Literal["raise", "drop"] = "raise",
         min_clients: int = 1,
         logger: Logger | None = None,
-        log_clients: bool = True,
+        log_clients: bool | None = None,
         callbacks: list[RoundCallback] | None = None,
         run_dir: str = "runs/run",
     ) -> None:
@@ -143,6 +143,7 @@ class FederatedOrchestrator:
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
+        self.scored = evaluation.chosen(scenario.clients, seed)
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
@@ -288,10 +289,8 @@ class FederatedOrchestrator:
         metrics = self._global_metrics() | client_summary(list(scores.values()))
         if personal:
             metrics["personal_on_global/acc_mean"] = sum(personal) / len(personal)
-        if self.log_clients:
-            metrics |= {f"client_{client}/acc": score.acc for client, score in scores.items()}
-            metrics |= {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
-        return metrics
+        metrics |= {f"client_{client}/acc": score.acc for client, score in scores.items()}
+        return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
 
     def _global_metrics(self) -> Row:
         score = self.worker.score(self.state["model"])
@@ -300,15 +299,14 @@ class FederatedOrchestrator:
 
     def _received_scores(self) -> dict[int, Score]:
         """Score on each client's own test split the model it would start the next round from."""
-        return self._scores(self.downloads(self.round + 1, range(self.scenario.clients)))
+        return self._scores(self.downloads(self.round + 1, self.scored))
 
     def _scores(self, downloads: Iterable[Message]) -> dict[int, Score]:
-        results = self._untrained(downloads, evaluate=True)
+        results = self._untrained(self.scored, downloads, evaluate=True)
         return {result.client: result.local for result in results if result.local}
 
-    def _untrained(self, downloads: Iterable[Message], **wanted: bool) -> Iterator[Result]:
-        """What every client makes of its download without training on it."""
-        clients = range(self.scenario.clients)
+    def _untrained(self, clients: Sequence[int], downloads: Iterable[Message], **wanted: bool) -> Iterator[Result]:
+        """What clients make of their downloads without training on them."""
         options = {"fit": False, "upload": False, **wanted}
         arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
         tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
@@ -318,6 +316,7 @@ class FederatedOrchestrator:
             yield result
 
     def _log(self, metrics: Row) -> None:
+        metrics = metrics if self.log_clients else split_series(metrics)[0]
         self.csv.append(metrics)
         if self.logger:
             self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
@@ -391,7 +390,7 @@ class FederatedOrchestrator:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
 
         def uploads() -> Iterator[Upload]:
-            for result in self._untrained(repeat(Message()), upload=True):
+            for result in self._untrained(range(self.scenario.clients), repeat(Message()), upload=True):
                 assert result.upload
                 self.memory.put(result.client, 0, result.memory)
                 yield Upload(result.client, result.upload)
@@ -403,6 +402,7 @@ class FederatedOrchestrator:
         if self.csv.path.exists() and not resume:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
+        self.log_clients = few_enough(self.scenario.clients) if self.log_clients is None else self.log_clients
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_counts(self.run_dir / "partition.csv", self.data)

@@ -27,6 +27,7 @@ class Stream(IntEnum):
     TRAINING = 5
     RUN = 6
     DOWNLOAD = 7
+    EVALUATED = 8
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

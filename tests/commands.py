@@ -46,9 +46,9 @@ def tiny(run_dir: Path, *words: str, text: str = TINY) -> Outcome:
     return outcome
 
 
-def rows(run_dir: Path) -> list[dict[str, str]]:
-    """A run's metrics.csv as it stands there."""
-    with (run_dir / "metrics.csv").open(newline="") as file:
+def rows(run_dir: Path, name: str = "metrics.csv") -> list[dict[str, str]]:
+    """A run's metrics.csv, or another such file, as it stands there."""
+    with (run_dir / name).open(newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -1,5 +1,6 @@
 """Small experiments that several test files run."""
 
+import csv
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -75,6 +76,18 @@ def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
         one[name].dtype == other[name].dtype and one[name].numpy().tobytes() == other[name].numpy().tobytes()
         for name in one
     )
+
+
+def client_series(run_dir: Path, round: int) -> dict[str, float]:
+    """What `clients.csv` says of one round, as `client_<id>/<name>`."""
+    with (run_dir / "clients.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if int(line["round"]) == round]
+    return {
+        f"client_{line['client']}/{name}": float(text)
+        for line in lines
+        for name, text in line.items()
+        if text and name not in ("round", "client")
+    }
 
 
 def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:

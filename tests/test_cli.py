@@ -109,7 +109,8 @@ def test_a_printed_config_holds_what_the_file_says(here, capsys):
     assert printed["algorithm"]["init_args"]["loss_terms"][0]["init_args"]["tau"] == 0.5
     assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
     assert printed["callbacks"][0]["init_args"]["patience"] == 5
-    assert printed["evaluation"] == {"clients": "received", "personal_on_global": False, "targets": [0.25]}
+    scored = {"clients": "received", "personal_on_global": False, "max_clients": None}
+    assert printed["evaluation"] == scored | {"targets": [0.25]}
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
@@ -257,7 +258,7 @@ def test_partition_needs_a_scenario_alone(here):
 
 def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
     run_dir, _ = finished
-    files = {"config.yaml", "metrics.csv", "partition.csv", "final/model.pt", "final/summary.json"}
+    files = {"config.yaml", "metrics.csv", "clients.csv", "partition.csv", "final/model.pt", "final/summary.json"}
     for round in {2, 3, summary(run_dir)["global/acc_best_round"]}:
         files |= {f"checkpoints/round-{round:06d}/{name}" for name in ("manifest.json", "state.pt")}
     assert {name for name, content in contents(run_dir).items() if content is not None} == files
@@ -328,6 +329,7 @@ def test_a_run_lies_under_the_configs_name_and_the_time(here):
 def test_without_log_clients_no_client_has_a_column(tmp_path):
     tiny(tmp_path / "run", "--rounds", "1", "--log_clients", "false")
     assert [name for name in rows(tmp_path / "run")[0] if re.match(r"client_\d", name)] == []
+    assert not (tmp_path / "run" / "clients.csv").exists()
 
 
 # --- test ---
@@ -443,7 +445,7 @@ def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
     assert "R_0.1 (global)" in out
     last = rows(run_dir)[-1]
     assert last["round"] == "4"
-    assert last["client_0/acc"] == ""
+    assert [int(line["round"]) for line in rows(run_dir, "clients.csv")] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 @pytest.mark.filterwarnings("always")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes
+from experiments import NormMLP, client_series, experiment, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -278,8 +278,8 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
         for client, download in enumerate(run.downloads(3, range(6)))
     }
     expected = {client: scored_in_a_fresh_module(run, task) for client, task in tasks.items()}
-    row = run.csv.rows[-1]
-    assert {f"client_{k}/acc": own.acc for k, (own, _) in expected.items()}.items() <= row.items()
+    row, series = run.csv.rows[-1], client_series(tmp_path, 2)
+    assert {f"client_{k}/acc": own.acc for k, (own, _) in expected.items()}.items() <= series.items()
     assert client_summary([own for own, _ in expected.values()]).items() <= row.items()
     rng = random.Random(0)
     for client in rng.sample(range(6), 6) + rng.sample(range(6), 6):
@@ -295,3 +295,16 @@ def test_a_module_that_is_handed_out_is_nobody_elses(tmp_path: Any) -> None:
     run.test()
     assert run.client_module(1) is not module
     assert same_bytes(dict(module.backbone.state_dict()), before)
+
+
+def test_evaluated_clients_are_drawn_once_by_the_seed() -> None:
+    few = Evaluation(max_clients=5)
+    chosen = few.chosen(100, seed=1)
+    assert list(chosen) == sorted(set(chosen))
+    assert len(chosen) == 5
+    assert set(chosen) <= set(range(100))
+    assert chosen == few.chosen(100, seed=1) != few.chosen(100, seed=2)
+    assert list(few.chosen(5, seed=1)) == [*few.chosen(3, seed=1), 3, 4] == list(range(5))
+    assert len(Evaluation().chosen(10**5, seed=0)) == 10**5
+    with pytest.raises(ConfigError, match=r"^evaluation.max_clients: 0 is below 1; leave it out to score all"):
+        Evaluation(max_clients=0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.errors import CheckpointError
 from fl_lightning.evaluation import Row
-from fl_lightning.loggers import MetricsCsv
+from fl_lightning.loggers import MetricsCsv, split_series
 
 
 def written(path: Path, rows: list[Row]) -> MetricsCsv:
@@ -26,6 +26,12 @@ def rewound(path: Path, round: int) -> MetricsCsv:
     return metrics
 
 
+def series_file(path: Path) -> bytes | None:
+    """What lies beside a metrics.csv for the single clients."""
+    file = path.with_name("clients.csv")
+    return file.read_bytes() if file.exists() else None
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.csv"
@@ -33,18 +39,18 @@ def path(tmp_path: Path) -> Path:
 
 THREE: list[Row] = [
     {"round": 1, "global/acc": 0.1234},
-    {"round": 2, "global/acc": 0.5, "client_2/acc": 1.0},
-    {"round": 3, "comm/up_bytes": 2**60, "client_2/acc": 0.75},
+    {"round": 2, "global/acc": 0.5, "client/acc_mean": 1.0},
+    {"round": 3, "comm/up_bytes": 2**60, "client/acc_mean": 0.75},
 ]
 
 
 def test_one_row_a_round_and_blanks_where_there_is_no_value(path: Path) -> None:
     metrics = written(path, THREE)
     assert path.read_bytes().decode() == (
-        "round,global/acc,comm/up_bytes,client_2/acc\n"
+        "round,global/acc,client/acc_mean,comm/up_bytes\n"
         "1,0.1234,,\n"
-        "2,0.5,,1.0\n"
-        "3,,1152921504606846976,0.75\n"
+        "2,0.5,1.0,\n"
+        "3,,0.75,1152921504606846976\n"
     )  # fmt: skip
     assert metrics.rows == THREE
 
@@ -67,17 +73,16 @@ def test_a_row_without_new_columns_is_only_added_at_the_end(path: Path) -> None:
 
 def test_columns_stand_in_groups_and_count_naturally(path: Path) -> None:
     expected = ["round", "global/acc", "global/loss", "personal_on_global/acc_mean", "client/acc_mean"]
-    expected += ["client/acc_std", "comm/up_bytes", "time/fit_s", "client_0/acc", "client_2/acc", "client_2/train_loss"]
-    expected += ["client_10/acc", "client_100/acc", "entropy/class_9", "entropy/class_11"]
+    expected += ["client/acc_std", "comm/up_bytes", "time/fit_s", "entropy/class_9", "entropy/class_11"]
     for order in (expected, expected[::-1], sorted(expected)):
         written(path, [dict.fromkeys(order, 1)])
         assert path.read_text().splitlines()[0].split(",") == expected
 
 
 def test_the_columns_do_not_depend_on_when_they_came(path: Path) -> None:
-    later = [{"round": 1, "client_10/acc": 1.0}, {"round": 2, "client_9/acc": 1.0}, {"round": 3, "global/acc": 1.0}]
+    later = [{"round": 1, "class_10/acc": 1.0}, {"round": 2, "class_9/acc": 1.0}, {"round": 3, "global/acc": 1.0}]
     written(path, later)
-    assert path.read_text().splitlines()[0] == "round,global/acc,client_9/acc,client_10/acc"
+    assert path.read_text().splitlines()[0] == "round,global/acc,class_9/acc,class_10/acc"
 
 
 # --- Rewinding ---
@@ -91,7 +96,7 @@ def bits(value: float) -> tuple[type, bytes | int]:
     return int, value
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(["global/acc", "client_3/acc", "x"]), numbers), max_size=5))
+@given(st.lists(st.dictionaries(st.sampled_from(["global/acc", "client/acc_mean", "x"]), numbers), max_size=5))
 def test_numbers_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, contents: list[Row]) -> None:
     path = tmp_path_factory.mktemp("csv") / "metrics.csv"
     rows: list[Row] = [{"round": n, **content} for n, content in enumerate(contents, 1)]
@@ -102,7 +107,9 @@ def test_numbers_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory,
     ]
 
 
-names = st.sampled_from(["global/acc", "time/fit_s", "client/acc_mean", "client_2/acc", "client_10/acc", "zeta", "µ"])
+names = st.sampled_from(
+    ["global/acc", "client/acc_mean", "client_2/acc", "client_10/acc", "client_2/loss", "client_11/µ", "zeta", "µ"]
+)
 
 
 @given(
@@ -115,16 +122,19 @@ def test_rewinding_and_replaying_gives_the_uninterrupted_file(
 ) -> None:
     rows: list[Row] = [{"round": n, **content} for n, content in enumerate(contents, 1)]
     folder = tmp_path_factory.mktemp("csv")
-    uninterrupted, path = folder / "a.csv", folder / "b.csv"
+    uninterrupted, path = folder / "a" / "metrics.csv", folder / "b" / "metrics.csv"
+    for file in (uninterrupted, path):
+        file.parent.mkdir()
     written(uninterrupted, rows)
     written(path, rows[:done])
     back = data.draw(st.integers(0, min(done, len(rows))))
     metrics = rewound(path, back)
-    assert metrics.rows == rows[:back]
+    assert metrics.rows == [split_series(row)[0] for row in rows[:back]]
     for row in rows[back:]:
         metrics.append(row)
     assert path.read_bytes() == uninterrupted.read_bytes()
-    assert metrics.rows == rows
+    assert metrics.rows == [split_series(row)[0] for row in rows]
+    assert series_file(path) == series_file(uninterrupted)
 
 
 def test_rewinding_drops_columns_that_only_later_rounds_had(path: Path) -> None:
@@ -141,7 +151,7 @@ def test_before_round_1_no_file_is_needed(path: Path) -> None:
 def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
     written(path, THREE)
     whole = path.read_bytes()
-    for missing in range(1, len(b"3,,1152921504606846976,0.75\n") + 1):
+    for missing in range(1, len(b"3,,0.75,1152921504606846976\n") + 1):
         path.write_bytes(whole[:-missing])
         with pytest.raises(CheckpointError, match="does not hold rounds 1 to 3"):
             rewound(path, 3)
@@ -171,3 +181,71 @@ def test_a_file_that_does_not_hold_every_round_is_refused_and_left_alone(content
     with pytest.raises(CheckpointError, match=r"metrics.csv does not hold rounds 1 to 2: put it back, or start"):
         rewound(path, 2)
     assert (path.read_bytes() if path.exists() else None) == content
+
+
+# --- Single clients ---
+
+CLIENTS: list[Row] = [
+    {"round": 1, "global/acc": 0.5, "client_10/acc": 0.25, "client_9/acc": 1.0, "client_9/train_loss": 2.5},
+    {"round": 2, "global/acc": 0.5},
+    {"round": 3, "global/acc": 0.5, "client_0/acc": 0.0, "client_9/drift": 3, "client_0/weight": 0.125},
+    {"round": 12, "global/acc": 0.5, "client_7/acc": 1.0},
+]
+TWO = b"round,client,acc,train_loss\n1,9,1.0,2.5\n1,10,0.25,\n"
+
+
+def test_single_clients_have_a_line_a_round_in_a_file_of_their_own(path: Path) -> None:
+    metrics = written(path, CLIENTS)
+    assert path.read_text() == "round,global/acc\n1,0.5\n2,0.5\n3,0.5\n12,0.5\n"
+    assert metrics.rows == [{"round": row["round"], "global/acc": 0.5} for row in CLIENTS]
+    assert series_file(path) == (
+        b"round,client,acc,train_loss,drift,weight\n"
+        b"1,9,1.0,2.5,,\n"
+        b"1,10,0.25,,,\n"
+        b"3,0,0.0,,,0.125\n"
+        b"3,9,,,3,\n"
+        b"12,7,1.0,,,\n"
+    )
+
+
+def test_new_clients_only_add_lines(path: Path) -> None:
+    metrics = written(path, CLIENTS[:1])
+    node, before = path.with_name("clients.csv").stat().st_ino, series_file(path)
+    metrics.append({"round": 2, "global/acc": 1.0, **{f"client_{k}/acc": 0.5 for k in range(100, 200)}})
+    assert path.with_name("clients.csv").stat().st_ino == node
+    assert series_file(path) == before + b"".join(b"2,%d,0.5,\n" % k for k in range(100, 200))
+
+
+def test_names_that_only_resemble_a_clients_stay_with_the_round(path: Path) -> None:
+    row = {"round": 1, "client_x/acc": 1.0, "client_1": 2.0, "my_client_1/acc": 3.0, "client/acc_mean": 4.0}
+    assert written(path, [row]).rows == [row]
+    assert series_file(path) is None
+
+
+@pytest.mark.parametrize(("round", "left"), [(0, None), (1, TWO), (2, TWO)])
+def test_rewinding_cuts_the_single_clients_back_too(path: Path, round: int, left: bytes | None) -> None:
+    written(path, CLIENTS)
+    rewound(path, round)
+    assert series_file(path) == left
+
+
+def test_a_kill_between_and_within_the_files_leaves_what_resumes_to_the_same_bytes(path: Path) -> None:
+    written(path, CLIENTS[:2])
+    metrics_before = path.read_bytes()
+    written(path, CLIENTS[:3])
+    metrics_after, series = path.read_bytes(), series_file(path)
+    for cut in range(series.index(b"3,0"), len(series) + 1):
+        path.write_bytes(metrics_before)
+        path.with_name("clients.csv").write_bytes(series[:cut])
+        rewound(path, 2).append(CLIENTS[2])
+        assert (path.read_bytes(), series_file(path)) == (metrics_after, series)
+    assert [file.name for file in path.parent.iterdir() if file.name.startswith(".")] == []
+
+
+def test_a_line_cut_within_its_round_is_not_taken_for_an_earlier_round(path: Path) -> None:
+    written(path, CLIENTS)
+    whole = series_file(path)
+    before = whole[: whole.index(b"12,7")]
+    path.with_name("clients.csv").write_bytes(before + b"1")
+    rewound(path, 3)
+    assert series_file(path) == before

@@ -1,14 +1,17 @@
 """The round loop: participants, schedules, evaluation, precision, what is logged."""
 
 import json
+import warnings
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, untimed
+from experiments import NormMLP, client_series, experiment, same_bytes, untimed
+from fl_lightning.callbacks import ClientDrift
 from torch.nn import functional as F
 
+from fl_lightning import loggers
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
 from fl_lightning.client import lr_scales
 from fl_lightning.errors import ConfigError
@@ -64,12 +67,31 @@ def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
     run.fit()
     module = run.worker.module()
     module.backbone.load_state_dict(run.state["model"])
-    row, expected = run.csv.rows[-1], []
+    row, own, expected = run.csv.rows[-1], client_series(tmp_path, 3), []
     for client, shard in enumerate(run.data.shards):
         acc, _ = accuracy_and_loss(module, run.data.data.x_train[shard.test], run.data.data.y_train[shard.test])
-        assert row[f"client_{client}/acc"] == acc
+        assert own[f"client_{client}/acc"] == acc
         expected.append(acc)
     assert row["client/acc_mean"] == pytest.approx(np.mean(expected))
+
+
+def test_a_bounded_evaluation_scores_the_same_few_clients_in_every_round(tmp_path):
+    runs = [
+        experiment(tmp_path / str(most), rounds=2, evaluation=Evaluation("received", max_clients=most))
+        for most in (3, 6, None)
+    ]
+    few, *both = [
+        (run.fit(), [client_series(run.run_dir, round) for round in (1, 2)], run.state["model"], run) for run in runs
+    ]
+    assert both[0][1] == both[1][1]
+    for round in (0, 1):
+        all_scores = {name: acc for name, acc in both[1][1][round].items() if name.endswith("/acc")}
+        scores = {name: acc for name, acc in few[1][round].items() if name.endswith("/acc")}
+        assert scores.items() < all_scores.items()
+        assert scores.keys() == {f"client_{client}/acc" for client in few[3].scored}
+        assert few[3].csv.rows[round]["client/acc_mean"] == pytest.approx(np.mean(list(scores.values())))
+    assert same_bytes(few[2], both[1][2])
+    assert {name for name in few[3].test() if name.startswith("client_")} == scores.keys()
 
 
 def test_trained_models_are_the_participants_own(tmp_path):
@@ -90,7 +112,7 @@ def test_trained_models_are_the_participants_own(tmp_path):
     run.algorithm.upload = watch
     run.fit()
     row = run.csv.rows[0]
-    assert {name: value for name, value in row.items() if name.endswith("/acc") and name.startswith("client_")} == {
+    assert {name: value for name, value in client_series(tmp_path, 1).items() if name.endswith("/acc")} == {
         f"client_{client}/acc": own for client, (own, _) in trained.items()
     }
     assert row["personal_on_global/acc_mean"] == pytest.approx(np.mean([both for _, both in trained.values()]))
@@ -119,9 +141,26 @@ def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
 
 
 def test_client_series_can_be_turned_off(tmp_path):
-    run = experiment(tmp_path, log_clients=False, rounds=1)
+    run = experiment(tmp_path, log_clients=False, rounds=1, callbacks=[ClientDrift()])
     run.fit()
     assert not [name for name in run.csv.rows[0] if name.startswith("client_")]
+    assert not (tmp_path / "clients.csv").exists()
+
+
+@pytest.mark.parametrize(("few", "told", "series"), [(6, 0, True), (5, 1, False)])
+def test_client_series_are_off_by_themselves_where_clients_are_many(tmp_path, monkeypatch, few, told, series):
+    monkeypatch.setattr(loggers, "FEW_CLIENTS", few)
+    run = experiment(tmp_path, rounds=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit()
+    assert [str(one.message) for one in caught] == [
+        f"log_clients: more than {few} clients have no series of their own; log_clients: true logs them all the same"
+    ] * told
+    assert (tmp_path / "clients.csv").exists() == series
+    wanted = experiment(tmp_path / "wanted", rounds=1, log_clients=True)
+    wanted.fit()
+    assert len(client_series(tmp_path / "wanted", 1)) == 2 * 4
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-5)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY, rows, run, tiny
-from experiments import SGD, NormMLP, digits, experiment, same_bytes, untimed
+from experiments import SGD, NormMLP, client_series, digits, experiment, same_bytes, untimed
 from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch.loggers.logger import Logger
 from test_engines import Backwards, carry_out
@@ -433,8 +433,9 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
 def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
     run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
     run.fit()
-    row, scored = run.csv.rows[-1], run.participants(2) if clients == "trained" else range(K)
-    assert {name for name in row if name.endswith("/acc")} == {"global/acc", *(f"client_{k}/acc" for k in scored)}
+    scored = run.participants(2) if clients == "trained" else range(K)
+    own = client_series(tmp_path, 2)
+    assert {name for name in own if name.endswith("/acc")} == {f"client_{k}/acc" for k in scored}
     for client in scored:
         group = [client, *peers_in(run.download(3, client))] if clients == "received" else [client]
         models, samples = zip(*(published(run, k) for k in group), strict=True)
@@ -442,7 +443,7 @@ def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
         module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
         test = run.data.shards[client].test
         acc, _ = accuracy(module, run.data.data.x_train[test], run.data.data.y_train[test])
-        assert row[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
+        assert own[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
 
 
 def test_the_metrics_are_those_of_every_method_and_reach_the_logger(tmp_path):
@@ -452,7 +453,7 @@ def test_the_metrics_are_those_of_every_method_and_reach_the_logger(tmp_path):
     plain = experiment(tmp_path / "plain", FedAvg(), rounds=2)
     plain.fit()
     for (step, told), row, other in zip(logger.logged, run.csv.rows, plain.csv.rows, strict=True):
-        assert told | {"round": step} == row
+        assert told | {"round": step} == row | client_series(tmp_path, step)
         assert row.keys() == other.keys() | {"client/train_unit"}
 
 
@@ -564,5 +565,5 @@ def test_testing_a_run_scores_what_each_client_trained_last(tmp_path, buffers):
     run.fit()
     again = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again.load()
-    found, last = again.test(), run.csv.rows[-1]
+    found, last = again.test(), client_series(tmp_path, 3)
     assert [found[f"client_{k}/acc"] for k in range(6)] == [last[f"client_{k}/acc"] for k in range(6)]

@@ -10,6 +10,7 @@ import pytest
 import wandb
 import yaml
 from commands import TINY, rows, run, summary, tiny
+from experiments import client_series
 from wandb.proto.wandb_internal_pb2 import Record
 
 from fl_lightning.loggers import WandbRoundLogger
@@ -127,13 +128,14 @@ def test_round_is_the_step_of_every_metric(logged):
     assert b"global_step" not in logged[0].paths[0].read_bytes()
 
 
-def test_the_history_is_metrics_csv(logged):
+def test_the_history_is_metrics_csv_and_clients_csv(logged):
     told = history(logged[0].records)
     written = rows(logged[0].run_dir)
     assert [row["round"] for row in told] == [1, 2]
     for row, expected in zip(told, written, strict=True):
         own = {name: value for name, value in row.items() if not name.startswith("_")}
-        assert own == {name: float(text) for name, text in expected.items() if text}
+        series = client_series(logged[0].run_dir, row["round"])
+        assert own == {name: float(text) for name, text in expected.items() if text} | series
     names = told[0].keys()
     assert {"global/acc", "global/loss", "client/acc_mean", "client/acc_std", "client/train_loss"} <= names
     assert {"comm/up_bytes", "comm/down_bytes", "comm/total_bytes"} <= names
@@ -233,7 +235,7 @@ def test_any_lightning_logger_takes_its_place(tmp_path):
         assert told.pop("step") == row["round"]
         assert {name: float(text) for name, text in told.items() if text} == {
             name: pytest.approx(float(text)) for name, text in row.items() if name != "round" and text
-        }
+        } | client_series(run_dir, int(row["round"]))
     (config,) = (tmp_path / "logs").rglob("hparams.yaml")
     assert yaml.safe_load(config.read_text())["algorithm"]["class_path"] == "fl_lightning.FedSKC"
 
@@ -243,3 +245,9 @@ def test_names_and_groups_reach_wandb():
     wanted = {"project": "p", "name": "n", "entity": "e", "group": "g", "tags": ["a", "b"]}
     assert {key: logger._wandb_init[key] for key in wanted} == wanted
     assert not logger._offline
+
+
+def test_the_partition_of_many_clients_is_no_table():
+    logger = WandbRoundLogger()
+    logger.log_counts("partition", [[1, 2]] * 1001)
+    assert logger._experiment is None
