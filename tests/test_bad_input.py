@@ -161,12 +161,6 @@ KINDS = [
         "lower min_s",
     ),
     kind(
-        "unlikely min_samples",
-        [*FIT, "--scenario.partition.alpha", "0.001", "--scenario.partition.min_samples", "340"],
-        "scenario.partition.min_samples: cannot give each of 4 clients 340",
-        "raise alpha",
-    ),
-    kind(
         "too many classes",
         [*PARTITION, "Pathological", "--scenario.partition.classes_per_client", "11"],
         "scenario.partition.classes_per_client: 11, but the dataset has 10 classes",
