@@ -204,6 +204,8 @@ def test_a_run_s_state_holds_no_publications(tmp_path, where):
     run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1, client_store=where)
     run.fit()
     assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
+    for client, memory in run.memory.items():  # nor do clients who have not trained hold a model each
+        assert any(name.startswith("model/") for name in memory["laid_out"]) == (client in run.participants(1))
 
 
 # --- The writer ---
