@@ -10,6 +10,7 @@ from fl_lightning.algorithms import Aggregator, Algorithm, Graph
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client import LossTerm
 from fl_lightning.data import Dataset, Partition
+from fl_lightning.engines import Engine
 from fl_lightning.models import Backbone
 
 # Each kind's base class, the module that lists them, and the config key that takes one.
@@ -21,6 +22,7 @@ BASES: dict[str, tuple[type, str, str]] = {
     "datasets": (Dataset, "data", "scenario.dataset"),
     "models": (Backbone, "models", "model"),
     "partitions": (Partition, "data", "scenario.partition"),
+    "engines": (Engine, "engines", "engine"),
     "callbacks": (RoundCallback, "callbacks", "callbacks"),
 }
 KINDS = (*BASES, "configs")

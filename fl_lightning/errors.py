@@ -1,5 +1,8 @@
 """What can go wrong in ways a user can mend: each error is one line that says what, where and the mend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FLError(Exception):
     """An error whose message is the whole story; the command line prints it without a traceback.
@@ -61,3 +64,25 @@ class Interrupted(FLError):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def check_positive(prefix: str = "", **numbers: int | None) -> None:
+    """Refuse arguments below 1; those that are None are not given.
+
+    Raises:
+        ConfigError: Names the key, after the prefix.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{prefix}{name}: {number} is below 1")
+
+
+@contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
+    try:
+        yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}".replace(f"{key}: {key}", key)) from error

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import wandb
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.checkpoint import write_atomically
-from fl_lightning.errors import CheckpointError
+from fl_lightning.errors import CheckpointError, blame
 from fl_lightning.evaluation import Row
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
@@ -248,6 +250,27 @@ class WandbRoundLogger(LightningWandbLogger):
 def _flush(file: TextIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def begin_logging(logger: Logger, run_dir: Path, config: dict[str, Any] | None, counts: np.ndarray) -> None:
+    """Show a logger the run's config and, to W&B, who holds what.
+
+    Args:
+        logger: The run's logger.
+        run_dir: The run's folder, where W&B leaves its files.
+        config: The resolved config, if there is one.
+        counts: Samples a client and class, `(clients, C)`.
+
+    Raises:
+        ConfigError: The logger fails.
+    """
+    if isinstance(logger, WandbRoundLogger):
+        logger.attach(run_dir)
+    if config:
+        with blame("logger"):
+            logger.log_hyperparams(config)
+    if isinstance(logger, WandbRoundLogger):
+        logger.log_counts("partition", counts.tolist())
 
 
 def _parse(row: dict[str, str]) -> Row:

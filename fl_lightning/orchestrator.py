@@ -30,11 +30,10 @@ from fl_lightning.client import ClientModule, lr_scales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
-from fl_lightning.engines.worker import blame
-from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients
+from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize, train_metrics
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, few_enough, split_series
+from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, begin_logging, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
@@ -120,15 +119,7 @@ class FederatedOrchestrator:
         callbacks: list[RoundCallback] | None = None,
         run_dir: str = "runs/run",
     ) -> None:
-        positive = {
-            "rounds": rounds,
-            "batch_size": batch_size,
-            "evaluate_every": evaluate_every,
-            "min_clients": min_clients,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ConfigError(f"{name}: {value} is below 1")
+        check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
         per_round = scenario.clients if clients_per_round is None else clients_per_round
         if not 1 <= per_round <= scenario.clients:
             raise ConfigError(
@@ -223,7 +214,6 @@ class FederatedOrchestrator:
         downloads = zip(participants, self.downloads(round, participants), strict=True)
         tasks = (self._task(round, client, download) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
-            gc.collect()  # a used Trainer is a cycle that holds its model
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
             self.writer.check()
@@ -413,13 +403,8 @@ class FederatedOrchestrator:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
         if not self.algorithm.server and not self.round:
             self._publish()
-        if isinstance(self.logger, WandbRoundLogger):
-            self.logger.attach(self.run_dir)
-        if self.logger and config:
-            with blame("logger"):
-                self.logger.log_hyperparams(config)
-        if isinstance(self.logger, WandbRoundLogger):
-            self.logger.log_counts("partition", self.data.class_counts().tolist())
+        if self.logger:
+            begin_logging(self.logger, self.run_dir, config, self.data.class_counts())
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -2,13 +2,22 @@
 
 import multiprocessing
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, task_of_round, untimed
 
-from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
+from fl_lightning.algorithms import (
+    UAPDFL,
+    CwFedAvg,
+    DistillingWeights,
+    FedAvg,
+    FedSKC,
+    LocalContrastive,
+    UnitAlignment,
+)
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
@@ -165,3 +174,16 @@ def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
         assert one.failure is None
         assert same_bytes(one.upload.tensors, other.upload.tensors)
         assert one.losses == other.losses
+
+
+def test_every_piece_of_knowledge_sees_all_of_a_clients_data(tmp_path):
+    """Alone or beside others that have gone through the data before it."""
+    together = [LocalContrastive(), DistillingWeights(allow_bias=True), UnitAlignment()]
+    run = experiment(tmp_path / "together", FedAvg(loss_terms=together), rounds=1)
+    run._build()
+    upload = run.worker.run(replace(task_of_round(run, 1, 0), fit=False)).upload
+    for term in together:
+        alone = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), rounds=1)
+        alone._build()
+        expected = alone.worker.run(replace(task_of_round(alone, 1, 0), fit=False)).upload
+        assert same_bytes(upload.section(term.knowledge[0].name), expected.section(term.knowledge[0].name))

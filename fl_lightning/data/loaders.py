@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -51,6 +51,21 @@ class Batches:
         for start in range(0, self.length * self.batch_size, self.batch_size):
             chosen = order[start : start + self.batch_size]
             yield self.x[chosen], self.y[chosen]
+
+
+class ReadyBatches:
+    """Batches made ready for a network one by one as they are asked for, and again at each pass.
+
+    Args:
+        batches: The batches as stored.
+        ready: What is made of a batch's inputs and labels.
+    """
+
+    def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.batches, self.ready = batches, ready
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.ready(x, y) for x, y in self.batches)
 
 
 class ClientDataModule(L.LightningDataModule):

@@ -268,17 +268,6 @@ def packed(worker: Worker) -> Parcel:
         ) from error
 
 
-def check_positive(**numbers: int | None) -> None:
-    """Refuse an engine's arguments below 1.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"engine.{name}: {number} is below 1")
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """What of a process's own state decides what comes of a task: torch's and warnings' ways.

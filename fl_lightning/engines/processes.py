@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
-from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine, check_positive
+from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_positive
 
 GRACE = 5.0  # seconds that a process has to end by itself
 
@@ -51,7 +51,7 @@ class ProcessesEngine(PoolEngine):
 
     def __init__(self, workers: int | None = None, threads: int = 1, devices: list[int] | None = None) -> None:
         super().__init__()
-        check_positive(workers=workers, threads=threads)
+        check_positive("engine.", workers=workers, threads=threads)
         if devices is not None and not devices:
             raise ConfigError("engine.devices: no GPU is named; leave it out to use all, or set trainer.accelerator")
         self.workers, self.threads, self.devices = workers, threads, devices

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine, check_positive
+from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_positive
 
 
 class RayEngine(PoolEngine):
@@ -40,7 +40,7 @@ class RayEngine(PoolEngine):
         self, address: str | None = None, workers: int | None = None, threads: int = 1, gpus: float | None = None
     ) -> None:
         super().__init__()
-        check_positive(workers=workers, threads=threads)
+        check_positive("engine.", workers=workers, threads=threads)
         if gpus is not None and gpus < 0:
             raise ConfigError(f"engine.gpus: {gpus} is below 0")
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 
 from fl_lightning.engines.base import Engine
@@ -13,4 +14,6 @@ class SequentialEngine(Engine):
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Run each task when its result is asked for."""
-        return map(worker.run, tasks)
+        for task in tasks:
+            yield worker.run(task)
+            gc.collect()  # a used Trainer is a cycle that holds its model

@@ -21,11 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.data import FederatedData, LoadedData
-from fl_lightning.data.loaders import Batches, ClientDataModule
+from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
 from fl_lightning.engines.blueprint import Blueprint
 from fl_lightning.engines.device import channels_last, compile_backbone, resident
 from fl_lightning.engines.trainer import check_local_work, lightning_silenced, quiet_trainer
-from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError
+from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame
 from fl_lightning.evaluation import Score, evaluate
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
@@ -194,7 +194,7 @@ class Worker:
     @cached_property
     def _stored(self) -> LoadedData:
         """The dataset as batches are cut from it: on the trainer's device, if there is room."""
-        return resident(self.data.data, self._setup.strategy.root_device)
+        return resident(self.data.data, self.device)
 
     def prepare(self, x: Tensor) -> Tensor:
         """Turn a stored batch into what the network takes."""
@@ -318,24 +318,23 @@ class Worker:
             stack.enter_context(trainer.precision_plugin.forward_context())
             yield
 
-    def training_batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A client's training data in fixed order, prepared, not augmented, on the trainer's device."""
+    def training_batches(self, client: int) -> ReadyBatches:
+        """A client's training data in fixed order, prepared, not augmented, on the trainer's device, at each pass."""
         return self._ordered(self.data.shards[client].train)
 
-    def _ordered(self, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._prepared(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch))
+    def _ordered(self, index: Tensor | None) -> ReadyBatches:
+        return ReadyBatches(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch), self._ready)
 
-    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def test_batches(self) -> ReadyBatches:
         """The global test set, prepared, on the trainer's device."""
-        return self._prepared(Batches(self._stored.x_test, self._stored.y_test, None, self._eval_batch))
+        return ReadyBatches(Batches(self._stored.x_test, self._stored.y_test, None, self._eval_batch), self._ready)
 
     @property
     def _eval_batch(self) -> int:
-        return self.eval_batch_size or (128 if self._setup.strategy.root_device.type == "cpu" else 512)
+        return self.eval_batch_size or (128 if self.device.type == "cpu" else 512)
 
-    def _prepared(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-        device, precision = self._setup.strategy.root_device, self._setup.precision_plugin
-        return ((precision.convert_input(self.prepare(x.to(device))), y.to(device)) for x, y in batches)
+    def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self._setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
 
 
 def failed(task: Task, error: Exception) -> Result:
@@ -344,14 +343,3 @@ def failed(task: Task, error: Exception) -> Result:
     failure = ClientFailure(task.client, task.round, " ".join(reason.split()))
     failure.__cause__ = error
     return Result(task.client, task.download.nbytes, failure=failure)
-
-
-@contextmanager
-def blame(key: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
-    try:
-        yield
-    except FLError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}".replace(f"{key}: {key}", key)) from error

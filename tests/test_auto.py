@@ -1,0 +1,119 @@
+"""`engine: auto` takes the fastest, says so, and keeps to it; it changes no result of the engine it takes."""
+
+import io
+
+import pytest
+from experiments import experiment, same_bytes
+from fl_lightning.callbacks import RoundProgress
+from rich.console import Console
+
+from fl_lightning.algorithms import UAPDFL, FedSiamDA
+from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP, Head
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Engines take as long as the test says, in seconds a task; what was tried is noted."""
+    seconds = {SequentialEngine: 0.01, StackedEngine: 0.002, ProcessesEngine: 0.001}
+    tried = []
+
+    def pretended(engine, worker, tasks):
+        tried.append((type(engine), len(tasks)))
+        return seconds[type(engine)]
+
+    monkeypatch.setattr(auto, "seconds_a_task", pretended)
+    return seconds, tried
+
+
+def test_the_fastest_is_taken_and_told(tmp_path, timed):
+    screen = io.StringIO()
+    run = experiment(tmp_path / "auto", engine="auto", callbacks=[RoundProgress(Console(file=screen))])
+    run.fit()
+    assert run.engine.choice == "stacked"
+    assert run.engine.note == "engine: stacked, by milliseconds a fit: sequential 10.0, stacked 2.0"
+    assert screen.getvalue().count(run.engine.note) == 1
+    stacked = experiment(tmp_path / "stacked", engine="stacked")
+    stacked.fit()
+    assert same_bytes(run.state["model"], stacked.state["model"])
+
+
+@pytest.mark.parametrize(("stacked", "choice"), [(0.0095, "sequential"), (0.0085, "stacked")])
+def test_another_engine_must_be_worth_its_while(tmp_path, timed, stacked, choice):
+    timed[0][StackedEngine] = stacked
+    run = experiment(tmp_path, engine="auto", rounds=1)
+    run.fit()
+    assert run.engine.choice == choice
+
+
+def test_what_an_engine_refuses_is_not_tried(tmp_path, timed):
+    model = Head(projection=16, prediction=16)
+    run = experiment(
+        tmp_path, FedSiamDA(), engine="auto", rounds=1, model=lambda **k: MLP(hidden=(16,), head=model, **k)
+    )
+    run.fit()
+    assert run.engine.choice == "sequential"
+    assert StackedEngine not in {engine for engine, _ in timed[1]}
+
+
+def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_path, timed, monkeypatch):
+    tried = timed[1]
+    run = experiment(tmp_path, engine="auto", rounds=1)
+    run._build()
+    run.engine.fits = 1000  # of 10 ms: ten seconds
+    run.engine.run(run.worker, [run._task(1, 0, run.download(1, 0))])
+    assert ProcessesEngine not in {engine for engine, _ in tried}
+    again = AutoEngine()
+    again.fits = 100_000
+    monkeypatch.setattr(auto.os, "cpu_count", lambda: 2)
+    assert "processes" in again._worth_trying(0.01, 1)
+    monkeypatch.setattr(auto.os, "cpu_count", lambda: 1)
+    assert "processes" not in again._worth_trying(0.01, 1)
+
+
+def test_no_more_is_tried_than_the_budget_allows(tmp_path, timed):
+    run = experiment(tmp_path, engine=AutoEngine(budget=0.25), rounds=1)
+    run.fit()
+    assert (SequentialEngine, 3) in timed[1]  # an eighth of it, of 10 ms each
+    assert (StackedEngine, 3) in timed[1]
+
+
+def test_a_resumed_run_keeps_to_the_choice(tmp_path, timed):
+    experiment(tmp_path, engine="auto", rounds=1).fit()
+    timed[0][StackedEngine] = 1.0
+    rest = experiment(tmp_path, engine="auto", rounds=2)
+    rest.fit(resume=True)
+    assert rest.engine.choice == "stacked"
+    assert not rest.engine.note
+
+
+def test_peers_choose_when_they_first_train(tmp_path, timed):
+    run = experiment(tmp_path, UAPDFL(n_com=2), engine="auto", rounds=1)
+    run.fit()
+    assert run.engine.choice == "stacked"
+
+
+def test_trying_leaves_no_trace(tmp_path):
+    """Timed for once: whatever wins, the run is that engine's own."""
+    run = experiment(tmp_path / "auto", engine=AutoEngine(budget=0.5), rounds=2)
+    run.fit()
+    alone = experiment(tmp_path / "alone", engine=run.engine.choice, rounds=2)
+    alone.fit()
+    assert same_bytes(run.state["model"], alone.state["model"])
+
+
+@pytest.mark.parametrize("name", ["auto", "sequential", "stacked", "processes", "ray"])
+def test_every_engine_has_a_name(name):
+    assert type(engine_of(name)).__name__.lower().startswith(name)
+    assert isinstance(engine_of(name), Engine)
+
+
+def test_a_budget_is_above_zero():
+    with pytest.raises(ConfigError, match=r"engine.budget: 0 is not above 0"):
+        AutoEngine(budget=0)
+
+
+def test_an_engine_stays_as_it_is():
+    engine = StackedEngine(clients=3)
+    assert engine_of(engine) is engine
