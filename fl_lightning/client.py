@@ -142,6 +142,13 @@ class ClientModule(L.LightningModule):
         self.optimizer_state: Tensors = {}
         self._losses = LossRecord()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; Lightning notes the current hook in one, ten times a step, which is no module or tensor."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(B, C)` of a batch."""
         return cast(Tensor, self.backbone(x))

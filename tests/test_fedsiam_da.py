@@ -385,10 +385,10 @@ def test_history_stays_with_its_client_and_survives_a_resume(tmp_path):
 def test_eq5_equals_a_brute_force_loop():
     mu = 0.4
     without_predictor = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,), head=Head(projection=7))
-    module, seen = client(FedSiamDA(mu, stop_gradient=False), without_predictor)
+    module, optimized = client(FedSiamDA(mu, stop_gradient=False), without_predictor)
     torch.manual_seed(1)
     earlier, received = without_predictor().double().encoder, copy.deepcopy(module.backbone)
-    history, _ = module.terms()
+    history, siamese = module.terms()
     history.recall(earlier.state_dict())
     module.on_fit_start()
     for x, y in batches():
@@ -406,8 +406,9 @@ def test_eq5_equals_a_brute_force_loop():
         with torch.no_grad():
             for p in module.backbone.parameters():
                 p += 0.05
-    for p, start in zip(seen[0], received.parameters(), strict=True):
-        assert torch.equal(p, start)  # the received model stays as it is
+    assert not optimized  # the received model stays as it is
+    for p, start in zip(siamese._copy[0].parameters(), received.parameters(), strict=True):
+        assert torch.equal(p, start)
 
 
 # --- Eq. 13-16: dual aggregation ---

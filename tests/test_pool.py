@@ -290,7 +290,7 @@ def test_no_more_members_than_tasks_are_hired(tmp_path):
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = NearPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
-    first, second = (next(engine.run(run.worker, t)) for run, t in ((one, tasks), (other, other_tasks)))
+    first, second = (next(engine.run(run.worker, t[:1])) for run, t in ((one, tasks), (other, other_tasks)))
     assert engine.hired == 1
     assert same_bytes(first.upload.tensors, one.worker.run(tasks[0]).upload.tensors)
     assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
@@ -300,7 +300,7 @@ def test_another_worker_object_is_sent_anew(tmp_path):
 def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
     options = {"clients_per_round": None, "rounds": 2}
     alone, shared = (
-        experiment(tmp_path / str(engine), engine=engine, **options) for engine in (None, NearPool(2, deadly))
+        experiment(tmp_path / str(engine), engine=engine, **options) for engine in ("sequential", NearPool(2, deadly))
     )
     alone.fit()
     shared.fit()
@@ -350,7 +350,7 @@ def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
             return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
 
     host = Host()
-    run, tasks = started(tmp_path, None)
+    run, tasks = started(tmp_path, "sequential")
     host.worker = run.worker
     host.worker.algorithm = Odd()
     answer = unpack(written(host.carry_out(written(Parcel(tasks[0])), None)))

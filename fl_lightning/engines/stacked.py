@@ -18,7 +18,7 @@ from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
-from fl_lightning.engines.trainer import lightning_silenced, quiet_trainer
+from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.engines.worker import Result, Task, Worker, failed
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
@@ -136,7 +136,7 @@ def trained(worker: Worker, clients: Sequence[Client], alone: L.Trainer) -> dict
         "gradient_clip_algorithm": None,
     }
     trainer = quiet_trainer(worker.trainer | changed)
-    with lightning_silenced():
+    with lightning_at_ease():
         trainer.fit(cohort)
     return cohort.optimizer_states() if worker.keeps_optimizer else {}
 

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import registry
 
 from fl_lightning.errors import ConfigError
@@ -27,7 +28,7 @@ def quiet_trainer(options: dict[str, Any]) -> L.Trainer:
     options = {"devices": 1, "limit_val_batches": 0, **options}
     if options.get("max_epochs") is None:
         options["max_epochs"] = 1 if options.get("max_steps", -1) == -1 else -1
-    with lightning_silenced(), _entry_points_remembered():
+    with lightning_at_ease():
         return L.Trainer(**options | dict.fromkeys(QUIET, False))
 
 
@@ -44,6 +45,13 @@ def check_local_work(trainer: L.Trainer) -> None:
             raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
     if trainer.max_epochs == trainer.max_steps == -1:
         raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
+
+
+@contextmanager
+def lightning_at_ease() -> Iterator[None]:
+    """Make a trainer, or fit with one, without the messages and searches that are meant for one long fit."""
+    with lightning_silenced(), _looked_up_once():
+        yield
 
 
 @contextmanager
@@ -65,14 +73,21 @@ def lightning_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _entry_points_remembered() -> Iterator[None]:
-    """Let a trainer look for other packages' callbacks once a process: it reads every installed package's files."""
-    before = vars(registry).get("entry_points")
-    vars(registry)["entry_points"] = _entry_points
+def _looked_up_once() -> Iterator[None]:
+    """Let Lightning find out once a process, not in each fit, what does not change: plugins installed and GPUs there.
+
+    It reads the files of every installed package for callbacks, and opens NVIDIA's library to count GPUs.
+    """
+    places = [(vars(registry), "entry_points", _entry_points), (vars(torch.cuda), "device_count", _device_count)]
+    before = [(names, name, names.get(name)) for names, name, _ in places]
+    for names, name, remembered in places:
+        names[name] = remembered
     try:
         yield
     finally:
-        vars(registry)["entry_points"] = before
+        for names, name, value in before:
+            names[name] = value
 
 
 _entry_points = functools.cache(entry_points)
+_device_count = functools.cache(torch.cuda.device_count)

@@ -24,7 +24,7 @@ from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
 from fl_lightning.engines.blueprint import Blueprint
 from fl_lightning.engines.device import channels_last, compile_backbone, resident
-from fl_lightning.engines.trainer import check_local_work, lightning_silenced, quiet_trainer
+from fl_lightning.engines.trainer import check_local_work, lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame
 from fl_lightning.evaluation import Score, evaluate
 from fl_lightning.message import Message, Tensors
@@ -304,7 +304,7 @@ class Worker:
         batches = self.batches(task)
         module.train()
         trainer = quiet_trainer(self.trainer)
-        with lightning_silenced():
+        with lightning_at_ease():
             trainer.fit(module, datamodule=ClientDataModule(batches, self.prepare, self.data.data.augment))
         return trainer.optimizers[0]
 
