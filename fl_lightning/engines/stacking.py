@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -216,7 +216,7 @@ class Alike:
     """
 
     def __init__(self, steps: Sequence[ClientStep], draws: Sequence[RandomStates]) -> None:
-        self.step, self.draws = steps[0], draws
+        self.step, self.draws, self.drops = steps[0], draws, True
         self.places = self.step.places()
         registered = [step.registered() for step in steps]
         constant = (name for name in registered[0] if not name.startswith(BACKBONE))
@@ -254,9 +254,10 @@ class Alike:
                     raise self.step.impure(where)
             return outcome
 
-        with dropout:
+        with dropout if self.drops else nullcontext():
             stacked = torch.vmap(one, randomness="same")
             outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
+        self.drops = dropout.drew  # looking at every call takes time; a mask drawn unseen is found below
         if path := difference(before, versions(read)):
             raise self.step.impure(path)
         if not still.unmoved():
@@ -275,7 +276,7 @@ class ClientDropout(TorchFunctionMode):
 
     def __init__(self, draws: Sequence[RandomStates]) -> None:
         super().__init__()
-        self.draws = draws
+        self.draws, self.drew = draws, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out a torch function, dropout with the clients' masks."""
@@ -287,6 +288,7 @@ class ClientDropout(TorchFunctionMode):
         """`F.dropout`."""
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
+        self.drew = True
         outside = RandomStates(input.device)
         masks = []
         for draws in self.draws:
