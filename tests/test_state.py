@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.state import (
+    PIECE,
     ExchangedMean,
     RunningMean,
     combine,
     extrapolate,
     first_non_finite,
     flatten,
+    move_towards,
     stack,
     weighted_mean,
 )
@@ -299,3 +301,32 @@ def test_flatten_is_every_parameter_and_no_statistic() -> None:
     expected = [value for p in model.parameters() for value in p.flatten().tolist()]
     assert flat.tolist() == expected
     assert torch.equal(flatten({"running_variance": torch.ones(1)}), torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (2 * PIECE + 3,), (PIECE, 2)])
+def test_moving_in_pieces_equals_moving_at_once(shape):
+    generator = torch.Generator().manual_seed(0)
+    held = torch.randn(shape, generator=generator, dtype=torch.float64)
+    value = torch.randn(shape, generator=generator)
+    expected = held + 0.3 * (value.double() - held)
+    move_towards(held, value, 0.3)
+    torch.testing.assert_close(held, expected, rtol=1e-15, atol=1e-15)
+
+
+def test_a_mean_takes_tensors_however_they_lie_in_memory():
+    images = [torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    mean = RunningMean()
+    for image in images:
+        mean.add({"w": image.contiguous(memory_format=torch.channels_last).permute(0, 1, 3, 2)}, 1)
+    expected = torch.stack(images).double().mean(dim=0).permute(0, 1, 3, 2)
+    torch.testing.assert_close(mean.value()["w"].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [[float("nan")], [float("inf")], [float("inf"), float("-inf")]])
+def test_whatever_is_not_finite_is_found(bad):
+    tensors = {"counts": torch.tensor([1]), "fine": torch.ones(3), "odd": torch.tensor([1.0, *bad, 2.0])}
+    assert first_non_finite(tensors) == "odd"
+
+
+def test_finite_numbers_whose_sum_is_not_are_finite():
+    assert first_non_finite({"large": torch.full((3,), 3e38)}) is None
