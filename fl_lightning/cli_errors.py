@@ -33,7 +33,7 @@ def one_line(error: BaseException | str) -> str:
 
 def readable(message: str, parser: ArgumentParser) -> str:
     """A message of jsonargparse cut down to the key, what was given and what is expected."""
-    if "Problem with given class_path" in message:  # a name in the class's place would have done, too
+    if re.search(r"Problem with given class_path|value: Namespace\(class_path", message):  # a name would have done, too
         message = re.sub(r" - Expected a typing\.Literal\[.+", "", message)
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     prefix = f"{where}: " if where else ""

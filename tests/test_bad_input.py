@@ -53,7 +53,7 @@ KINDS = [
         "unknown list kind",
         ["list", "metods"],
         "'metods'",
-        "algorithms, loss_terms, aggregators, graphs, datasets, models, partitions, callbacks",
+        "algorithms, loss_terms, aggregators, graphs, datasets, models, partitions, engines, callbacks",
     ),
     kind("too many words", ["list", "configs", "more"], "unrecognized arguments: more"),
     # Keys

@@ -14,7 +14,7 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, models
+from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, engines, models
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.errors import ConfigError
 
@@ -143,6 +143,7 @@ LISTED = {
     "datasets": (data, data.Dataset, {"Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "Arrays"}),
     "models": (models, models.Backbone, {"MLP", "CNN", "ResNet8"}),
     "partitions": (data, data.Partition, {"IID", "Dirichlet", "Pathological"}),
+    "engines": (engines, engines.Engine, {"AutoEngine", "ProcessesEngine", "SequentialEngine", "StackedEngine"}),
     "callbacks": (callbacks, callbacks.RoundCallback, {"Checkpointing", "EarlyStopping", "RoundProgress"}),
 }
 

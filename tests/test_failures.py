@@ -143,7 +143,7 @@ def test_messages_hold_tensors_and_numbers_only(tmp_path):
         def upload(self, module, batches, n_samples, num_classes):
             return Message({}, {"data": batches})
 
-    with pytest.raises(ClientFailure, match=r"Message.numbers\['data'\] is a generator, not a plain int or float"):
+    with pytest.raises(ClientFailure, match=r"Message.numbers\['data'\] is a ReadyBatches, not a plain int or float"):
         experiment(tmp_path, Smuggler()).fit()
 
 
