@@ -139,7 +139,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
     losing.rounds, losing._members = 0, engine._members
     alone, shared = (
         experiment(tmp_path / str(number), FedSKC(), engine=one, clients_per_round=None)
-        for number, one in enumerate((None, losing))
+        for number, one in enumerate(("sequential", losing))
     )
     alone.fit()
     try:
