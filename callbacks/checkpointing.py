@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.base import RoundCallback, monitored
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.evaluation import Row
@@ -33,9 +33,7 @@ class Checkpointing(RoundCallback):
         monitor: str = "global/acc",
         mode: Literal["max", "min"] = "max",
     ) -> None:
-        for name, value in (("checkpoint_every", every), ("keep_checkpoints", keep_last)):
-            if value < 1:
-                raise ConfigError(f"{name}: {value} is below 1")
+        check_positive(checkpoint_every=every, keep_checkpoints=keep_last)
         self.every, self.keep_last, self.monitor, self.mode = every, keep_last, monitor, mode
         self.best: float | None = None
         self.best_round: int | None = None

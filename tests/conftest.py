@@ -3,6 +3,7 @@
 import os
 import random
 import zlib
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the workers would fight over the cores
 
@@ -54,3 +55,12 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch with one thread in this process, as in an engine's workers: how sums are split decides how they round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

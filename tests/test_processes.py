@@ -24,6 +24,8 @@ from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.models import MLP
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Lasting(ProcessesEngine):
     """Its processes outlast a run: they take long to start."""
@@ -37,14 +39,6 @@ def engine():
     lasting = Lasting(workers=2)
     yield lasting
     ProcessesEngine.close(lasting)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pids(engine):

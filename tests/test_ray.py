@@ -6,7 +6,6 @@ import sys
 import warnings
 
 import pytest
-import torch
 from experiments import experiment
 from methods import METHODS, assert_same_run
 from test_processes import Deadly, Harmless
@@ -17,9 +16,10 @@ from fl_lightning.engines.ray import places_on
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ResourceWarning", "ignore:::ray.*", "ignore:subprocess:ResourceWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:::ray.*", "ignore:subprocess:ResourceWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,6 @@ def engine(cluster):
     lasting = Lasting()
     yield lasting
     RayEngine.close(lasting)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def both(tmp_path, engine, name):

@@ -490,8 +490,28 @@ def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
 
 # --- Kills ---
 
-KILLED_AT_EVERY_STEP = """
+KILL_SWITCH = """
 import os, signal, sys
+
+armed, left, watched, fsync = False, 0, "", os.fsync
+
+def count_down(event, args=()):
+    global left
+    inside = event != "open" or watched in str(args[0])
+    if armed and inside and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def flushed(handle):
+    fsync(handle)
+    count_down("fsync")
+
+os.fsync = flushed
+sys.addaudithook(count_down)
+"""
+
+KILLED_AT_EVERY_STEP = """
 from pathlib import Path
 from typing import ClassVar
 import torch
@@ -500,19 +520,6 @@ from fl_lightning.store import ClientStore
 
 class Now:  # a writer without a thread: the step at which it dies is then the same each time
     submit = staticmethod(lambda job: job())
-
-armed, left, fsync = False, 0, os.fsync
-
-def count_down(event, args=()):
-    global left
-    if armed and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-def flushed(handle):
-    fsync(handle)
-    count_down("fsync")
 
 def memory(client, round):
     return {"own": {"w": torch.full((5,), 100.0 * client + round)}}
@@ -537,8 +544,6 @@ def survives(folder, where, step):
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
-os.fsync = flushed
-sys.addaudithook(count_down)
 for where in ("memory", "disk"):
     step = 0
     while not survives(Path(sys.argv[1]) / f"{where}-{step:03d}", where, step):
@@ -548,7 +553,7 @@ AFTER = {2: {0: 2, 1: 2, 2: 1}, 3: {0: 2, 1: 3, 2: 3}}  # the round that each cl
 
 
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", KILL_SWITCH + KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
     littered = 0
     for where in PLACES:
         folders = sorted(tmp_path.glob(f"{where}-*"))
@@ -574,28 +579,12 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
 
 
 RUN_KILLED_AT_SOME_STEPS = """
-import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from test_store import small
-fsync, armed, left = os.fsync, False, 0
 
-def count_down(event, args=()):
-    global left
-    inside = event != "open" or str(folder) in str(args[0])
-    if armed and inside and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-def flushed(handle):
-    fsync(handle)
-    count_down("fsync")
-
-os.fsync = flushed
-sys.addaudithook(count_down)
 step, stride = int(sys.argv[4]), int(sys.argv[5])
 while True:
-    folder = f"{sys.argv[2]}/{step:04d}"
+    folder = watched = f"{sys.argv[2]}/{step:04d}"
     run = small(folder, client_store=sys.argv[3])
     child = os.fork()
     if child == 0:
@@ -610,7 +599,7 @@ while True:
 
 def kill_a_run(folder, where, start, stride):
     words = [str(Path(__file__).parent), str(folder), where, str(start), str(stride)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_KILLED_AT_SOME_STEPS, *words], check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", KILL_SWITCH + RUN_KILLED_AT_SOME_STEPS, *words], check=True)
     whole = small(folder / "whole")
     whole.fit()
     model = (folder / "whole" / "final" / "model.pt").read_bytes()
