@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import secrets
@@ -67,7 +68,11 @@ FREE_KEYS = {
 def run() -> None:
     """Entry point of the console script."""
     sys.path.append(os.getcwd())  # a class path of the user's own may lead into the working folder
-    sys.exit(main())
+    gc.freeze()  # what was imported is no garbage, and need not be looked at
+    try:
+        sys.exit(main())
+    finally:
+        gc.unfreeze()
 
 
 def main(args: Sequence[str] | None = None) -> int:

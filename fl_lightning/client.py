@@ -296,11 +296,12 @@ class LossRecord:
             return
         steps = torch.stack(self._pending).cpu().double()
         self._pending = []
-        bad = ~torch.isfinite(steps)
-        if bool(bad.any()):
+        sums = steps.sum(dim=0)
+        if not bool(sums.isfinite().all()):
+            bad = ~steps.isfinite()
             term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
-        self._sums = steps.sum(dim=0) + (self._sums if self._steps else 0)
+        self._sums = sums + (self._sums if self._steps else 0)
         self._steps += len(steps)
 
     def means(self) -> dict[str, float]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fl_lightning.message import Tensors
 
-PIECE = 1 << 16
-"""Numbers that are averaged at a time: in float64 half a megabyte."""
+PIECE = 1 << 18
+"""Numbers that are averaged at a time: in float64 two megabytes."""
 
 
 class RunningMean:

@@ -33,8 +33,9 @@ from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.engines import SequentialEngine, StackedEngine, Task
-from fl_lightning.engines.stacked import OPTIMIZERS, check_trainer
+from fl_lightning.engines.stacked import OPTIMIZERS
 from fl_lightning.engines.stacking import Alike, ClientStep
+from fl_lightning.engines.trainer import not_for_each
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.models import (
@@ -638,12 +639,12 @@ def test_what_it_refuses_before_round_1(tmp_path, message):
     assert not (tmp_path / "metrics.csv").exists()
 
 
-def test_it_refuses_a_scaler_of_gradients():
+def test_a_scaler_of_gradients_is_not_for_several_clients():
     """On a CPU Lightning makes bf16 of 16-mixed."""
     plugin = object.__new__(MixedPrecision)
     plugin.precision = "16-mixed"
-    with pytest.raises(ConfigError, match=r"cannot stack trainer.precision 16-mixed \(gradients are scaled for all"):
-        check_trainer({}, SimpleNamespace(limit_train_batches=1.0, precision_plugin=plugin))
+    odd = not_for_each({}, SimpleNamespace(limit_train_batches=1.0, precision_plugin=plugin))
+    assert odd == ("trainer.precision 16-mixed", "gradients are scaled for all clients alike")
 
 
 def test_fewer_than_two_clients_are_no_stack():

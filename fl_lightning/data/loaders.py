@@ -69,25 +69,22 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """One fit's training batches, prepared and augmented on the device.
+    """One fit's training batches, made ready on the device.
 
     Args:
         batches: The training batches as stored.
-        prepare: Turns a stored batch into what the network takes.
-        augment: Random change of prepared batches, or None.
+        ready: Turns a batch's inputs, once they are on the device, into what the network takes.
     """
 
-    def __init__(self, batches: Batches, prepare: BatchTransform, augment: BatchTransform | None) -> None:
+    def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()
-        self.batches, self.prepare, self.augment = batches, prepare, augment
+        self.batches, self.ready = batches, ready
 
     def train_dataloader(self) -> Batches:
         """The training batches."""
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Prepare and augment a batch that has arrived on the device, in the trainer's precision."""
+        """Make a batch ready that has arrived on the device."""
         x, y = batch
-        x = self.prepare(x)
-        x = self.augment(x) if self.augment else x
-        return (self.trainer.precision_plugin.convert_input(x) if self.trainer else x), y
+        return self.ready(x), y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from fl_lightning.engines.stacking import (
     tensors_of,
     versions,
 )
+from fl_lightning.engines.trainer import LocalWork
 from fl_lightning.engines.worker import Task, Worker
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors
@@ -41,8 +41,7 @@ class Client:
         module: Its module, as it starts on the task, on the training device.
         batches: What it trains on.
         draws: Where its random generators are.
-        per_epoch: Steps in each of its epochs but the last.
-        steps: Steps in all.
+        work: How many steps it takes.
         error: Why it trains no more, if it does not.
     """
 
@@ -50,37 +49,25 @@ class Client:
     module: ClientModule
     batches: Batches
     draws: RandomStates
-    per_epoch: int
-    steps: int
+    work: LocalWork
     error: Exception | None = None
 
     @classmethod
-    def begun(cls, worker: Worker, task: Task, trainer: L.Trainer) -> Client:
+    def begun(cls, worker: Worker, task: Task) -> Client:
         """A client at the start of its fit.
 
         Args:
             worker: The worker.
             task: The client's task.
-            trainer: What would train the client alone.
         """
-        device = trainer.strategy.root_device
         module = worker.begun(task, worker.module())
-        draws = RandomStates(device)
+        draws = RandomStates(worker.device)
         batches = worker.batches(task)
-        limit = trainer.limit_train_batches
-        per_epoch = min(len(batches), limit) if isinstance(limit, int) else len(batches)
-        epochs, steps = trainer.max_epochs, trainer.max_steps
-        bounds = [bound for bound in (steps, per_epoch * (-1 if epochs is None else epochs)) if bound >= 0]
-        return cls(task, module.to(device).train(), batches, draws, per_epoch, min(bounds))
-
-    @property
-    def epochs(self) -> int:
-        """Epochs that it begins."""
-        return math.ceil(self.steps / self.per_epoch)
+        return cls(task, module.to(worker.device).train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
         """Steps that it takes in an epoch; none once it has failed."""
-        return 0 if self.error else max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
+        return 0 if self.error else self.work.steps_in(epoch)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -129,7 +116,7 @@ class Cohort(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         # Those that take most steps first: the ones still at work are then consecutive rows, views of the stacks.
-        self.clients = sorted(clients, key=lambda client: (-client.per_epoch, client.task.client))
+        self.clients = sorted(clients, key=lambda client: (-client.work.per_epoch, client.task.client))
         self.data, self.clip, self.clip_by = data, clip, clip_by
         self.stacks: Tensors = {}
         self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks

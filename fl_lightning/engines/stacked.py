@@ -6,11 +6,8 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -18,7 +15,7 @@ from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Result, Task, Worker, failed
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
@@ -26,15 +23,6 @@ from fl_lightning.seeding import RandomStates
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Torch's optimizers that look at one parameter at a time and leave alone one that has no gradient."""
-
-TRAINER_OPTIONS = (
-    *("accelerator", "devices", "precision", "deterministic", "benchmark", "detect_anomaly"),
-    *("max_epochs", "max_steps", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-    *("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir"),
-    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps", "inference_mode"),
-    *("check_val_every_n_epoch", "log_every_n_steps"),
-)
-"""Trainer options that a cohort's fit keeps for each client, or that mean nothing in a client's fit."""
 
 HOOKS = ("on_fit_start", "on_train_epoch_start", "on_train_epoch_end")
 """What is called for each client by itself, and so may be overridden."""
@@ -70,8 +58,9 @@ class StackedEngine(Engine):
         Raises:
             ConfigError: Something cannot be stacked; the message says what and why.
         """
-        trainer = quiet_trainer(worker.trainer)
-        check_trainer(worker.trainer, trainer)
+        trainer = worker.setup
+        if odd := not_for_each(worker.trainer, trainer):
+            raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
         clients = [worker.module().to(trainer.strategy.root_device).train() for _ in range(2)]
@@ -88,31 +77,30 @@ class StackedEngine(Engine):
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Take as many tasks as are stacked, train, and yield their results, one cohort after another."""
-        arriving, trainer = iter(tasks), quiet_trainer(worker.trainer)
+        arriving = iter(tasks)
         while taken := list(islice(arriving, self.clients)):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
             if taken[0].fit and alike and len(taken) > 1:
-                yield from fitted(worker, taken, trainer)
+                yield from fitted(worker, taken)
             else:
                 yield from map(worker.run, taken)
 
 
-def fitted(worker: Worker, tasks: Sequence[Task], trainer: L.Trainer) -> Iterator[Result]:
+def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     """The results of tasks, trained together.
 
     Args:
         worker: The worker.
         tasks: Tasks of one round, with training.
-        trainer: What would train one of them alone.
     """
     clients = []
     for task in tasks:
         try:
-            clients.append(Client.begun(worker, task, trainer))
+            clients.append(Client.begun(worker, task))
         except Exception as error:
             yield failed(task, error)
     try:
-        states = trained(worker, clients, trainer) if clients else {}
+        states = trained(worker, clients) if clients else {}
     except Exception as error:  # nobody's in particular: one by one, each says what is its own
         warnings.warn(f"StackedEngine: trained one after another: {one_line(error)}", stacklevel=2)
         yield from map(worker.run, [client.task for client in clients])
@@ -125,17 +113,12 @@ def fitted(worker: Worker, tasks: Sequence[Task], trainer: L.Trainer) -> Iterato
         yield failed(client.task, client.error) if client.error else result
 
 
-def trained(worker: Worker, clients: Sequence[Client], alone: L.Trainer) -> dict[int, Tensors]:
+def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     """Train clients together; what their optimizers ended with, where that is kept."""
+    alone = worker.setup
     cohort = Cohort(clients, worker.data.data, alone.gradient_clip_val or 0.0, alone.gradient_clip_algorithm or "norm")
-    changed = {
-        "max_epochs": max(client.epochs for client in clients),
-        "max_steps": -1,
-        "limit_train_batches": 1.0,
-        "gradient_clip_val": None,
-        "gradient_clip_algorithm": None,
-    }
-    trainer = quiet_trainer(worker.trainer | changed)
+    epochs = max(client.work.epochs for client in clients)
+    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs})
     with lightning_at_ease():
         trainer.fit(cohort)
     return cohort.optimizer_states() if worker.keeps_optimizer else {}
@@ -147,26 +130,6 @@ def trained(worker: Worker, clients: Sequence[Client], alone: L.Trainer) -> dict
 def refusal(what: str, why: str) -> ConfigError:
     """The error that says what cannot be stacked."""
     return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
-
-
-def check_trainer(options: dict[str, Any], trainer: L.Trainer) -> None:
-    """Refuse options of the trainer that would not hold for each client by itself.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    defaults = inspect.signature(L.Trainer.__init__).parameters
-    for name, value in options.items():
-        if name not in TRAINER_OPTIONS and value is not None and value != defaults[name].default:
-            raise refusal(f"trainer.{name}", "it is for one fit, and all clients are in one")
-    if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1:
-        raise refusal("trainer.limit_train_batches", "a share is rounded for each client; give a number of batches")
-    plugin = trainer.precision_plugin
-    if (
-        type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-        or plugin.precision == "16-mixed"
-    ):
-        raise refusal(f"trainer.precision {plugin.precision}", "gradients are scaled for all clients alike")
 
 
 def check_module(module: ClientModule) -> None:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from fl_lightning.errors import ConfigError
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+FOR_EACH = (
+    *("accelerator", "devices", "precision", "deterministic", "benchmark", "detect_anomaly"),
+    *("max_epochs", "max_steps", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir"),
+    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps", "inference_mode"),
+    *("check_val_every_n_epoch", "log_every_n_steps"),
+)
+"""Trainer options that one fit of several clients keeps for each of them, or that mean nothing in a client's fit."""
+
+FOR_ALL: dict[str, Any] = {
+    "max_epochs": 1,
+    "max_steps": -1,
+    "limit_train_batches": 1.0,
+    "gradient_clip_val": None,
+    "gradient_clip_algorithm": None,
+}
+"""Of a trainer that fits several clients, what it leaves to each of them."""
 
 
 def quiet_trainer(options: dict[str, Any]) -> L.Trainer:
@@ -45,6 +67,56 @@ def check_local_work(trainer: L.Trainer) -> None:
             raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
     if trainer.max_epochs == trainer.max_steps == -1:
         raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
+
+
+def not_for_each(options: dict[str, Any], trainer: L.Trainer) -> tuple[str, str] | None:
+    """What about a trainer could not be kept for each of several clients in one fit, and why; None if nothing.
+
+    Args:
+        options: Keyword arguments of `Trainer`.
+        trainer: The trainer they make.
+    """
+    defaults = inspect.signature(L.Trainer.__init__).parameters
+    for name, value in options.items():
+        if name not in FOR_EACH and value is not None and value != defaults[name].default:
+            return f"trainer.{name}", "it is for one fit, and all clients are in one"
+    if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1:
+        return "trainer.limit_train_batches", "a share is rounded for each client; give a number of batches"
+    plugin = trainer.precision_plugin
+    known = type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    if not known or plugin.precision == "16-mixed":
+        return f"trainer.precision {plugin.precision}", "gradients are scaled for all clients alike"
+    return None
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """How much a client trains in a fit.
+
+    Args:
+        per_epoch: Steps in each epoch but the last.
+        steps: Steps in all.
+    """
+
+    per_epoch: int
+    steps: int
+
+    @classmethod
+    def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
+        """What a trainer would do with so many batches an epoch."""
+        limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
+        per_epoch = min(batches, limit) if isinstance(limit, int) else batches
+        bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
+        return cls(per_epoch, min(bound for bound in bounds if bound >= 0))
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that are begun."""
+        return math.ceil(self.steps / self.per_epoch)
+
+    def steps_in(self, epoch: int) -> int:
+        """Steps in an epoch, counted from 0."""
+        return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ any machine and get the same bytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,6 +85,9 @@ class Result:
     failure: ClientFailure | None = None
 
 
+Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
+
+
 @dataclass
 class Worker:
     """What all tasks of a run have in common; `run` carries one out.
@@ -139,14 +142,14 @@ class Worker:
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
 
     @cached_property
-    def _setup(self) -> L.Trainer:
+    def setup(self) -> L.Trainer:
         """A trainer that never fits, asked for the device and the precision."""
         return quiet_trainer(self.trainer)
 
     @property
     def device(self) -> torch.device:
         """Where clients are trained."""
-        return self._setup.strategy.root_device
+        return self.setup.strategy.root_device
 
     def check(self) -> None:
         """Try what every task depends on, before the first round.
@@ -155,7 +158,7 @@ class Worker:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
         """
         with blame("trainer"):
-            trainer = self._setup
+            trainer = self.setup
         check_local_work(trainer)
         with blame("model"):
             module = self.module()
@@ -180,7 +183,7 @@ class Worker:
 
     @cached_property
     def _blueprint(self) -> Blueprint[ClientModule]:
-        module = self._setup.precision_plugin.convert_module(copy.deepcopy(self.template))
+        module = self.setup.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
         return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
@@ -201,10 +204,20 @@ class Worker:
         x = self.data.data.prepare(x)
         return channels_last(x) if self.channels_last else x
 
-    def run(self, task: Task) -> Result:
-        """Carry out a task. An error is part of the result: it names client and round, and holds its cause."""
+    def ready_to_train(self, x: Tensor) -> Tensor:
+        """Turn a stored batch, on the training device, into what a step takes: prepared, augmented, converted."""
+        x, augment = self.prepare(x), self.data.data.augment
+        return self.setup.precision_plugin.convert_input(augment(x) if augment else x)
+
+    def run(self, task: Task, fit: Fit | None = None) -> Result:
+        """Carry out a task. An error is part of the result: it names client and round, and holds its cause.
+
+        Args:
+            task: The task.
+            fit: Trains a client's module and returns its optimizer; by a `Trainer` of its own if not given.
+        """
         try:
-            return self._run(task)
+            return self._run(task, fit or self._fit)
         except Exception as error:
             return failed(task, error)
 
@@ -234,10 +247,10 @@ class Worker:
         self.algorithm.receive(module, task.download, task.memory)
         return module
 
-    def _run(self, task: Task) -> Result:
+    def _run(self, task: Task, fit: Fit) -> Result:
         # made before seeding: the first module of a process draws the initial weights
         module = self.begun(task, self.module())
-        optimizer = self._fit(module, task) if task.fit else None
+        optimizer = fit(module, task) if task.fit else None
         return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
 
     def finished(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
@@ -305,13 +318,13 @@ class Worker:
         module.train()
         trainer = quiet_trainer(self.trainer)
         with lightning_at_ease():
-            trainer.fit(module, datamodule=ClientDataModule(batches, self.prepare, self.data.data.augment))
+            trainer.fit(module, datamodule=ClientDataModule(batches, self.ready_to_train))
         return trainer.optimizers[0]
 
     @contextmanager
     def inference(self, module: ClientModule) -> Iterator[None]:
         """The module in eval mode on the trainer's device, in its precision, without gradients."""
-        trainer = self._setup
+        trainer = self.setup
         with ExitStack() as stack:
             trainer.precision_plugin.convert_module(module.to(trainer.strategy.root_device)).eval()
             stack.enter_context(torch.no_grad())
@@ -334,7 +347,7 @@ class Worker:
         return self.eval_batch_size or (128 if self.device.type == "cpu" else 512)
 
     def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self._setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
+        return self.setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
 
 
 def failed(task: Task, error: Exception) -> Result:

@@ -1,0 +1,154 @@
+"""Clients one after another in one `Trainer.fit`: what is a batch to the trainer is a client's whole fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fl_lightning.client import ClientModule
+from fl_lightning.engines.trainer import FOR_ALL, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
+from fl_lightning.engines.worker import Result, Task, Worker
+
+ROOM = 1 << 28
+"""Bytes of results that may wait for their fit to end."""
+
+
+def can_relay(worker: Worker) -> bool:
+    """Whether a client's fit in a relay is what a fit of its own would be.
+
+    Not where the trainer or the client's module has something that belongs to one fit: callbacks, say, hooks of its
+    own, or a scaler of gradients.
+    """
+    module, trainer = worker.module(), worker.setup
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if type(module) is not ClientModule or callbacks or not_for_each(worker.trainer, trainer):
+        return False
+    optimizer, schedules = configured(module)
+    stepped_by_epoch = (isinstance(s, LRScheduler) and not isinstance(s, ReduceLROnPlateau) for s in schedules)
+    return isinstance(optimizer, torch.optim.Optimizer) and all(stepped_by_epoch)
+
+
+def relay(worker: Worker, tasks: Iterator[Task], seconds: float) -> list[Result]:
+    """Carry out tasks in one `Trainer.fit`, as many as are begun within so many seconds."""
+    clients = Relay(worker, tasks, seconds)
+    trainer = quiet_trainer(worker.trainer | FOR_ALL)
+    with lightning_at_ease():
+        trainer.fit(clients)
+    return clients.results
+
+
+class Relay(L.LightningModule):
+    """Trains clients one after another, each as under a `Trainer` of its own, to the bit.
+
+    A fit has a cost of its own, ten steps of a small model, and so has each step that Lightning takes, looking for
+    hooks and options that a client's fit has none of.
+
+    Args:
+        worker: The worker; `can_relay` says yes to it.
+        tasks: What there is to do.
+        seconds: How long further tasks are begun.
+
+    Attributes:
+        results: What came of the tasks.
+    """
+
+    def __init__(self, worker: Worker, tasks: Iterator[Task], seconds: float) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.worker, self.tasks, self.seconds = worker, tasks, seconds
+        self.results: list[Result] = []
+
+    def configure_optimizers(self) -> None:
+        """None: each client has its own."""
+
+    def train_dataloader(self) -> Iterable[int]:
+        """One batch, in name."""
+        return range(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing: the context of the trainer's precision is entered here, and every step of a client needs its own."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Carry out tasks, while there are some, and time, and room for what comes of them."""
+        started = time.monotonic()
+        for task in self.tasks:
+            self.results.append(self.worker.run(task, self._fit))
+            if time.monotonic() - started > self.seconds or sum(map(size, self.results)) > ROOM:
+                return
+
+    def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
+        device = self.trainer.strategy.root_device
+        batches = self.worker.batches(task)
+        work = LocalWork.under(self.worker.setup, len(batches))
+        module.to(device).train()
+        module.trainer = own = Leg(self.trainer)  # type: ignore[assignment]
+        vars(module)["log"] = unheard
+        optimizer, schedules = configured(module)
+        module.on_fit_start()
+        for own.current_epoch in range(work.epochs):
+            module.on_train_epoch_start()
+            for number, (x, y) in enumerate(islice(batches, work.steps_in(own.current_epoch))):
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                self._step(module, optimizer, (self.worker.ready_to_train(x), y), number)
+                own.global_step += 1
+                if self.trainer.received_sigterm:
+                    raise SIGTERMException
+            module.on_train_epoch_end()
+            for schedule in schedules:
+                schedule.step()
+        return optimizer
+
+    def _step(
+        self, module: ClientModule, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], number: int
+    ) -> None:
+        plugin, alone = self.trainer.precision_plugin, self.worker.setup
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # before the forward, which then finds their memory free and in the cache
+            with plugin.train_step_context():
+                loss = module.training_step(batch, number)
+            loss.backward()
+            if alone.gradient_clip_val:
+                self.clip_gradients(optimizer, alone.gradient_clip_val, alone.gradient_clip_algorithm)
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+class Leg:
+    """The trainer as a client's module sees it: the relay's, but for where the client's fit is.
+
+    Args:
+        trainer: The relay's trainer.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.trainer = trainer
+        self.current_epoch = self.global_step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+
+def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
+    """A client's optimizer and schedulers."""
+    made = module.configure_optimizers()
+    return (made[0][0], made[1]) if isinstance(made, tuple) else (made, [])
+
+
+def size(result: Result) -> int:
+    """Bytes of tensors that a result holds."""
+    sections = [result.upload.tensors] if result.upload else []
+    return sum(value.nbytes for section in (*sections, *result.memory.values()) for value in section.values())
+
+
+def unheard(*args: Any, **options: Any) -> None:
+    """What `log` is in a client's fit, where nobody listens."""

@@ -1,0 +1,190 @@
+"""Several clients in one fit: to the bit what each would be in a fit of its own, which some of them get."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, task_of_round
+from methods import METHODS, assert_same_run
+from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
+
+from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.engines import SequentialEngine, relay
+from fl_lightning.errors import ConfigError
+
+ALONE = SequentialEngine(seconds=0)
+CPU = {"accelerator": "cpu", "max_epochs": 2}
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """What each `Trainer.fit` was called with."""
+    seen = []
+    fit = L.Trainer.fit
+    monkeypatch.setattr(
+        L.Trainer, "fit", lambda self, module, **rest: (seen.append(module), fit(self, module, **rest))[1]
+    )
+    return seen
+
+
+def compare(tmp_path, method=FedAvg, **options):
+    """One experiment with a fit for each client, and with common ones."""
+    alone = experiment(tmp_path / "alone", method(), engine=ALONE, **options)
+    common = experiment(tmp_path / "common", method(), **options)
+    alone.fit()
+    common.fit()
+    assert_same_run(alone, common)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(tmp_path, fits, name):
+    method, options = METHODS[name]
+    compare(tmp_path, method, rounds=2, **options)
+    assert {type(module) for module in fits} == {ClientModule, relay.Relay}
+
+
+@pytest.mark.parametrize("name", LOCAL_WORK)
+def test_local_work_and_clipping(tmp_path, name):
+    trainer = {"accelerator": "cpu", **LOCAL_WORK[name]}
+    compare(tmp_path, partial(FedAvg, buffers="local"), model=NormMLP, trainer=trainer, batch_size=12, rounds=2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+def test_precisions(tmp_path, precision):
+    trainer = CPU | {"precision": precision, "gradient_clip_val": 0.5}
+    compare(tmp_path, partial(FedProx, 0.1), model=NormMLP, trainer=trainer, rounds=2)
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.LBFGS, max_iter=3), partial(torch.optim.Adam, amsgrad=True)])
+def test_optimizers(tmp_path, optimizer):
+    compare(tmp_path, optimizer=optimizer, rounds=2, lr_scheduler=partial(ExponentialLR, gamma=0.5))
+
+
+def test_a_scheduler_that_steers_momentum(tmp_path):
+    compare(tmp_path, lr_scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=3), rounds=2)
+
+
+def test_augmentation_dropout_and_hooks_draw_what_they_draw_alone(tmp_path):
+    plain = digits()
+    scenario = Augmented(plain.dataset, plain.partition, plain.clients)
+    compare(tmp_path, lambda: NoisyUpload(loss_terms=[DrawingHooks()]), scenario=scenario, model=NormMLP, rounds=2)
+
+
+class Where(LossTerm):
+    """Grows with the epoch and step that the module says it is at, and logs."""
+
+    def begin(self, module):
+        self.module = [module]
+
+    def begin_epoch(self, module):
+        module.log("began", 1.0 + module.current_epoch)
+
+    def forward(self, step):
+        (module,) = self.module
+        module.log_dict({"here": 1.0})
+        assert module.trainer.max_epochs
+        return step.logits.square().mean() * (1 + module.current_epoch + 0.1 * module.global_step)
+
+
+def test_a_module_sees_its_own_epochs_and_steps(tmp_path):
+    compare(tmp_path, lambda: FedAvg(loss_terms=[Where()]), rounds=1, trainer=CPU)
+
+
+def some_fail(run):
+    """The tasks of a round, of which the second one's upload cannot be made."""
+    tasks = [task_of_round(run, 1, client) for client in range(4)]
+    vars(tasks[1].download)["tensors"] = {"model/none": torch.zeros(1)}
+    return tasks
+
+
+def test_a_client_fails_alone(tmp_path):
+    run = experiment(tmp_path, FedSKC())
+    run.load()
+    results = list(SequentialEngine().run(run.worker, some_fail(run)))
+    assert [result.client for result in results] == [0, 1, 2, 3]
+    assert [result.failure is None for result in results] == [True, False, True, True]
+    assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
+
+
+# --- How many fits ---
+
+
+def test_a_fit_takes_up_clients_for_some_time(tmp_path, fits, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
+    run = experiment(tmp_path)
+    run.load()
+    taken = []
+    tasks = (taken.append(client) or task_of_round(run, 1, client) for client in range(6))
+    results = SequentialEngine(seconds=3.5).run(run.worker, tasks)
+    assert next(results).client == 0
+    assert taken == [0, 1, 2, 3]  # begun at 0, over at 4
+    assert [result.client for result in results] == [1, 2, 3, 4, 5]
+    assert len(fits) == 2
+
+
+def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypatch):
+    run = experiment(tmp_path)
+    run.load()
+    tasks = [task_of_round(run, 1, client) for client in range(5)]
+    one = sum(value.nbytes for value in run.worker.run(tasks[0]).upload.tensors.values())
+    fits.clear()
+    monkeypatch.setattr(relay, "ROOM", 2 * one - 1)
+    list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
+    assert len(fits) == 3
+
+
+class Counts(L.Callback):
+    """How many fits have begun."""
+
+    fits = 0
+
+    def on_fit_start(self, trainer, module):
+        Counts.fits += 1
+
+
+class OwnModule(ClientModule):
+    """A client module of somebody's own."""
+
+    def on_train_batch_end(self, *rest):
+        Counts.fits += 1
+
+
+class WithOwnModule(FedAvg):
+    """A method with it."""
+
+    def client_module(self, *rest):
+        module = super().client_module(*rest)
+        module.__class__ = OwnModule
+        return module
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (FedAvg, {"trainer": CPU | {"callbacks": [Counts()]}}),
+        (FedAvg, {"trainer": CPU | {"accumulate_grad_batches": 2}}),
+        (FedAvg, {"trainer": CPU | {"limit_train_batches": 0.5}, "batch_size": 8}),
+        (WithOwnModule, {}),
+    ],
+    ids=["callbacks", "accumulation", "share", "module"],
+)
+def test_what_is_meant_for_one_fit_gets_one(tmp_path, fits, method, options):
+    run = experiment(tmp_path, method(), rounds=1, **options)
+    run.fit()
+    assert len(fits) == 4
+    assert not any(isinstance(module, relay.Relay) for module in fits)
+
+
+def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
+    run = experiment(tmp_path, lr_scheduler=ReduceLROnPlateau)
+    run.load()
+    assert not relay.can_relay(run.worker)
+
+
+def test_seconds_below_0_are_refused():
+    with pytest.raises(ConfigError, match=r"engine.seconds: -1 is below 0; use 0"):
+        SequentialEngine(-1)
