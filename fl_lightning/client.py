@@ -192,7 +192,8 @@ class ClientModule(L.LightningModule):
         losses = self.losses(step)
         self._losses.add(losses)
         for piece in self.pieces():
-            piece.observe(step, self.current_epoch)
+            if piece.observes:
+                piece.observe(step, self.current_epoch)
         return functools.reduce(torch.add, losses.values())
 
     def record(self, names: list[str], values: Tensor) -> None:

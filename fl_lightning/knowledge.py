@@ -25,6 +25,11 @@ class SharedKnowledge(nn.Module):
 
     name: str
 
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` is to be called: where a subclass has one of its own, unless that says otherwise."""
+        return type(self).observe is not SharedKnowledge.observe
+
     def initial(self, num_classes: int) -> Tensors:
         """What the server broadcasts in round 1, before any client has spoken."""
         raise NotImplementedError

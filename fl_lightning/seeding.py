@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,16 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
     value = derive(seed, stream, *key)
     random.seed(value)
     np.random.seed(value % 2**32)
-    if torch.accelerator.is_available():
+    if _accelerated():
         torch.manual_seed(value)
     else:  # the same for the CPU, which alone is there, less the stack trace noted for devices yet to be woken
         torch.default_generator.manual_seed(value)
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether torch has a device beside the CPU, looked for once."""
+    return torch.accelerator.is_available()
 
 
 class RandomStates:

@@ -24,6 +24,7 @@ def timed(monkeypatch):
         return seconds[type(engine)]
 
     monkeypatch.setattr(auto, "seconds_a_task", pretended)
+    monkeypatch.setattr(auto, "SHORT", 0)
     return seconds, tried
 
 
@@ -45,6 +46,15 @@ def test_another_engine_must_be_worth_its_while(tmp_path, timed, stacked, choice
     run = experiment(tmp_path, engine="auto", rounds=1)
     run.fit()
     assert run.engine.choice == choice
+
+
+def test_nothing_is_tried_for_a_short_run(tmp_path, timed, monkeypatch):
+    monkeypatch.setattr(auto, "SHORT", 12 * 0.01 + 1e-9)
+    run = experiment(tmp_path, engine="auto")
+    run.fit()
+    assert run.engine.choice == "sequential"
+    assert run.engine.note == "engine: sequential, for the run has but 12 fits of 10.0 ms"
+    assert {engine for engine, _ in timed[1]} == {SequentialEngine}
 
 
 def test_what_an_engine_refuses_is_not_tried(tmp_path, timed):
@@ -94,8 +104,9 @@ def test_peers_choose_when_they_first_train(tmp_path, timed):
     assert run.engine.choice == "stacked"
 
 
-def test_trying_leaves_no_trace(tmp_path):
+def test_trying_leaves_no_trace(tmp_path, monkeypatch):
     """Timed for once: whatever wins, the run is that engine's own."""
+    monkeypatch.setattr(auto, "SHORT", 0)
     run = experiment(tmp_path / "auto", engine=AutoEngine(budget=0.5), rounds=2)
     run.fit()
     alone = experiment(tmp_path / "alone", engine=run.engine.choice, rounds=2)

@@ -456,6 +456,33 @@ def test_what_cannot_be_stacked_after_all_is_trained_one_after_another(tmp_path)
     assert all(same_bytes(one[client].upload.tensors, other[client].upload.tensors) for client in one)
 
 
+class LateChange(LossTerm):
+    """Changes what it holds, but not in its first step: that has a full batch."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def begin(self, module):
+        self.weights, self.scale = [torch.ones(())], 1.0
+        self.late = module.round > 1
+
+    def forward(self, step):
+        if self.late and len(step.targets) < 32:
+            setattr(self, self.what, {"weights": [torch.zeros(())], "scale": 0.5}[self.what])
+        return step.logits.mean() * self.weights[0].to(step.logits) * self.scale
+
+
+@pytest.mark.parametrize("what", ["weights", "scale"])
+def test_what_a_later_step_changes_is_noticed(tmp_path, what):
+    run = experiment(tmp_path, FedAvg(loss_terms=[LateChange(what)]), rounds=1)
+    run.fit()
+    with pytest.warns(UserWarning, match=f"one after another: its forward changes 'loss_terms.0.{what}'"):
+        other = results(run, StackedEngine(), 2)
+    one = results(run, SequentialEngine(), 2)
+    assert all(same_bytes(one[client].upload.tensors, other[client].upload.tensors) for client in one)
+
+
 # --- Loss terms that hold all sorts of things ---
 
 

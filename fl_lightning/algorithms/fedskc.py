@@ -99,13 +99,17 @@ class StructuralKnowledge(SharedKnowledge):
             "known": torch.zeros(num_classes, dtype=torch.bool),
         }
 
+    @property
+    def observes(self) -> bool:
+        """Reference only."""
+        return self.reference
+
     def observe(self, step: Step, epoch: int) -> None:
         """Reference only: sum the last epoch's training logits by class."""
-        if self.reference:
-            sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
-            if self._observed and self._observed[0] == epoch:
-                sums, counts = sums + self._observed[1], counts + self._observed[2]
-            self._observed = (epoch, sums, counts)
+        sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
+        if self._observed and self._observed[0] == epoch:
+            sums, counts = sums + self._observed[1], counts + self._observed[2]
+        self._observed = (epoch, sums, counts)
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """The client's `c_k` and which classes it holds."""
@@ -150,7 +154,8 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
     if spread == "none":
         return cosine(logits, knowledge)
     distances = (logits.detach()[:, None] - knowledge[None]).norm(dim=2)
-    return cosine(logits, knowledge) / distances.mean(dim=0).clamp(min=1e-6)
+    spreads = distances.mean(dim=0).clamp(min=1e-6)
+    return F.normalize(logits, dim=1) @ (F.normalize(knowledge, dim=1) / spreads[:, None]).T
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
@@ -159,7 +164,7 @@ def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
 
 
 def local_contrastive_loss(
-    logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float, spread: Spread = "batch"
+    logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
 ) -> Tensor:
     """Eq. 3: cross-entropy of the similarities over `τ`, a mean over the batch.
 
@@ -169,11 +174,13 @@ def local_contrastive_loss(
         logits: `(B, C)`.
         targets: `(B,)`.
         knowledge: `(C, C)` global knowledge.
-        known: `(C,)` bool.
+        known: `(C,)` bool, or None where every class is.
         tau: Temperature, above 0.
         spread: What divides the cosines, see `similarity`.
     """
     scores = similarity(logits, knowledge, spread) / tau
+    if known is None:
+        return F.cross_entropy(scores, targets)
     scores = scores.masked_fill(~known, -torch.inf)
     counted = known[targets]
     loss = F.cross_entropy(scores, targets.masked_fill(~counted, -100), reduction="sum")
@@ -230,6 +237,7 @@ class LocalContrastive(LossTerm):
         self.tau, self.spread, self.reference = tau, spread, reference
         self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
         self.scale = 1.0
+        self.all_known = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -242,7 +250,9 @@ class LocalContrastive(LossTerm):
 
     def begin(self, module: ClientModule) -> None:
         """Off until some class is known."""
-        self.active = self.structural.known is not None and bool(self.structural.known.any())
+        known = self.structural.known
+        self.active = known is not None and bool(known.any())
+        self.all_known = known is not None and bool(known.all())
         self.scale = min(module.round / 100, 1.0) if self.reference else 1.0
 
     def forward(self, step: Step) -> Tensor:
@@ -251,10 +261,11 @@ class LocalContrastive(LossTerm):
         if values is None or known is None:
             return step.logits.new_zeros(())
         with torch.autocast(step.logits.device.type, enabled=False):
-            inputs = (step.logits.float(), step.targets, values.float(), known, self.tau)
+            logits, targets, values = step.logits.float(), step.targets, values.float()
             if self.reference:
-                return self.scale * reference_contrastive_loss(*inputs)
-            return local_contrastive_loss(*inputs, self.spread)
+                return self.scale * reference_contrastive_loss(logits, targets, values, known, self.tau)
+            unless_all = None if self.all_known else known
+            return local_contrastive_loss(logits, targets, values, unless_all, self.tau, self.spread)
 
 
 # --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------

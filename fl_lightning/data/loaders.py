@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fl_lightning.data.transforms import BatchTransform
 
+GATHERED = 1 << 20
+"""Bytes of small batches that are cut from the data at a time, which takes less than to cut each by itself."""
+
 
 class Batches:
     """Batches of `(x, y)` at given indices, shuffled anew on each pass if a seed is given.
@@ -47,10 +50,11 @@ class Batches:
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        order = order.to(self.x.device)  # all at once: a batch then waits for nothing
-        for start in range(0, self.length * self.batch_size, self.batch_size):
-            chosen = order[start : start + self.batch_size]
-            yield self.x[chosen], self.y[chosen]
+        order = order.to(self.x.device)[: self.length * self.batch_size]  # at once: a batch then waits for nothing
+        at_a_time = self.batch_size * max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
+        for start in range(0, len(order), at_a_time):
+            chosen = order[start : start + at_a_time]
+            yield from zip(self.x[chosen].split(self.batch_size), self.y[chosen].split(self.batch_size), strict=True)
 
 
 class ReadyBatches:

@@ -22,6 +22,8 @@ ENGINES: dict[str, type[Engine]] = {
     "processes": ProcessesEngine,
 }
 COHORT = 64  # tasks looked at, at most
+FEW = 3  # tasks that tell how long the run will take
+SHORT = 10.0  # seconds of fits below which trying takes longer than it saves
 WORTH = 0.9  # of the time one after another, that another engine has to come down to
 SHARE = 0.02  # of the run, that starting processes may take
 START = 8.0  # seconds that starting processes takes
@@ -30,9 +32,10 @@ START = 8.0  # seconds that starting processes takes
 class AutoEngine(Engine):
     """Times the engines on a few of the run's own fits, in the first round that trains, and takes the fastest.
 
-    What an engine refuses is left out; `processes` is tried only where starting them is at most 2 % of the run. The
-    choice goes into checkpoints, and a resumed run keeps it. It depends on the machine, and engines round differently,
-    so that the same seed on another machine need not give the same bytes: therefore it is not the default.
+    A run of less than ten seconds' fits is left to `sequential`; what an engine refuses is left out; `processes` is
+    tried only where starting them is at most 2 % of the run. The choice goes into checkpoints, and a resumed run keeps
+    it. It depends on the machine, and engines round differently, so that the same seed on another machine need not give
+    the same bytes: therefore it is not the default.
 
     Args:
         budget: Seconds that trying may take, roughly.
@@ -79,7 +82,12 @@ class AutoEngine(Engine):
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
         sequential = SequentialEngine()
-        once = seconds_a_task(sequential, worker, tasks[:1])  # warms up, too
+        seconds_a_task(sequential, worker, tasks[:1])  # warms up
+        once = seconds_a_task(sequential, worker, tasks[:FEW])
+        if self.fits * once < SHORT:
+            self.choice, self._chosen = "sequential", sequential
+            self.note = f"engine: sequential, for the run has but {self.fits} fits of {1e3 * once:.1f} ms"
+            return
         tasks = tasks[: max(1, int(self.budget / 8 / once))]
         times = {"sequential": seconds_a_task(sequential, worker, tasks)}
         rivals = {name: ENGINES[name]() for name in self._worth_trying(times["sequential"], len(tasks))}

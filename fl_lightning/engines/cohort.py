@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -27,7 +28,6 @@ from fl_lightning.engines.stacking import (
 )
 from fl_lightning.engines.trainer import LocalWork
 from fl_lightning.engines.worker import Task, Worker
-from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -122,6 +122,7 @@ class Cohort(L.LightningModule):
         self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
         self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
         self.kinds: list[tuple[Alike, dict[int, int]]] = []
+        self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the parameters of all clients, each with its own state, and one scheduler."""
@@ -170,7 +171,14 @@ class Cohort(L.LightningModule):
         self._look()
 
     def on_train_epoch_end(self) -> None:
-        """End each client's epoch, and step the scheduler."""
+        """End each client's epoch, and step the scheduler.
+
+        Raises:
+            ConfigError: A step has changed what it should only read.
+        """
+        if not self.observes:
+            for alike, _ in self.kinds:
+                alike.verify()
         for client in self._at_work():
             with client.turn():
                 client.module.on_train_epoch_end()
@@ -232,7 +240,10 @@ class Cohort(L.LightningModule):
                 tensors = self._of(rows)
                 outcome = alike(tensors, [places[row] for row in rows], x, y)
                 self.parts.append((rows, tensors, outcome.loss))
-                self._record(rows, outcome, x, y)
+                self._record(rows, outcome)
+                if self.observes:
+                    alike.verify()
+                    self._observe(rows, outcome, x, y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Gradients and the optimizer's step; out of the precision's context, as in a fit of one client."""
@@ -262,14 +273,12 @@ class Cohort(L.LightningModule):
             if not value.requires_grad:
                 self.stacks[name][as_rows(rows, value.device)] = value
 
-    def _record(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
-        """Note each client's losses; let shared knowledge see its outputs."""
+    def _record(self, rows: list[int], outcome: Outcome) -> None:
+        """Note each client's losses."""
         names = list(outcome.losses)
         values = torch.stack([value.detach().float() for value in outcome.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
-        if any(type(piece).observe is not SharedKnowledge.observe for piece in self.clients[rows[0]].module.pieces()):
-            self._observe(rows, outcome, x, y)
 
     def _observe(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
         """Let the shared knowledge of each client see its outputs, and look again at what has changed by that."""
@@ -281,7 +290,7 @@ class Cohort(L.LightningModule):
             held = contents(module.knowledge)
             written = versions(held)
             with self.clients[row].draws.drawing():
-                for piece in module.pieces():
+                for piece in filter(attrgetter("observes"), module.pieces()):
                     piece.observe(step, self.current_epoch)
             now = contents(module.knowledge)
             changed |= difference(held, now) is not None or versions(now) != written

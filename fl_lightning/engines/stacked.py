@@ -196,6 +196,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     }
     copies = torch.stack([x] * len(clients)), torch.stack([y] * len(clients))
     alike(stacked, list(range(len(clients))), *copies).loss.sum().backward()
+    alike.verify()
 
 
 def one_line(error: Exception) -> str:

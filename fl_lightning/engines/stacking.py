@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -73,15 +72,16 @@ class ClientStep(nn.Module):
         """Parameters and buffers by name, those of the backbone under `client.backbone.`."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
-    def places(self) -> dict[str, str]:
-        """Every place of a registered tensor, which may have several, and its name in `registered`."""
+    def homes(self) -> list[tuple[dict[str, Any], str, str]]:
+        """Every place of a registered tensor, which may have several: its holder, its key there, its name."""
         names = {id(value): name for name, value in self.registered().items()}
-        return {
-            f"{prefix}.{name}": names[id(value)]
-            for prefix, module in self.named_modules()
-            for name, value in {**module._parameters, **module._buffers}.items()
+        return [
+            (held, key, names[id(value)])
+            for module in self.modules()
+            for held in (module._parameters, module._buffers)
+            for key, value in held.items()
             if value is not None
-        }
+        ]
 
     def free(self) -> Tensors:
         """The tensors among `plain` that are not registered ones under another name."""
@@ -102,30 +102,6 @@ class ClientStep(nn.Module):
         tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in registered.items()}
         kinds = {f"{name} is": type(module) for name, module in self.named_modules()}
         return tensors | kinds | {path: described(leaf) for path, leaf in plain(self).items()}
-
-    @contextmanager
-    def holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Have plain attributes hold other tensors for a while.
-
-        Raises:
-            ConfigError: An attribute is not what it was: whoever changes it in each step cannot be stacked.
-        """
-        names = {id(value): name for name, value in self.registered().items()}
-        before: list[tuple[nn.Module, str, Any]] = []
-        for prefix, module in self.named_modules():
-            for name, value in attributes(module).items():
-                new = replaced(value, f"{prefix}.{name}", lambda leaf: registered.get(names.get(id(leaf), "")), free)
-                if new is not value:
-                    before.append((module, name, value))
-                    vars(module)[name] = new
-        held = plain(self)
-        try:
-            yield
-            if path := difference(held, plain(self)):
-                raise self.impure(path)
-        finally:
-            for module, name, value in before:
-                vars(module)[name] = value
 
     def impure(self, path: str) -> ConfigError:
         """The error that names what a step has changed."""
@@ -217,12 +193,21 @@ class Alike:
 
     def __init__(self, steps: Sequence[ClientStep], draws: Sequence[RandomStates]) -> None:
         self.step, self.draws, self.drops = steps[0], draws, True
-        self.places = self.step.places()
         registered = [step.registered() for step in steps]
         constant = (name for name in registered[0] if not name.startswith(BACKBONE))
         self.constants = {name: torch.stack([one[name].detach() for one in registered]) for name in constant}
         free = [step.free() for step in steps]
         self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
+        self.homes = self.step.homes()
+        self.names = {id(value): name for name, value in registered[0].items()}
+        self.attributes = [
+            (vars(module), name, value, f"{prefix}.{name}")
+            for prefix, module in self.step.named_modules()
+            for name, value in attributes(module).items()
+            if any(isinstance(leaf, Tensor) for leaf in leaves(value).values())
+        ]
+        self.held = plain(self.step)
+        self.written = versions({**self.constants, **self.free})
 
     def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> Outcome:
         """A step of some of the clients.
@@ -234,35 +219,64 @@ class Alike:
             y: `(n, B)`.
 
         Raises:
-            ConfigError: The step changes what it should only read, or draws random numbers other than dropout's.
+            ConfigError: The step puts something else in a tensor's place, or draws random numbers other than dropout's.
         """
         rows = as_rows(members, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
         weights = {BACKBONE + name: value for name, value in backbone.items()}
         dropout = ClientDropout([self.draws[i] for i in members])
         still = RandomStates(x.device)
-        before = versions(read := {**constants, **free})
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> Outcome:
             dropout.place = place
-            put = {where: tensors[name] for where, name in self.places.items()}
-            with self.step.holding(tensors, free):
-                # Not tied by torch, which would leave such a tensor in a module that is there twice.
-                outcome = functional_call(self.step, put, (x, y), tie_weights=False)
-            for where, name in self.places.items():
-                if put[where] is not tensors[name]:
-                    raise self.step.impure(where)
-            return outcome
+            with self._holding(tensors, free):
+                return self.step(x, y)
 
         with dropout if self.drops else nullcontext():
             stacked = torch.vmap(one, randomness="same")
             outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
         self.drops = dropout.drew  # looking at every call takes time; a mask drawn unseen is found below
-        if path := difference(before, versions(read)):
-            raise self.step.impure(path)
         if not still.unmoved():
             raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
         return outcome
+
+    def verify(self) -> None:
+        """Refuse a step that has changed what it should only read; to be asked after the steps, however many.
+
+        Raises:
+            ConfigError: Names what has changed.
+        """
+        now = versions({**self.constants, **self.free})
+        if path := difference(self.held, plain(self.step)) or difference(self.written, now):
+            raise self.step.impure(path)
+
+    @contextmanager
+    def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
+        """Have the module that is lent, and its plain attributes, hold other tensors for a while."""
+        put: list[tuple[dict[str, Any], str, Any]] = [(held, key, registered[name]) for held, key, name in self.homes]
+        before = [(held, key, held[key]) for held, key, _ in put]
+        for held, name, value, path in self.attributes:
+            put.append((held, name, replaced(value, path, self._other(registered), free)))
+            before.append((held, name, value))
+        for held, key, value in put:
+            held[key] = value
+        within = [leaves(value) for _, _, value in put[len(self.homes) :]]
+        try:
+            yield
+            for i, (held, key, value) in enumerate(put):
+                own = i - len(self.homes)
+                if held.get(key) is not value or (own >= 0 and difference(within[own], leaves(value))):
+                    raise self.step.impure(self._path(i))
+        finally:
+            for held, key, value in before:
+                held[key] = value
+
+    def _other(self, registered: Tensors) -> Callable[[Any], Tensor | None]:
+        return lambda leaf: registered.get(self.names.get(id(leaf), ""))
+
+    def _path(self, number: int) -> str:
+        own = number - len(self.homes)
+        return self.attributes[own][3] if own >= 0 else self.homes[number][2]
 
 
 class ClientDropout(TorchFunctionMode):

@@ -326,7 +326,9 @@ class Worker:
         """The module in eval mode on the trainer's device, in its precision, without gradients."""
         trainer = self.setup
         with ExitStack() as stack:
-            trainer.precision_plugin.convert_module(module.to(trainer.strategy.root_device)).eval()
+            if self.device.type != "cpu":  # where it is already; looking at every part takes time
+                module.to(self.device)
+            module.eval()
             stack.enter_context(torch.no_grad())
             stack.enter_context(trainer.precision_plugin.forward_context())
             yield
