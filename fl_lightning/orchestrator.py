@@ -177,6 +177,8 @@ class FederatedOrchestrator:
         """
         self._set_up(resume, config)
         with self._running():
+            if not self.algorithm.server and not self.round:
+                self._publish()
             while not self.is_over:
                 metrics = self._run_round(self.round + 1)
                 self._notify("on_round_metrics", metrics)
@@ -401,8 +403,6 @@ class FederatedOrchestrator:
             self.csv.rewind(self.round)
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
-        if not self.algorithm.server and not self.round:
-            self._publish()
         if self.logger:
             begin_logging(self.logger, self.run_dir, config, self.data.class_counts())
 

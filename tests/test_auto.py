@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fl_lightning.algorithms import UAPDFL, FedSiamDA
 from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
+from fl_lightning.engines.pool import Lost
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP, Head
 
@@ -65,6 +66,19 @@ def test_what_an_engine_refuses_is_not_tried(tmp_path, timed):
     run.fit()
     assert run.engine.choice == "sequential"
     assert StackedEngine not in {engine for engine, _ in timed[1]}
+
+
+def test_an_engine_that_breaks_down_is_left_out_and_told(tmp_path, timed, monkeypatch):
+    def breaks(engine, worker, tasks):
+        if isinstance(engine, StackedEngine):
+            raise Lost("a member is gone")
+        return 0.01
+
+    monkeypatch.setattr(auto, "seconds_a_task", breaks)
+    run = experiment(tmp_path, engine="auto", rounds=1)
+    with pytest.warns(UserWarning, match="engine: stacked is left out: a member is gone"):
+        run.fit()
+    assert run.engine.choice == "sequential"
 
 
 def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_path, timed, monkeypatch):

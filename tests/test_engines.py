@@ -21,6 +21,7 @@ from fl_lightning.algorithms import (
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
+from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 
 
@@ -96,6 +97,27 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     assert here.memory.keys() == there.memory.keys()
     assert all(same_bytes(here.memory[name], there.memory[name]) for name in here.memory)
     assert (here.losses, here.local, here.on_global) == (there.losses, there.local, there.on_global)
+
+
+class Breaks(SequentialEngine):
+    """Cannot carry anything out; notes that it is let go of."""
+
+    closed = 0
+
+    def run(self, worker, tasks):
+        raise ConfigError("engine: it is broken")
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, partial(UAPDFL, n_com=2)])
+def test_an_engine_is_let_go_of_however_a_run_ends(tmp_path, algorithm):
+    """Without a server it works before round 1."""
+    engine = Breaks()
+    with pytest.raises(ConfigError, match="it is broken"):
+        experiment(tmp_path, algorithm(), engine=engine).fit()
+    assert engine.closed == 1
 
 
 class Fits(LossTerm):

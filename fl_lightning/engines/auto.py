@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Literal
@@ -14,7 +15,7 @@ from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, FLError
 
 ENGINES: dict[str, type[Engine]] = {
     "sequential": SequentialEngine,
@@ -94,10 +95,11 @@ class AutoEngine(Engine):
         for name, engine in rivals.items():
             try:
                 engine.check(worker)
-            except ConfigError:
-                continue
-            seconds_a_task(engine, worker, tasks[:2])
-            times[name] = seconds_a_task(engine, worker, tasks)
+                seconds_a_task(engine, worker, tasks[:2])
+                times[name] = seconds_a_task(engine, worker, tasks)
+            except FLError as error:
+                if not isinstance(error, ConfigError):
+                    warnings.warn(f"engine: {name} is left out: {error}", stacklevel=2)
         best = min(times, key=lambda name: times[name])
         if times[best] > WORTH * times["sequential"]:
             best = "sequential"
