@@ -10,8 +10,8 @@ what is not installed is left out. A round lasts from the end of the one before 
 first, in which much is made for the first time, and the last, after which models are scored, are left out.
 
 Prints each contestant's seconds a round over the loop's of the same repeat, and the final model's loss on the test set.
-Refuses to where optimizer steps or parameters are not the same, or losses not close. Every contestant is one process
-with as many threads as there are cores.
+Refuses to where optimizer steps or parameters are not the same, or losses not close. flwr's rounds run in two Ray
+workers of one thread each, everything else in one process with as many threads as there are cores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -225,12 +227,70 @@ def fluke(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
     return federation.server.model.parameters()
 
 
+def flwr(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
+    """Flower's simulation engine, in two Ray workers of one thread each."""
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    client_app, server_app, final = ClientApp(), ServerApp(), []
+
+    @client_app.train()
+    def train(message: Message, context: Context) -> Message:
+        import cohort  # in a worker this file is no script: a module's cache outlasts the client
+
+        torch.set_num_threads(1)
+        x, y, shards = cohort.held(data)
+        model, steps = network(), 0
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for batch in shards[context.node_config["partition-id"]][torch.randperm(SAMPLES)].split(BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+            steps += 1
+        did = MetricRecord({"num-examples": SAMPLES, "steps": steps, "parameters": moved(optimizer)})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": did}), reply_to=message)
+
+    class Strategy(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            replies = list(replies)
+            for reply in replies:
+                WORK.count += int(reply.content["metrics"]["steps"])
+                WORK.parameters = int(reply.content["metrics"]["parameters"])
+            aggregated = super().aggregate_train(server_round, replies)
+            print(f"round {server_round}/{rounds}", flush=True)
+            return aggregated
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = Strategy(PER_ROUND / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
+        result = strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=rounds)
+        final.extend(result.arrays.to_torch_state_dict().values())
+
+    resources = {"init_args": {"address": "local", "num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server_app, client_app, CLIENTS, backend_config=resources)
+    return final
+
+
+@cache
+def held(data: Path) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """What a worker of flwr keeps from client to client: the data, and who has which samples."""
+    torch.manual_seed(0)
+    x, y = read(data)
+    return x, y, torch.randperm(len(y)).split(SAMPLES)
+
+
 CONTESTANTS: dict[str, tuple[str, Callable[[Path, int, Path], Iterable[Tensor]]]] = {
     "loop": ("torch", loop),
     "ours, Python": ("fl_lightning", from_python),
     "ours, command line": ("fl_lightning", command_line),
     "pfl": ("pfl", pfl),
     "fluke": ("fluke", fluke),
+    "flwr": ("flwr", flwr),
 }
 
 

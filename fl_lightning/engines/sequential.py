@@ -30,11 +30,15 @@ class SequentialEngine(Engine):
         if not seconds >= 0:
             raise ConfigError(f"engine.seconds: {seconds} is below 0; use 0 for a fit of its own for each client")
         self.seconds = seconds
+        self._asked: Worker | None = None
+        self._relays = False
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Run tasks when their results are asked for."""
         tasks = iter(tasks)
-        if self.seconds and can_relay(worker):
+        if self._asked is not worker:
+            self._asked, self._relays = worker, self.seconds > 0 and can_relay(worker)
+        if self._relays:
             for task in tasks:
                 yield from relay(worker, chain([task], tasks), self.seconds)
                 gc.collect()  # a used Trainer is a cycle that holds its model
