@@ -74,7 +74,7 @@ def test_augmentation_dropout_and_hooks_draw_what_they_draw_alone(tmp_path):
 
 
 class Where(LossTerm):
-    """Grows with the epoch and step that the module says it is at, and logs."""
+    """Depends on the epoch and step that the module says it is at, and on how many there will be; and logs."""
 
     def begin(self, module):
         self.module = [module]
@@ -85,8 +85,10 @@ class Where(LossTerm):
     def forward(self, step):
         (module,) = self.module
         module.log_dict({"here": 1.0})
-        assert module.trainer.max_epochs
-        return step.logits.square().mean() * (1 + module.current_epoch + 0.1 * module.global_step)
+        trainer = module.trainer
+        here = 1 + module.current_epoch + 0.1 * module.global_step
+        ahead = trainer.max_epochs + trainer.num_training_batches + 0.1 * trainer.estimated_stepping_batches
+        return step.logits.square().mean() * here * ahead * 1e-2
 
 
 def test_a_module_sees_its_own_epochs_and_steps(tmp_path):

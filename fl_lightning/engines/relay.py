@@ -89,7 +89,7 @@ class Relay(L.LightningModule):
         batches = self.worker.batches(task)
         work = LocalWork.under(self.worker.setup, len(batches))
         module.to(device).train()
-        module.trainer = own = Leg(self.trainer)  # type: ignore[assignment]
+        module.trainer = own = Leg(self.trainer, self.worker.setup, work)  # type: ignore[assignment]
         vars(module)["log"] = unheard
         optimizer, schedules = configured(module)
         module.on_fit_start()
@@ -124,18 +124,21 @@ class Relay(L.LightningModule):
 
 
 class Leg:
-    """The trainer as a client's module sees it: the relay's, but for where the client's fit is.
+    """The trainer as a client's module sees it: the relay's, but for what is the client's own.
 
     Args:
         trainer: The relay's trainer.
+        alone: A trainer with the client's own options.
+        work: How much the client trains.
     """
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
+        self.trainer, self.alone = trainer, alone
         self.current_epoch = self.global_step = 0
+        self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer, name)
+        return getattr(self.alone if name in FOR_ALL else self.trainer, name)
 
 
 def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
