@@ -181,6 +181,14 @@ def test_what_is_meant_for_one_fit_gets_one(tmp_path, fits, method, options):
     assert not any(isinstance(module, relay.Relay) for module in fits)
 
 
+def test_callbacks_that_another_package_brings_get_a_fit_for_each_client(tmp_path):
+    run = experiment(tmp_path)
+    run.load()
+    assert relay.can_relay(run.worker)
+    run.worker.setup.callbacks.append(Counts())
+    assert not relay.can_relay(run.worker)
+
+
 def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
     run = experiment(tmp_path, lr_scheduler=ReduceLROnPlateau)
     run.load()
