@@ -34,6 +34,7 @@ def sweep(request):
 def agent_at(tmp_path, monkeypatch):
     """W&B's agent in a folder of its own, with what it puts into the environment."""
     monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # else it ends in the copy, and the environment goes on telling where it is
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ |= {"WANDB_DIR": str(tmp_path), "WANDB_SWEEP_ID": "sweep1", **FOR_ANY}
     return tmp_path
