@@ -1,5 +1,7 @@
 """Several clients in one fit: to the bit what each would be in a fit of its own, which some of them get."""
 
+import os
+import signal
 from functools import partial
 
 import lightning as L
@@ -109,6 +111,25 @@ def test_a_client_fails_alone(tmp_path):
     assert [result.client for result in results] == [0, 1, 2, 3]
     assert [result.failure is None for result in results] == [True, False, True, True]
     assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
+
+
+class Terminated(LossTerm):
+    """Is sent a SIGTERM in its first step."""
+
+    steps = 0
+
+    def forward(self, step):
+        Terminated.steps += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step.logits.mean() * 0
+
+
+def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
+    run._build()
+    with pytest.raises(SystemExit):
+        list(SequentialEngine().run(run.worker, [task_of_round(run, 1, 0)]))
+    assert Terminated.steps == 1
 
 
 # --- How many fits ---
