@@ -78,10 +78,12 @@ class Relay(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Carry out tasks, while there are some, and time, and room for what comes of them."""
-        started = time.monotonic()
+        started, waiting = time.monotonic(), 0
         for task in self.tasks:
-            self.results.append(self.worker.run(task, self._fit))
-            if time.monotonic() - started > self.seconds or sum(map(size, self.results)) > ROOM:
+            result = self.worker.run(task, self._fit)
+            self.results.append(result)
+            waiting += size(result)
+            if time.monotonic() - started > self.seconds or waiting > ROOM:
                 return
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
