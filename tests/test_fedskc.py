@@ -148,6 +148,27 @@ def test_lcl_gradient_treats_the_spread_as_a_constant():
     torch.testing.assert_close(logits.grad, copy.grad)
 
 
+@pytest.mark.parametrize("spread", ["batch", "none"])
+def test_knowing_every_class_is_the_same_said_either_way(spread):
+    generator = torch.Generator().manual_seed(3)
+    logits, values = torch.randn(7, C, generator=generator), torch.randn(C, C, generator=generator)
+    targets, known = torch.arange(7) % C, torch.ones(C, dtype=torch.bool)
+    one, other = (skc.local_contrastive_loss(logits, targets, values, k, 0.3, spread) for k in (known, None))
+    torch.testing.assert_close(one, other)
+
+
+def test_what_is_loaded_by_hand_after_a_fit_has_begun_counts():
+    term = LocalContrastive()
+    module = ClientModule(nn.Linear(2, C), [term])
+    step = Step(logits=torch.randn(5, C, generator=torch.Generator().manual_seed(0)), targets=torch.arange(5) % C)
+    term.load(torch.eye(C), torch.ones(C, dtype=torch.bool))
+    term.begin(module)
+    known = torch.arange(C) < 2
+    term.load(torch.eye(C), known)
+    expected = skc.local_contrastive_loss(step.logits, step.targets, torch.eye(C), known, term.tau)
+    assert torch.equal(term(step), expected)
+
+
 @pytest.mark.parametrize("form", [{}, {"spread": "none"}, {"reference": True}], ids=str)
 @pytest.mark.parametrize("case", ["zero logits", "zero knowledge", "equal", "one sample", "cold", "nothing known"])
 def test_lcl_is_finite_in_every_corner(case, form):

@@ -154,8 +154,7 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
     if spread == "none":
         return cosine(logits, knowledge)
     distances = (logits.detach()[:, None] - knowledge[None]).norm(dim=2)
-    spreads = distances.mean(dim=0).clamp(min=1e-6)
-    return F.normalize(logits, dim=1) @ (F.normalize(knowledge, dim=1) / spreads[:, None]).T
+    return cosine(logits, knowledge) / distances.mean(dim=0).clamp(min=1e-6)
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
@@ -247,6 +246,7 @@ class LocalContrastive(LossTerm):
     def load(self, values: Tensor, known: Tensor) -> None:
         """Set the global knowledge by hand: `values` `(C, C)` and `known` `(C,)` bool."""
         self.structural.load({"values": values, "known": known})
+        self.all_known = bool(known.all())
 
     def begin(self, module: ClientModule) -> None:
         """Off until some class is known."""
