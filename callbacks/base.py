@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 
-def monitored(metrics: Row, name: str, owner: str) -> float | None:
+def monitored(metrics: Row, name: str | None, owner: str) -> float | None:
     """A round's value of a metric that a callback watches; None in a round that was not evaluated.
+
+    Args:
+        metrics: The round's metrics.
+        name: The metric; by default the accuracy of the global model or, for methods without, the clients' mean.
+        owner: The callback, for the message.
 
     Raises:
         ConfigError: The round was evaluated, and there is no such metric; the message says which there are.
     """
-    if name not in metrics and "global/acc" in metrics:
+    evaluated = [known for known in ("global/acc", "client/acc_mean") if known in metrics]
+    if name is None:
+        return metrics[evaluated[0]] if evaluated else None
+    if name not in metrics and evaluated:
         raise ConfigError(f"callbacks: {owner}.monitor: there is no metric {name!r}; there are {', '.join(metrics)}")
     return metrics.get(name)
 

@@ -19,7 +19,8 @@ class Checkpointing(RoundCallback):
     Args:
         every: Rounds between checkpoints.
         keep_last: How many of the newest to keep; 2 or more lets a damaged one be passed over.
-        monitor: The metric whose best round is kept too. Only rounds that a checkpoint is written for can be best.
+        monitor: The metric whose best round is kept too, `global/acc` by default or, for methods without a global
+            model, `client/acc_mean`. Only rounds that a checkpoint is written for can be best.
         mode: Whether more (`max`) or less (`min`) of it is better.
 
     Raises:
@@ -30,7 +31,7 @@ class Checkpointing(RoundCallback):
         self,
         every: int = 1,
         keep_last: int = 2,
-        monitor: str = "global/acc",
+        monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
     ) -> None:
         check_positive(checkpoint_every=every, keep_checkpoints=keep_last)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 
-from fl_lightning.algorithms.feddw import class_relations, consistency_loss, soft_label_matrix
+from fl_lightning.algorithms.global_model.feddw import class_relations, consistency_loss, soft_label_matrix
 from fl_lightning.knowledge import class_sums_over
 from fl_lightning.models import classification_layer
 from fl_lightning.report.figures import heat_maps

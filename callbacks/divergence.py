@@ -10,7 +10,7 @@ from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fl_lightning.algorithms.ua_pdfl import DIVERGENCES, unit_input, unit_representation
+from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_input, unit_representation
 from fl_lightning.report.figures import heat_map, lines, panels
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ class EarlyStopping(RoundCallback):
     """Ends the run when a round metric has not improved for a number of evaluations.
 
     Args:
-        monitor: The metric, such as `global/acc` or `client/acc_mean`.
+        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`.
         mode: Whether more (`max`) or less (`min`) of it is better.
         patience: How many evaluations without an improvement end the run.
         min_delta: What counts as an improvement, at least.
@@ -28,7 +28,7 @@ class EarlyStopping(RoundCallback):
 
     def __init__(
         self,
-        monitor: str = "global/acc",
+        monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
         patience: int = 10,
         min_delta: float = 0.0,

@@ -9,7 +9,7 @@ import torch
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 
-from fl_lightning.algorithms.fedskc import local_knowledge
+from fl_lightning.algorithms.global_model.fedskc import local_knowledge
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums_over
 from fl_lightning.message import Tensors

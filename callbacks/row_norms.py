@@ -8,7 +8,7 @@ import numpy as np
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 
-from fl_lightning.algorithms.cwfedavg import class_layer, class_layer_name, class_models
+from fl_lightning.algorithms.personalized.cwfedavg import class_layer, class_layer_name, class_models
 from fl_lightning.message import Tensors
 from fl_lightning.report.figures import heat_maps
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.ua_pdfl import jensen_shannon, symmetric_kl, unit_input, unit_representation
+from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon, symmetric_kl, unit_input, unit_representation
 from fl_lightning.data import Digits, FashionMNIST
 from fl_lightning.models import MLP
 from fl_lightning.report.figures import panels, write_png

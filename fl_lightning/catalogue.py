@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from importlib.resources import files
+from typing import Any
 
 from fl_lightning.algorithms import Aggregator, Algorithm, Graph
 from fl_lightning.callbacks import RoundCallback
@@ -26,6 +27,7 @@ BASES: dict[str, tuple[type, str, str]] = {
     "callbacks": (RoundCallback, "callbacks", "callbacks"),
 }
 KINDS = (*BASES, "configs")
+FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
 
 
 def things(kind: str) -> dict[str, str]:
@@ -34,9 +36,24 @@ def things(kind: str) -> dict[str, str]:
         folder = files("fl_lightning.configs")
         paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
         return {path.name: path.read_text().splitlines()[0].lstrip("# ") for path in paths}
+    return {cls.__name__: (inspect.getdoc(cls) or "").partition("\n")[0] for cls in classes(kind)}
+
+
+def groups(kind: str) -> dict[str, dict[str, str]]:
+    """What `things` gives, in groups with a heading each: algorithms by family, any other kind under its own name."""
+    if kind != "algorithms":
+        return {kind: things(kind)}
+    family, lines = {cls.__name__: cls.family() for cls in classes(kind)}, things(kind)
+    return {
+        f"{kind}, {one.replace('_', ' ')}": {name: line for name, line in lines.items() if family[name] == one}
+        for one in FAMILIES
+    }
+
+
+def classes(kind: str) -> list[Any]:
+    """The classes of a kind, by name; not its base class."""
     base, listing, _ = BASES[kind]
     module = import_module(f"fl_lightning.{listing}")
     members = (getattr(module, name) for name in module.__all__)
-    classes = [m for m in members if inspect.isclass(m) and issubclass(m, base) and m is not base]
-    classes.sort(key=lambda cls: cls.__name__.lower())
-    return {cls.__name__: (inspect.getdoc(cls) or "").partition("\n")[0] for cls in classes}
+    found = [m for m in members if inspect.isclass(m) and issubclass(m, base) and m is not base]
+    return sorted(found, key=lambda cls: cls.__name__.lower())

@@ -20,7 +20,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 from rich.console import Console
 
-from fl_lightning.catalogue import KINDS, things
+from fl_lightning.catalogue import KINDS, groups
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import one_line, plainly
 from fl_lightning.data import Scenario
@@ -225,9 +225,10 @@ def list_things(given: Namespace, parser: ArgumentParser) -> int:
     if given.kind not in (None, *KINDS):
         raise ConfigError(f"list: there is no kind {given.kind!r}; there are {', '.join(KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:
-        lines = things(kind)
-        width = max(map(len, lines))
-        print(kind, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
+        listed = groups(kind)
+        width = max(len(name) for lines in listed.values() for name in lines)
+        for heading, lines in listed.items():
+            print(heading, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
     return 0
 
 

@@ -206,6 +206,11 @@ class ClientModule(L.LightningModule):
         if self.trainer.loggers:
             self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
 
+    @property
+    def steps(self) -> int:
+        """Training steps (batches) of this fit so far."""
+        return self._losses.steps
+
     def train_losses(self) -> dict[str, float]:
         """Mean over this fit's steps of the cross-entropy (`ce`), each term and their sum (`loss`)."""
         return self._losses.means()
@@ -304,6 +309,11 @@ class LossRecord:
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
         self._sums = sums + (self._sums if self._steps else 0)
         self._steps += len(steps)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were added."""
+        return self._steps + len(self._pending)
 
     def means(self) -> dict[str, float]:
         """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""

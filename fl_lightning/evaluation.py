@@ -47,7 +47,8 @@ class Evaluation:
             round's participants, or the one it has `received` after the aggregation, for all clients.
         personal_on_global: Also score the participants' trained models on the global test set.
         max_clients: With `received`, score no more than so many, drawn once by the run's seed; all by default.
-        targets: Accuracies of the global model for which R_acc, the first round reaching it, is reported.
+        targets: Accuracies for which R_acc, the first round reaching it, is reported: of the global model or, for
+            methods without one, of the clients' mean.
 
     Raises:
         ConfigError: A target is outside (0, 1], or `max_clients` below 1.
@@ -127,12 +128,16 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> i
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """A run's figures: best and last accuracies, R_acc for each target, bytes in all."""
+    """A run's figures: best and last accuracies, R_acc for each target, bytes in all.
+
+    R_acc is the global model's or, for methods without one, that of the clients' mean.
+    """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
     for name in ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean"):
         summary |= {f"{name}_{what}": value for what, value in best_and_last(rows, name).items()}
+    judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
     for target in targets:
-        summary[f"R_{target:g}"] = rounds_to(rows, target)
+        summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
     return summary

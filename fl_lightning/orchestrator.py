@@ -207,9 +207,13 @@ class FederatedOrchestrator:
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
 
     def participants(self, round: int) -> list[int]:
-        """Ids of the clients that take part in a round, ascending; the same for every method with this seed."""
-        rng = generator(self.seed, Stream.PARTICIPANTS, round)
-        return sorted(rng.choice(self.scenario.clients, self.clients_per_round, replace=False).tolist())
+        """Ids of the clients that take part in a round, ascending; the same for every method with this seed.
+
+        But for a method that decides how many take part, from the state as it is.
+        """
+        rng, clients = generator(self.seed, Stream.PARTICIPANTS, round), self.scenario.clients
+        cohort = self.algorithm.cohort(self.state, self.clients_per_round, clients)
+        return sorted(rng.choice(clients, cohort, replace=False).tolist())
 
     def _uploads(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Upload]:
         """Fit the participants; yield uploads in ascending client id, leave the rest of each result in `results`."""
@@ -285,6 +289,8 @@ class FederatedOrchestrator:
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
 
     def _global_metrics(self) -> Row:
+        if not self.algorithm.one_model:
+            return {}
         score = self.worker.score(self.state["model"])
         metrics = {"global/acc": score.acc, "global/loss": score.loss}
         return metrics if score.interval is None else metrics | {"global/acc_interval": score.interval}
@@ -345,7 +351,7 @@ class FederatedOrchestrator:
     def client_module(self, client: int) -> ClientModule:
         """A client's module as it stands: what the server would send it or, without one, what it trained last."""
         held = self.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.received(Task(self.round, client, held, self.memory.get(client, {})))
+        return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {})))
 
     def save_checkpoint(self, keep: Callable[[list[int]], set[int]] | None = None) -> None:
         """Have a checkpoint of the last finished round written while the run goes on; call it between rounds.
@@ -437,8 +443,9 @@ class FederatedOrchestrator:
     def _finish(self) -> Summary:
         self.writer.wait()
         summary = summarize(self.csv.rows, self.evaluation.targets)
-        torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
-        write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
+        if self.algorithm.one_model:
+            torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
+            write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
         if isinstance(self.logger, WandbRoundLogger):
             self.logger.log_summary(summary)

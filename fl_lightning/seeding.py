@@ -29,6 +29,8 @@ class Stream(IntEnum):
     RUN = 6
     DOWNLOAD = 7
     EVALUATED = 8
+    PREPARATION = 9
+    VALIDATION = 10
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

@@ -23,7 +23,7 @@ from fl_lightning.algorithms import (
     WeightDistribution,
     WeightedMean,
 )
-from fl_lightning.algorithms import cwfedavg as cw
+from fl_lightning.algorithms.personalized import cwfedavg as cw
 from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.message import Message, Upload
@@ -643,10 +643,10 @@ def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
     parameters, statistics = set(dict(backbone.named_parameters())), set(dict(backbone.named_buffers()))
     for upload in rounds[1]:
         assert set(upload.message.section("model")) == parameters
-        assert set(run.memory[upload.client]["buffers"]) == statistics
+        assert set(run.memory[upload.client]["personal"]) == statistics
         module = run.worker.module()
         run.algorithm.receive(module, run.download(3, upload.client), run.memory[upload.client])
-        assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["buffers"])
+        assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["personal"])
 
 
 def by_hand_reference(run, client, epochs, lr, momentum, lam):
@@ -697,7 +697,7 @@ def test_reference_takes_as_many_steps_as_there_are_full_batches(tmp_path):
     run = experiment(tmp_path, CwFedAvg(preset="reference"), **options)
     run.fit()
     for client, shard in enumerate(run.data.shards):
-        steps = run.memory[client]["buffers"]["encoder.2.num_batches_tracked"]
+        steps = run.memory[client]["personal"]["encoder.2.num_batches_tracked"]
         assert steps == 2 * (len(shard.train) // 8)
 
 

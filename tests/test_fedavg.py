@@ -121,7 +121,7 @@ def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
     backbone = run.worker.template.backbone
     names = set(dict(backbone.named_buffers()))
     assert set(run.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
-    kept = [set(memory.get("buffers", {})) for memory in run.memory.values()]
+    kept = [set(memory.get("personal", {})) for memory in run.memory.values()]
     assert all(own == (names if buffers == "local" else set()) for own in kept)
     assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())
 
@@ -133,5 +133,5 @@ def test_local_buffers_come_back_to_their_client(tmp_path):
     module = run.worker.module()
     run.algorithm.receive(module, run.download(run.round + 1, client), run.memory[client])
     own = dict(module.backbone.named_buffers())
-    assert same_bytes({name: own[name] for name in own}, run.memory[client]["buffers"])
+    assert same_bytes({name: own[name] for name in own}, run.memory[client]["personal"])
     assert all(int(value) > 0 for name, value in own.items() if name.endswith("num_batches_tracked"))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, Proximal, SoftLabels
-from fl_lightning.algorithms import feddw as dw
+from fl_lightning.algorithms.global_model import feddw as dw
 from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums

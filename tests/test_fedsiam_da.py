@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
-from fl_lightning.algorithms import fedsiam_da as siam
+from fl_lightning.algorithms.global_model import fedsiam_da as siam
 from fl_lightning.client import ClientModule
 from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.message import Message, Upload

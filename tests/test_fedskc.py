@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
-from fl_lightning.algorithms import fedskc as skc
+from fl_lightning.algorithms.global_model import fedskc as skc
 from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums

@@ -19,8 +19,8 @@ from fl_lightning.callbacks import (
 from matplotlib.image import imread
 
 from fl_lightning.algorithms import UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
-from fl_lightning.algorithms.cwfedavg import class_models
-from fl_lightning.algorithms.ua_pdfl import jensen_shannon
+from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
+from fl_lightning.algorithms.personalized.cwfedavg import class_models
 from fl_lightning.errors import ConfigError
 from fl_lightning.loggers import WandbRoundLogger
 from fl_lightning.models import MLP, Head

@@ -25,8 +25,8 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Ring,
 )
-from fl_lightning.algorithms.fedskc import global_knowledge
-from fl_lightning.algorithms.peers import bundle, publication, restored, stored, unbundle
+from fl_lightning.algorithms.decentralized.peers import bundle, publication, restored, stored, unbundle
+from fl_lightning.algorithms.global_model.fedskc import global_knowledge
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import Engine, Task, Worker
 from fl_lightning.errors import ConfigError
@@ -395,15 +395,15 @@ def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
         loaded = module.backbone.state_dict()
         expected = mean_by_hand([m.section("model") for m in messages], [m.numbers["n_samples"] for m in messages])
         if buffers == "local":
-            expected |= task.memory["buffers"]
+            expected |= task.memory["personal"]
         elif buffers == "drop":
             expected |= {name: initial[name] for name in STATISTICS}
         for name, value in expected.items():
             torch.testing.assert_close(loaded[name], value)
-        assert ("buffers" in task.memory) == (buffers == "local")
+        assert ("personal" in task.memory) == (buffers == "local")
         assert (loaded["encoder.2.num_batches_tracked"] > 0) == (buffers != "drop")
     if buffers == "local":
-        means = torch.stack([run.memory[client]["buffers"]["encoder.2.running_mean"] for client in range(K)])
+        means = torch.stack([run.memory[client]["personal"]["encoder.2.running_mean"] for client in range(K)])
         assert len(means.unique(dim=0)) == K
 
 

@@ -15,8 +15,8 @@ from scipy.spatial.distance import jensenshannon
 from test_peers import Watching, mean_by_hand, model_of, peers_in, published
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
-from fl_lightning.algorithms import ua_pdfl as ua
-from fl_lightning.algorithms.peers import restored, unbundle
+from fl_lightning.algorithms.decentralized import ua_pdfl as ua
+from fl_lightning.algorithms.decentralized.peers import restored, unbundle
 from fl_lightning.client import ClientModule, Step
 from fl_lightning.data import MNIST, Digits, FashionMNIST, Partition, Scenario
 from fl_lightning.engines import Task

@@ -1,21 +1,26 @@
-"""One paper, one file; `base` holds what they share."""
+"""One method, one file, in a folder a family; `base` holds what they share."""
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, State, WeightedMean
-from fl_lightning.algorithms.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
-from fl_lightning.algorithms.fedavg import FedAvg
-from fl_lightning.algorithms.feddw import DistillingWeights, FedDW, SoftLabels
-from fl_lightning.algorithms.fedprox import FedProx, Proximal
-from fl_lightning.algorithms.fedsiam_da import DualAggregation, FedSiamDA, HistoryContrast, SiameseAlignment
-from fl_lightning.algorithms.fedskc import (
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
+from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
+from fl_lightning.algorithms.global_model.fedavg import FedAvg
+from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
+from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
+from fl_lightning.algorithms.global_model.fedsiam_da import (
+    DualAggregation,
+    FedSiamDA,
+    HistoryContrast,
+    SiameseAlignment,
+)
+from fl_lightning.algorithms.global_model.fedskc import (
     FedSKC,
     GlobalDiscrepancy,
     GlobalPeriodReview,
     LocalContrastive,
     StructuralKnowledge,
 )
-from fl_lightning.algorithms.peers import PeerAlgorithm
-from fl_lightning.algorithms.protonet import Prototypical
-from fl_lightning.algorithms.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
+from fl_lightning.algorithms.global_model.protonet import Prototypical
+from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [

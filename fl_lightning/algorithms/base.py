@@ -28,6 +28,9 @@ State = dict[str, Tensors]
 `(K,)` or, where it counts by class, `(K, C)`.
 """
 
+OWN = "personal"
+"""The section of a client's memory that holds the part of the model which never leaves it."""
+
 Batches = Iterable[tuple[Tensor, Tensor]]
 Weighting = Literal["samples", "uniform"]
 Buffers = Literal["average", "local", "drop"]
@@ -118,12 +121,19 @@ class Algorithm:
             `aggregate` are handed has client `k`'s as `peer_<k>`, as it was when the round began.
         optimizer_state: What becomes of a client's optimizer between its rounds, unless the orchestrator is told.
         drop_last: Whether clients leave out a last training batch with fewer samples than the others.
+        one_model: Whether the state's `model` is one for everybody, to be measured as the global model.
+        personal: Entries of the backbone's state dict that never leave their client, which keeps them from round to
+            round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
+        validation: Share of a client's training data that it does not train on, for `prepare` to look at.
     """
 
     server: bool = True
     public: str | None = None
     optimizer_state: OptimizerState = "fresh"
     drop_last: bool = False
+    one_model: bool = True
+    personal: tuple[str, ...] = ()
+    validation: float = 0.0
 
     def __init__(
         self,
@@ -138,6 +148,13 @@ class Algorithm:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"algorithm.loss_terms: {name!r} is there twice; list each loss term once")
+
+    @classmethod
+    def family(cls) -> str:
+        """The family a method belongs to, from the folder it is in: `personalized`, say; `own` for a user's own."""
+        package = __name__.rpartition(".")[0]
+        inside, _, rest = cls.__module__.partition(f"{package}.")
+        return rest.partition(".")[0] if not inside and "." in rest else "own"
 
     @property
     def knowledge(self) -> list[SharedKnowledge]:
@@ -186,10 +203,31 @@ class Algorithm:
             download: What was sent.
             memory: What `remember` gave.
         """
-        load_weights(module.backbone, download.section("model") | memory.get("buffers", {}))
+        load_weights(module.backbone, download.section("model") | memory.get(OWN, {}))
         for piece in module.pieces():
             piece.load(download.section(piece.name))
         recall(module, memory)
+
+    def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
+        """Client, after `receive`, before it trains or is measured: look at its own data, and change the module by it.
+
+        The module is in eval mode on the training device; random numbers drawn here move none of the training's.
+
+        Args:
+            module: The module as `receive` left it.
+            batches: The client's training data, prepared, in fixed order, not augmented.
+            validation: Likewise, the share that it does not train on; no batch where there is none.
+        """
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Client, before its model is measured or handed to the user: make it the client's own, in place.
+
+        The module is in eval mode, without gradients; nothing done here is uploaded or kept.
+
+        Args:
+            module: The trained module, or as received where that is what is measured.
+            batches: The client's training data, prepared, in fixed order, not augmented.
+        """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Client, after training, in eval mode without gradients: what goes up.
@@ -208,10 +246,19 @@ class Algorithm:
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
         kept = {term_section(term): term.remember(module) for term in module.terms()}
-        if self.buffers == "local":
-            own = buffer_names(module.backbone)
-            kept["buffers"] = {n: v for n, v in module.backbone.state_dict().items() if n in own}
+        own = self._own(module.backbone)
+        kept[OWN] = {name: value for name, value in module.backbone.state_dict().items() if name in own}
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
+
+    def cohort(self, state: State, participants: int, clients: int) -> int:
+        """Server: how many clients take part in the round that follows a state.
+
+        Args:
+            state: The state.
+            participants: What the experiment asks for, `clients_per_round`.
+            clients: All clients.
+        """
+        return participants
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Server: the next shared state, from uploads that arrive in ascending client id.
@@ -230,8 +277,15 @@ class Algorithm:
         return state | knowledge | self.aggregator.finish(folded, state, knowledge)
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        own = set() if self.buffers == "average" else buffer_names(backbone)
+        own = self._own(backbone) if self.buffers != "drop" else self._own(backbone) | buffer_names(backbone)
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
+
+    def _own(self, backbone: nn.Module) -> set[str]:
+        """Names of the entries that a client keeps to itself."""
+        buffers = buffer_names(backbone)
+        dropped = buffers if self.buffers == "drop" else set()
+        kept = buffers if self.buffers == "local" else set()
+        return (kept | {name for name in backbone.state_dict() if name.startswith(self.personal)}) - dropped
 
 
 def term_section(term: LossTerm) -> str:

@@ -29,7 +29,7 @@ from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteEr
 from fl_lightning.evaluation import Score, evaluate
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
-from fl_lightning.seeding import Stream, derive, seed_everything
+from fl_lightning.seeding import Stream, derive, generator, seed_everything
 from fl_lightning.state import first_non_finite
 
 
@@ -237,15 +237,40 @@ class Worker:
         """The client's module, its own, as it starts on a task."""
         return self.begun(task, self.module())
 
+    def personal(self, task: Task) -> ClientModule:
+        """The client's module as it would be measured before it trains on a task."""
+        module = self.received(task)
+        with self.inference(module):
+            self.algorithm.personalize(module, self.training_batches(task.client))
+        return module
+
     def begun(self, task: Task, module: ClientModule) -> ClientModule:
         """A module as initialised, made the client's as it starts on a task; torch's generators are the client's."""
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale = task.round, task.lr_scale
-        labels = self.data.data.y_train[self.data.shards[task.client].train]
+        labels = self.data.data.y_train[self.held(task.client)[0]]
         module.class_counts = torch.bincount(labels, minlength=self.data.data.num_classes)
         module.optimizer_state = task.memory.get("optimizer", {})
         self.algorithm.receive(module, task.download, task.memory)
+        if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
+            self._prepare(module, task)
         return module
+
+    def _prepare(self, module: ClientModule, task: Task) -> None:
+        seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)
+        train, validation = (self._ordered(index) for index in self.held(task.client))
+        with self.inference(module), torch.enable_grad():
+            self.algorithm.prepare(module, train, validation)
+        seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
+
+    def held(self, client: int) -> tuple[Tensor, Tensor]:
+        """Which training samples a client trains on, and which it holds back for its method to look at, ascending."""
+        index = self.data.shards[client].train
+        back = round(self.algorithm.validation * len(index))
+        if not back:
+            return index, index[:0]
+        order = torch.from_numpy(generator(self.seed, Stream.VALIDATION, client).permutation(len(index)))
+        return index[order[back:].sort().values], index[order[:back].sort().values]
 
     def _run(self, task: Task, fit: Fit) -> Result:
         # made before seeding: the first module of a process draws the initial weights
@@ -265,13 +290,16 @@ class Worker:
             NonFiniteError: The upload holds NaN or Inf.
         """
         shard, classes = self.data.shards[task.client], self.data.data.num_classes
+        samples = len(self.held(task.client)[0])
         upload, memory, local, on_global = None, task.memory, None, None
         with self.inference(module):
             if task.upload:
-                upload = self.algorithm.upload(module, self.training_batches(task.client), len(shard.train), classes)
+                upload = self.algorithm.upload(module, self.training_batches(task.client), samples, classes)
                 memory = self.algorithm.remember(module, upload)
                 if optimizer_state:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
+            if task.evaluate or task.evaluate_globally:
+                self.algorithm.personalize(module, self.training_batches(task.client))
             if task.evaluate and len(shard.test):
                 local = evaluate(module, self._ordered(shard.test))
             if task.evaluate_globally:
@@ -299,7 +327,7 @@ class Worker:
         Raises:
             ConfigError: The client has too few samples for a batch.
         """
-        data, index = self._stored, self.data.shards[task.client].train
+        data, index = self._stored, self.held(task.client)[0]
         seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
         batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
         if not len(batches):
@@ -335,7 +363,7 @@ class Worker:
 
     def training_batches(self, client: int) -> ReadyBatches:
         """A client's training data in fixed order, prepared, not augmented, on the trainer's device, at each pass."""
-        return self._ordered(self.data.shards[client].train)
+        return self._ordered(self.held(client)[0])
 
     def _ordered(self, index: Tensor | None) -> ReadyBatches:
         return ReadyBatches(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch), self._ready)

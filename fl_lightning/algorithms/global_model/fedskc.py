@@ -433,6 +433,8 @@ class FedSKC(Algorithm):
 
     With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
 
+    Bytes a round, each participant: down `model + 4 * C**2 + C`, up `model + 4 * C**2 + C + 8`.
+
     Args:
         tau: Temperature τ of the contrastive loss (Eq. 3).
         similar_clients: M, how many nearest clients join each client in Eq. 1.

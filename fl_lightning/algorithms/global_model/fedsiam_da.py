@@ -226,6 +226,8 @@ class FedSiamDA(Algorithm):
     With `mu` 0 and `aggregation: uniform` this is FedAvg's plain mean, bit for bit. The model needs a projection and a
     predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
 
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
     Args:
         mu: μ of Eq. 11; the paper's best is 0.1.
         stop_gradient: Off is Eq. 5: `μ [½ D+(z_hist, z) + ½ D-(z_global, z)]`, with no predictor and no trained copy.

@@ -13,6 +13,8 @@ from fl_lightning.client import LossTerm
 class FedAvg(Algorithm):
     """Local SGD and a weighted mean of the weights; the plain method that others add their terms to.
 
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
     Args:
         weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
         loss_terms: Loss terms of any paper, added to the cross-entropy.

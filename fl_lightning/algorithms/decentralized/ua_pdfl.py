@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Buffers
-from fl_lightning.algorithms.peers import PeerAlgorithm
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Graph
@@ -189,6 +189,8 @@ class UAPDFL(PeerAlgorithm):
     Each round a client collects unit representations from `n_com` peers. Are all within `th_i`, it goes on from one
     random peer's model (client-wise dropout). Else its feature extractor becomes the mean, by samples, of its own and
     all peers', its classifier that of its own and the similar peers' (layer-wise personalisation).
+
+    Bytes a round, each participant, at most: down `n_com * (model + 4 * (C + d) + 8)`, up `0`.
 
     Args:
         th_i: Threshold on the divergence, 0 or more; 0 finds nobody alike. The paper does not give its own.

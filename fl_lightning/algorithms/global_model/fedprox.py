@@ -53,6 +53,8 @@ class FedProx(Algorithm):
 
     With `mu` 0 this is FedAvg, bit for bit.
 
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
     Args:
         mu: μ, the weight of the proximal term.
         loss_terms: Loss terms of other papers, added to this one.

@@ -219,6 +219,8 @@ class FedDW(Algorithm):
 
     With `mu` 0 this is FedAvg with a bias-free classification layer, bit for bit.
 
+    Bytes a round, each participant: down `model + 4 * (C + C**2)`, up `model + 4 * (C + C**2) + 8`.
+
     Args:
         mu: μ of Eq. 12, the weight of the regulariser; the default is the paper's, for Adam. Under SGD try 10 to 100.
         linearize_every: Use the convex surrogate, linearised anew every so many steps.

@@ -294,6 +294,8 @@ class CwFedAvg(Algorithm):
 
     Table 1's variants: `lam: 0` is "w/o WDR", `distribution: true` with `lam: 0` is "w/ Dist.".
 
+    Bytes a round, each participant: down `model`, up `model + 8`, and `4 * C` more with `distribution: true`.
+
     Args:
         lam: λ, the weight of the regularizer.
         distribution: What the server goes by: `weights` or `true` class shares.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning.algorithms.base import Algorithm, Buffers, State, load_weights, recall, to_cpu
+from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, State, load_weights, recall, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Complete, Graph
@@ -30,6 +30,8 @@ class PeerAlgorithm(Algorithm):
     The base of peer-to-peer methods: they override `collect`, what of the peers' publications a client asks for, and
     `mix`, what it makes of them. Shared knowledge is merged by each client from its own and its peers'. The state's
     `model` is the mean of all clients' models by samples; nobody holds it, it is there to be measured.
+
+    Bytes a round, each participant: down `(n_com or N - 1) * (model + 8)`, up `0`.
 
     Args:
         n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
@@ -94,7 +96,7 @@ class PeerAlgorithm(Algorithm):
             return
         untrained = to_cpu({"model": self._shared(module.backbone)})
         own, received = restored(Message.pack(untrained).tensors | memory[LAID_OUT]), unbundle(download)
-        load_weights(module.backbone, own.section("model") | memory.get("buffers", {}))
+        load_weights(module.backbone, own.section("model") | memory.get(OWN, {}))
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
             start = piece.initial(len(module.class_counts) if module.class_counts is not None else 0)

@@ -1,0 +1,1 @@
+"""No server: clients collect from their peers and mix what they get."""

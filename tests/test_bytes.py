@@ -1,0 +1,51 @@
+"""What travels: the bytes that are counted against the formula that each method's docstring gives."""
+
+import re
+
+import pytest
+from experiments import digits, experiment
+from methods import CLASSES, METHODS
+
+from fl_lightning.algorithms.base import Algorithm, buffer_names
+
+SENTENCE = re.compile(r"Bytes a round, each participant(, at most)?: down `([^`]+)`, up `([^`]+)`")
+
+
+def formulas(kind: type[Algorithm]) -> tuple[str, str, bool]:
+    """The formulas down and up in the docstring of the class itself, and whether they are bounds."""
+    found = SENTENCE.search(" ".join((kind.__doc__ or "").split()))
+    assert found, f"{kind.__name__}: no sentence like: Bytes a round, each participant: down `model`, up `model + 8`"
+    return found[2], found[3], bool(found[1])
+
+
+def known(run) -> dict[str, int]:
+    """What a formula can name beside the method's own attributes: sizes in bytes, and numbers."""
+    backbone = run.worker.template.backbone
+    entries = {name: value.numel() * value.element_size() for name, value in backbone.state_dict().items()}
+    return {
+        "model": sum(entries.values()),
+        "encoder": sum(size for name, size in entries.items() if name.startswith("encoder.")),
+        "head": sum(size for name, size in entries.items() if name.startswith("head.")),
+        "buffers": sum(entries[name] for name in buffer_names(backbone)),
+        "P": sum(p.numel() for p in backbone.parameters()),
+        "T": len(list(backbone.parameters())),
+        "C": run.data.data.num_classes,
+        "d": backbone.feature_dim,
+        "N": run.scenario.clients,
+        "K": run.clients_per_round,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
+def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
+    method, options = METHODS[name]
+    algorithm = method()
+    scenario = digits(6, alpha=100.0)  # so even that every client holds every class
+    run = experiment(tmp_path, algorithm, **options | {"scenario": scenario, "rounds": 2})
+    run.fit()
+    assert (run.data.class_counts() > 0).all()
+    down, up, bound = formulas(type(algorithm))
+    names = known(run) | {name: value for name, value in vars(algorithm).items() if not name.startswith("_")}
+    counted = [int(run.csv.rows[-1][f"comm/{way}_bytes"]) for way in ("down", "up")]
+    wanted = [run.clients_per_round * eval(formula, {}, names) for formula in (down, up)]
+    assert counted == wanted or (bound and counted[0] <= wanted[0] and counted[1] <= wanted[1])
