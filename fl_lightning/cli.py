@@ -28,6 +28,7 @@ from fl_lightning.errors import CheckpointError, ConfigError, FLError
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.report.figures import partition_figure
 from fl_lightning.report.tables import partition_table, summary_table, test_table, write_counts
+from fl_lightning.rivals import with_rival
 
 # What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
 TRAINER_KEYS = {
@@ -112,7 +113,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    words = with_config_paths(with_resumed_config(words))
+    words = with_rival(with_config_paths(with_resumed_config(words)))
     parser, subparsers = build_parser()
     with plainly(subparsers["fit"]):
         given = parser.parse_args(words)
@@ -150,6 +151,8 @@ def fit_parser() -> ArgumentParser:
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="Config file, or the name of a shipped one.")
     parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
+    rivals = "What --algorithm NAME sets beside the algorithm: a mapping by name, the path of one, or a list."
+    parser.add_argument("--rivals", type=str | dict | list | None, help=rivals)
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
     logger = {"class_path": "fl_lightning.loggers.WandbRoundLogger"}
@@ -272,7 +275,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last") -> FederatedOrchestr
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
     config = yaml.safe_load(parser.dump(given, skip_unset=False))
-    return {name: value for name, value in config.items() if name not in ("config", "resume", "run_dir")}
+    return {name: value for name, value in config.items() if name not in ("config", "resume", "rivals", "run_dir")}
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Commands in the README and the docs run; keys and files they name exist."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -59,3 +60,12 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_the_reference_is_that_of_the_docstrings():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    assert reference.filled(page) == page, "run: python docs/reference.py"
+    assert reference.filled(page.replace("`mu` | `0.01`", "`mu` | `0.02`")) == page

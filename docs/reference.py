@@ -1,0 +1,90 @@
+"""Fill in the reference parts of docs/algorithms.md, which come from the docstrings: `python docs/reference.py`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docstring_parser import parse
+
+from fl_lightning.algorithms import Algorithm
+from fl_lightning.catalogue import FAMILIES, classes
+
+PAGE = Path(__file__).with_name("algorithms.md")
+COMMON = ("loss_terms", "aggregator", "buffers")
+BYTES = re.compile(r"Bytes a round, each participant(?P<bound>, at most)?: down (?P<down>`[^`]+`), up (?P<up>`[^`]+`)")
+
+
+def bytes_of(kind: type[Algorithm]) -> tuple[str, str]:
+    """What travels down and up, as the docstring says."""
+    found = BYTES.search(" ".join((inspect.getdoc(kind) or "").split()))
+    assert found, f"{kind.__name__} does not say what travels"
+    bound = "at most " if found["bound"] else ""
+    return tuple(way if way == "`0`" else bound + way for way in (found["down"], found["up"]))  # type: ignore[return-value]
+
+
+def overview() -> str:
+    """A table of all methods."""
+    lines = ["| method | family | what it does | bytes down | bytes up |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        for kind in classes("algorithms"):
+            if kind.family() == family:
+                what = (inspect.getdoc(kind) or "").partition("\n")[0]
+                down, up = bytes_of(kind)
+                name = f"[{kind.__name__}](#{anchor(kind)})"
+                lines.append(f"| {name} | {family.replace('_', ' ')} | {what} | {down} | {up} |")
+    return "\n".join(lines)
+
+
+def options(kind: type[Algorithm]) -> str:
+    """A method's own options, and what travels."""
+    described = {entry.arg_name: entry.description or "" for entry in parse(inspect.getdoc(kind) or "").params}
+    lines = ["| option | default | |", "|---|---|---|"]
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        if name != "self" and not (name in COMMON and parameter.default in (None, "average")):
+            text = " ".join(described[name].split()).replace("|", "\\|")
+            lines.append(f"| `{name}` | {shown(parameter.default)} | {text} |")
+    down, up = bytes_of(kind)
+    travels = f"Bytes a round, each participant: down {down}, up {up}."
+    return "\n".join([*lines, "", travels]) if len(lines) > 2 else travels
+
+
+def shown(default: Any) -> str:
+    """A default as YAML would have it."""
+    if default is None or isinstance(default, bool):
+        return f"`{str(default).lower().replace('none', 'null')}`"
+    return f"`{list(default) if isinstance(default, tuple) else default}`"
+
+
+def anchor(kind: type[Algorithm]) -> str:
+    """Where the page tells about a method: the heading that its block stands under."""
+    text = PAGE.read_text()
+    assert marker(kind.__name__) in text, f"docs/algorithms.md has no line {marker(kind.__name__)}"
+    heading = re.findall(r"^#+ (.+)$", text.partition(marker(kind.__name__))[0], re.MULTILINE)[-1]
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def marker(name: str) -> str:
+    """The line that a generated block begins with."""
+    return f"<!-- from the docstring: {name} -->"
+
+
+def filled(text: str) -> str:
+    """The page with its blocks made anew."""
+    blocks = {"overview": overview()} | {kind.__name__: options(kind) for kind in classes("algorithms")}
+    for name, block in blocks.items():
+        begin, end = marker(name), "<!-- end -->"
+        assert begin in text, f"docs/algorithms.md has no line {begin}"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    now = PAGE.read_text()
+    if "--check" in sys.argv:
+        sys.exit(0 if filled(now) == now else "docs/algorithms.md: run python docs/reference.py")
+    PAGE.write_text(filled(now))

@@ -1,0 +1,84 @@
+"""A config's rivals: what `--algorithm NAME` sets beside the algorithm, so that one config runs a whole table.
+
+A config names them under `rivals`: a mapping, the path of a YAML file that holds one (from the config's own folder),
+or a list of either, of which later ones add to earlier ones. Each rival is a mapping of what would stand on the command
+line:
+
+    rivals:
+      MOON: {algorithm.mu: 1, model.head.projection: 256}
+      MOON+DW: {algorithm: FedDW, algorithm.loss_terms: [{class_path: ModelContrast, init_args: {mu: 1}}]}
+
+With it, `--algorithm MOON` means `--algorithm MOON --algorithm.mu 1 --model.head.projection 256`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import ConfigError
+
+Rivals = dict[str, dict[str, Any]]
+
+
+def with_rival(words: Sequence[str]) -> list[str]:
+    """A command line with the rival that `--algorithm` names spelled out; itself if its configs name no such rival."""
+    configs = [value for _, value in given(words, "config")]
+    algorithms = given(words, "algorithm")
+    if not configs or not algorithms:
+        return list(words)
+    place, name = algorithms[-1]
+    rivals: Rivals = {}
+    for config in configs:
+        path = Path(config)
+        rivals = add(rivals, (yaml.safe_load(path.read_text()) or {}).get("rivals"), path)
+    if name not in rivals:
+        return list(words)
+    options = {"algorithm": name} | rivals[name]
+    spelled = [word for key, value in options.items() for word in (f"--{key}", text(value))]
+    width = 1 if "=" in words[place] else 2
+    return [*words[:place], *spelled, *words[place + width :]]
+
+
+def given(words: Sequence[str], option: str) -> list[tuple[int, str]]:
+    """Where a command line gives an option, and its values."""
+    long, found = f"--{option}", []
+    for i, word in enumerate(words):
+        if word.startswith(f"{long}="):
+            found.append((i, word.partition("=")[2]))
+        elif word in (long, "-c" if option == "config" else long) and i + 1 < len(words):
+            found.append((i, words[i + 1]))
+    return found
+
+
+def add(rivals: Rivals, more: Any, config: Path) -> Rivals:
+    """Rivals with those that a config's `rivals` names added, key by key.
+
+    Raises:
+        ConfigError: It is neither mapping, path nor a list of them, or a path leads nowhere.
+    """
+    if isinstance(more, list):
+        for part in more:
+            rivals = add(rivals, part, config)
+        return rivals
+    if isinstance(more, str):
+        path = config.parent / more
+        if not path.is_file():
+            raise ConfigError(f"rivals: {path} does not exist; a path is taken from the config's own folder")
+        more = yaml.safe_load(path.read_text())
+    if more is None:
+        return rivals
+    if not isinstance(more, dict) or not all(isinstance(keys, dict) for keys in more.values()):
+        raise ConfigError(
+            f"rivals: {config.name} needs lines `NAME: {{key: value, ...}}`, or the path of a file of such lines"
+        )
+    return rivals | {name: rivals.get(name, {}) | keys for name, keys in more.items()}
+
+
+def text(value: Any) -> str:
+    """A value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,211 @@
+"""What `Algorithm` offers to methods: parts that stay on the client, looks at its own data, cohorts that vary."""
+
+import csv
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, task_of_round
+from fl_lightning.callbacks import Checkpointing, EarlyStopping
+
+from fl_lightning.algorithms import FedAvg
+from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.seeding import Stream, generator
+
+ENGINES = {
+    "sequential": "sequential",
+    "a fit each": SequentialEngine(seconds=0),
+    "stacked": StackedEngine(),
+    "processes": ProcessesEngine(workers=2),
+}
+
+
+class OwnHead(FedAvg):
+    """Clients keep their heads."""
+
+    personal = ("head.",)
+
+
+class OwnModel(FedAvg):
+    """Clients keep everything."""
+
+    personal = ("",)
+    one_model = False
+
+
+class Looking(FedAvg):
+    """Before it trains, a client adds to its bias what it counts in its data, and draws random numbers."""
+
+    validation = 0.25
+
+    def prepare(self, module, batches, validation):
+        torch.rand(3)
+        assert not module.training
+        assert torch.is_grad_enabled()
+        counts = [sum(len(y) for _, y in part) for part in (batches, validation)]
+        with torch.no_grad():
+            module.backbone.head.bias += torch.tensor([*counts, *[0] * 8]) / 1000
+
+
+class Personal(FedAvg):
+    """What is measured always says class 3."""
+
+    def personalize(self, module, batches):
+        assert not module.training
+        assert not torch.is_grad_enabled()
+        assert len(list(batches))
+        module.backbone.head.weight.zero_()
+        module.backbone.head.bias.copy_(torch.eye(10)[3])
+
+
+class Growing(FedAvg):
+    """One client more in each round."""
+
+    def initial_state(self, *args):
+        return super().initial_state(*args) | {"round": {"number": torch.tensor(1)}}
+
+    def cohort(self, state, participants, clients):
+        return min(clients, participants + int(state["round"]["number"]))
+
+    def aggregate(self, state, uploads):
+        return super().aggregate(state, uploads) | {"round": {"number": state["round"]["number"] + 1}}
+
+
+# --- Personal parts ---
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "drop"])
+def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
+    run = experiment(tmp_path, OwnHead(buffers=buffers), model=NormMLP)
+    run.fit()
+    entries = run.worker.template.backbone.state_dict()
+    statistics = {name for name in entries if "running" in name or "num_batches" in name}
+    head = {"head.weight", "head.bias"}
+    kept = head | (statistics if buffers == "local" else set())
+    shared = entries.keys() - kept - (statistics if buffers != "average" else set())
+    assert run.state["model"].keys() == shared == run.download(4, 0).section("model").keys()
+    trained = [client for client in range(6) if run.memory.get(client, {})]
+    assert trained
+    assert all(run.memory[client]["personal"].keys() == kept for client in trained)
+    client = run.participants(3)[0]
+    module = run.worker.received(task_of_round(run, 4, client)).backbone.state_dict()
+    assert same_bytes({name: module[name] for name in kept}, run.memory[client]["personal"])
+    assert same_bytes({name: module[name] for name in shared}, run.state["model"])
+
+
+def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
+    run = experiment(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
+    run.fit()
+    client = next(k for k in range(6) if k not in run.participants(1))
+    head = run.worker.received(task_of_round(run, 2, client)).backbone.head
+    assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
+
+
+def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
+    together = experiment(tmp_path / "all", OwnModel(), clients_per_round=6)
+    together.fit()
+    for client in (0, 3):
+        alone = experiment(tmp_path / str(client), OwnModel(), clients_per_round=6, scenario=together.scenario)
+        alone.participants = lambda round, client=client: [client]
+        alone.fit()
+        assert same_bytes(alone.memory[client]["personal"], together.memory[client]["personal"])
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "sequential"])
+@pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])
+def test_every_engine_knows_them(tmp_path, method, engine):
+    one = experiment(tmp_path / "one", method())
+    other = experiment(tmp_path / "other", method(), engine=ENGINES[engine])
+    for run in (one, other):
+        run.fit()
+    for name, value in one.state["model"].items():
+        torch.testing.assert_close(other.state["model"][name], value, rtol=1e-5, atol=1e-5)
+    for row, again in zip(one.csv.rows, other.csv.rows, strict=True):
+        assert row["client/acc_mean"] == pytest.approx(again["client/acc_mean"], abs=0.02)
+
+
+# --- Looking at the client's own data ---
+
+
+def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_path):
+    run = experiment(tmp_path, Looking())
+    run.load()
+    client, shard = 2, run.data.shards[2].train
+    train, validation = run.worker.held(client)
+    back = round(0.25 * len(shard))
+    order = generator(run.seed, Stream.VALIDATION, client).permutation(len(shard))
+    assert validation.tolist() == sorted(shard[order[:back]].tolist())
+    assert sorted([*train.tolist(), *validation.tolist()]) == sorted(shard.tolist())
+    start = run.worker.received(task_of_round(run, 1, client))
+    added = (start.backbone.head.bias - run.worker.template.backbone.head.bias) * 1000
+    torch.testing.assert_close(added[:2], torch.tensor([len(train), float(back)]), rtol=1e-3, atol=1e-2)
+    assert int(start.class_counts.sum()) == len(train)
+    result = run.worker.run(task_of_round(run, 1, client))
+    assert result.upload.numbers["n_samples"] == len(train)
+    assert len(list(run.worker.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
+
+
+def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
+    class Drawing(FedAvg):
+        def prepare(self, module, batches, validation):
+            torch.rand(5)
+
+    runs = [experiment(tmp_path / kind.__name__, kind(), model=NormMLP) for kind in (FedAvg, Drawing)]
+    for run in runs:
+        run.fit()
+    assert same_bytes(runs[0].state["model"], runs[1].state["model"])
+
+
+# --- What is measured ---
+
+
+@pytest.mark.parametrize("clients", ["trained", "received"])
+def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients):
+    evaluation = Evaluation(clients=clients, personal_on_global=True)
+    plain = experiment(tmp_path / "plain", FedAvg(), evaluation=evaluation)
+    run = experiment(tmp_path / "personal", Personal(), evaluation=evaluation)
+    plain.fit()
+    run.fit()
+    assert same_bytes(plain.state["model"], run.state["model"])
+    for client in run.participants(3):
+        labels = run.data.data.y_train[run.data.shards[client].test]
+        with (run.run_dir / "clients.csv").open(newline="") as file:
+            lines = [line for line in csv.DictReader(file) if line["client"] == str(client) and line["round"] == "3"]
+        assert float(lines[0]["acc"]) == pytest.approx(float((labels == 3).float().mean()), abs=1e-6)
+    share = float((run.data.data.y_test == 3).float().mean())
+    assert run.csv.rows[-1]["personal_on_global/acc_mean"] == pytest.approx(share, abs=1e-6)
+    module = run.client_module(1)
+    assert module(torch.rand(4, 1, 8, 8)).argmax(dim=1).tolist() == [3] * 4
+
+
+def test_without_a_global_model_nothing_global_is_told(tmp_path):
+    run = experiment(tmp_path, OwnModel(), callbacks=[Checkpointing(), EarlyStopping(patience=1, min_delta=1.0)])
+    summary = run.fit()
+    assert not [name for row in run.csv.rows for name in row if name.startswith("global/")]
+    assert len(run.csv.rows) == 2  # stopped by the clients' mean
+    best = max(row["client/acc_mean"] for row in run.csv.rows)
+    assert summary["client/acc_mean_best"] == best
+    assert run._named_callbacks["Checkpointing"].best == best
+    first = next((row["round"] for row in run.csv.rows if row["client/acc_mean"] >= 0.5), None)
+    assert summary["R_0.5"] == first
+    assert not (Path(run.run_dir) / "final" / "model.pt").exists()
+
+
+# --- Cohorts that vary ---
+
+
+def test_a_method_may_decide_how_many_take_part(tmp_path):
+    run = experiment(tmp_path, Growing(), clients_per_round=1)
+    run.fit()
+    with (run.run_dir / "clients.csv").open(newline="") as file:
+        seen = [int(line["round"]) for line in csv.DictReader(file)]
+    assert [seen.count(round) for round in (1, 2, 3)] == [2, 3, 4]
+    rng = generator(run.seed, Stream.PARTICIPANTS, 4)
+    assert run.participants(4) == sorted(rng.choice(6, 5, replace=False).tolist())
+
+
+def test_with_the_usual_cohort_participants_are_those_of_any_method(tmp_path):
+    one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", partial(OwnHead)())
+    assert [one.participants(r) for r in range(5)] == [other.participants(r) for r in range(5)]

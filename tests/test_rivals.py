@@ -1,0 +1,126 @@
+"""One config runs a paper's whole table: `--algorithm NAME` brings the rival's own settings."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import rows, run
+
+from fl_lightning.cli import fit_parser, with_config_paths
+from fl_lightning.rivals import with_rival
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+WITH_RIVALS = {
+    path: yaml.safe_load(path.read_text())["rivals"]
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if "\nrivals:" in path.read_text()
+}
+
+TINY = """# tiny
+rounds: 1
+scenario: {dataset: Digits, partition: IID, clients: 3}
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm: {class_path: FedSKC, init_args: {tau: 0.5}}
+trainer: {accelerator: cpu}
+logger: null
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("more").mkdir()
+    Path("more/rivals.yaml").write_text(
+        "FedProx: {algorithm.mu: 0.1, model.hidden: [7]}\nUniform: {algorithm: FedAvg, algorithm.weighting: uniform}\n"
+    )
+    Path("table.yaml").write_text(
+        TINY + "rivals: [more/rivals.yaml, {FedProx: {algorithm.mu: 0.5}, Plain: {algorithm: FedAvg}}]\n"
+    )
+    return tmp_path
+
+
+def spelled(*words):
+    return with_rival(["fit", *words])[1:]
+
+
+def test_a_rival_is_spelled_out_where_it_stood(here):
+    prox = ["--algorithm", "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
+    assert spelled("--config", "table.yaml", "--algorithm", "FedProx", "--rounds", "2") == [
+        "--config",
+        "table.yaml",
+        *prox,
+        "--rounds",
+        "2",
+    ]
+    assert spelled("--config=table.yaml", "--algorithm=FedProx") == ["--config=table.yaml", *prox]
+    assert spelled("-c", "table.yaml", "--algorithm", "Uniform") == [
+        "-c",
+        "table.yaml",
+        "--algorithm",
+        "FedAvg",
+        "--algorithm.weighting",
+        "uniform",
+    ]
+    assert spelled("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", "--algorithm", "FedAvg"]
+
+
+@pytest.mark.parametrize("words", [["--algorithm", "FedDW"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
+def test_what_is_no_rival_stays(here, words):
+    assert spelled("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
+    assert spelled(*words) == words
+
+
+def test_later_configs_add_to_the_rivals(here):
+    Path("mine.yaml").write_text("rivals: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
+    words = spelled("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
+    assert words[4:] == ["--algorithm", "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
+
+
+def test_a_rival_runs_as_itself_and_resumes(here):
+    code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--run_dir", "run")
+    assert (code, err) == (0, "")
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["algorithm"]["class_path"].endswith("FedProx")
+    assert config["algorithm"]["init_args"]["mu"] == 0.5
+    assert config["model"]["init_args"]["hidden"] == [7]
+    assert "rivals" not in config
+    assert run("fit", "--resume", "run", "--rounds", "2")[0] == 0
+    assert len(rows(Path("run"))) == 2
+    code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--resume", "run", "--rounds", "2")
+    assert (code, err) == (0, "")
+
+
+def test_an_option_after_the_rival_wins(here):
+    run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--algorithm.mu", "0.25", "--run_dir", "run")
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["algorithm"]["init_args"]["mu"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("rivals", "complaint"),
+    [
+        ("nowhere.yaml", "rivals: nowhere.yaml does not exist; a path is taken from the config's own folder"),
+        ("7", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
+        ("{FedProx: 3}", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
+    ],
+)
+def test_bad_rivals_are_named(here, rivals, complaint):
+    Path("odd.yaml").write_text(TINY + f"rivals: {rivals}\n")
+    code, _, err = run("fit", "--config", "odd.yaml", "--algorithm", "FedProx")
+    assert code == 2
+    assert err.startswith(f"fl-lightning: error: {complaint}")
+    assert err.count("\n") == 1
+
+
+def shipped():
+    for path, named in WITH_RIVALS.items():
+        names = {}
+        for part in named if isinstance(named, list) else [named]:
+            names |= yaml.safe_load((CONFIGS / part).read_text()) if isinstance(part, str) else part
+        yield from (pytest.param(path.name, name, id=f"{path.stem}-{name}") for name in names)
+
+
+@pytest.mark.parametrize(("config", "name"), list(shipped()))
+def test_every_rival_of_a_shipped_config_is_understood(config, name):
+    words = with_rival(with_config_paths(["--config", config, "--algorithm", name]))
+    parsed = fit_parser().parse_args(words)
+    assert parsed.algorithm.class_path.startswith("fl_lightning.")
