@@ -1,0 +1,42 @@
+"""What holds for every method of the package: resumed runs, missing classes, BatchNorm, clients trained at once."""
+
+import pytest
+from experiments import NormMLP, digits, experiment
+from methods import CLASSES, METHODS, SIAMESE, assert_same_run
+from test_stacked import compare
+
+from fl_lightning.engines import StackedEngine
+from fl_lightning.errors import ConfigError
+
+NAMES = [name for name in CLASSES if name != "Algorithm"]
+NEEDS_PREDICTOR = ("FedSiamDA",)
+NOT_STACKED = {"FedSiamDA": "loss term 'siamese'"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
+    """With BatchNorm, classes that clients lack, and half of the clients in each round."""
+    method, _ = METHODS[name]
+    model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
+    options = {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3}
+    whole = experiment(tmp_path / "whole", method(), rounds=3, **options)
+    whole.fit()
+    assert (whole.data.class_counts() == 0).any()
+    experiment(tmp_path / "parts", method(), rounds=1, **options).fit()
+    rest = experiment(tmp_path / "parts", method(), rounds=3, **options)
+    rest.fit(resume=True)
+    assert_same_run(whole, rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clients_trained_at_once_are_those_trained_one_by_one(tmp_path, name):
+    method, options = METHODS[name]
+    if name not in NOT_STACKED:
+        compare(tmp_path, method(), **options)
+        return
+    run = experiment(tmp_path, method(), **options)
+    run.load()
+    with pytest.raises(ConfigError) as refusal:
+        StackedEngine().check(run.worker)
+    assert str(refusal.value).startswith(f"engine: StackedEngine cannot stack {NOT_STACKED[name]}")
+    assert "\n" not in str(refusal.value)
