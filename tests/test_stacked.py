@@ -25,6 +25,7 @@ from fl_lightning.algorithms import (
     FedSiamDA,
     FedSKC,
     HistoryContrast,
+    Local,
     PeerAlgorithm,
     Prototypical,
     WeightDistribution,
@@ -134,6 +135,7 @@ ALGORITHMS = {
     "peers": (partial(PeerAlgorithm, n_com=2), {}),
     "siamese_no_stop_gradient": (partial(FedSiamDA, mu=0.5, stop_gradient=False), {"model": HEADS}),
     "siamese_off": (partial(FedSiamDA, mu=0.0), {"model": HEADS}),
+    "alone": (Local, {"model": NormMLP}),
     "history": (lambda: FedAvg(loss_terms=[HistoryContrast(0.5)]), {"model": NormMLP}),
     "all_terms": (
         lambda: FedProx(

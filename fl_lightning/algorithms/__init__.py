@@ -21,6 +21,7 @@ from fl_lightning.algorithms.global_model.fedskc import (
 )
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
+from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "GlobalPeriodReview",
     "Graph",
     "HistoryContrast",
+    "Local",
     "LocalContrastive",
     "PeerAlgorithm",
     "Prototypical",

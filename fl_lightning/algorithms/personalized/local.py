@@ -1,0 +1,47 @@
+"""Local: no federation at all, which is what any has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fl_lightning.algorithms.base import Algorithm, Batches, State
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+
+
+class Local(Algorithm):
+    """Each client trains a model of its own on its own data; nothing crosses.
+
+    All start from one initial model, and a client trains in the rounds that it is drawn for, as in any other method.
+    Of a single client it makes what FedAvg makes of it, bit for bit.
+
+    Bytes a round, each participant: down `0`, up `0`.
+
+    Args:
+        loss_terms: Loss terms of any paper that need nothing from other clients.
+
+    Raises:
+        ConfigError: A loss term needs shared knowledge.
+    """
+
+    personal = ("",)
+    one_model = False
+
+    def __init__(self, loss_terms: list[LossTerm] | None = None) -> None:
+        super().__init__(loss_terms)
+        for term in self.loss_terms:
+            if term.knowledge:
+                raise ConfigError(
+                    f"algorithm.loss_terms: {term.name!r} needs what other clients know, and in Local nothing crosses"
+                )
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """Nothing."""
+        return Message()
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """The state as it is, once all clients are done."""
+        for _ in uploads:
+            pass
+        return state

@@ -1,0 +1,99 @@
+"""Local: what it is without a federation (baselines: A0)."""
+
+import copy
+import json
+from functools import partial
+
+import pytest
+from experiments import SGD, NormMLP, client_series, digits, experiment, same_bytes, weights_after
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import DistillingWeights, FedAvg, Local, Proximal
+from fl_lightning.data.loaders import Batches
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+from fl_lightning.seeding import Stream, derive, seed_everything
+
+SMALL = partial(MLP, hidden=(16,))
+ALONE = {"scenario": digits(1), "clients_per_round": 1}
+
+
+def own_models(run):
+    return {client: memory["personal"] for client, memory in run.memory.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"model": NormMLP}, {"optimizer_state": "kept"}])
+def test_one_client_is_fedavg_of_one_client_bit_for_bit(tmp_path, options):
+    run = experiment(tmp_path / "local", Local(), **ALONE, **options)
+    run.fit()
+    assert same_bytes(
+        own_models(run)[0],
+        dict(sorted(weights_after(tmp_path / "avg", FedAvg(), **ALONE, **options).items())),
+    )
+
+
+@pytest.mark.parametrize("model", [SMALL, NormMLP])
+def test_each_client_goes_on_from_its_own_model_alone(tmp_path, model):
+    run = experiment(tmp_path, Local(), clients_per_round=3, model=model)
+    run.fit()
+    data, expected = run.data, {}
+    for round in range(1, 4):
+        for client in run.participants(round):
+            net = expected.setdefault(client, copy.deepcopy(run.worker.template.backbone)).train()
+            seed_everything(0, Stream.TRAINING, round, client)
+            order = derive(0, Stream.BATCHES, round, client)
+            own = data.shards[client].train
+            batches = Batches(data.data.x_train, data.data.y_train, own, 32, order, run.worker.min_batch)
+            optimizer = SGD(net.parameters())
+            for _ in range(2):
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(net(x), y).backward()
+                    optimizer.step()
+    assert expected.keys() == run.memory.keys()
+    for client, net in expected.items():
+        assert same_bytes(own_models(run)[client], dict(sorted(net.state_dict().items())))
+        assert same_bytes(dict(run.client_module(client).backbone.state_dict()), dict(net.state_dict()))
+
+
+def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_path):
+    run = experiment(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(clients="received"))
+    run.fit()
+    (never, *_) = set(range(6)) - run.memory.keys()
+    initial = run.worker.template.backbone
+    assert same_bytes(dict(run.client_module(never).backbone.state_dict()), dict(initial.state_dict()))
+    own = run.data.shards[never].test
+    right = (initial(run.data.data.x_train[own]).argmax(dim=1) == run.data.data.y_train[own]).float().mean()
+    assert run.csv.rows[0]["client/acc_mean"] == pytest.approx(
+        sum(float(client_series(tmp_path, 1)[f"client_{k}/acc"]) for k in range(6)) / 6
+    )
+    assert client_series(tmp_path, 1)[f"client_{never}/acc"] == pytest.approx(float(right))
+
+
+def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
+    run = experiment(tmp_path, Local())
+    run.fit()
+    assert run.state == {"model": {}}
+    for row in run.csv.rows:
+        assert row["comm/total_bytes"] == 0
+        assert not any(name.startswith("global/") for name in row)
+    assert not (tmp_path / "final" / "model.pt").exists()
+    assert json.loads((tmp_path / "final" / "summary.json").read_text())["comm/total_up_bytes"] == 0
+
+
+def test_every_client_is_consumed_though_nothing_comes_of_it():
+    seen = []
+    state = {"model": {}}
+    assert Local().aggregate(state, (seen.append(k) for k in range(3))) == state
+    assert seen == [0, 1, 2]
+
+
+def test_terms_of_ones_own_work_and_terms_that_need_others_are_refused(tmp_path):
+    plain, held = (experiment(tmp_path / n, Local(t), rounds=2) for n, t in [("a", []), ("b", [Proximal(5.0)])])
+    plain.fit()
+    held.fit()
+    for client, memory in own_models(plain).items():
+        assert not same_bytes(memory, own_models(held)[client])
+    with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs what other clients know"):
+        Local([Proximal(0.1), DistillingWeights()])
