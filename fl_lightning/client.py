@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fl_lightning.errors import ConfigError, NonFiniteError
@@ -105,6 +106,7 @@ class ClientModule(L.LightningModule):
     Attributes:
         round: The round, from 1; terms that change over rounds read it.
         lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
+        batch_size: Samples a training batch of the fit, for methods that train outside of it too.
         class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
             leaves the client.
         optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
@@ -138,6 +140,7 @@ class ClientModule(L.LightningModule):
         self.scheduler_factory = lr_scheduler
         self.round = 1
         self.lr_scale = 1.0
+        self.batch_size = 64
         self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
         self._losses = LossRecord()
@@ -246,6 +249,61 @@ class ClientModule(L.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         return optimizer
+
+
+def learnable(backbone: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have gradients."""
+    return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
+
+
+def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
+    """Let some of a backbone's parameters learn; the rest is frozen, and its layers in eval mode.
+
+    Args:
+        backbone: It is changed in place.
+        learns: Whether a name is that of something that learns; a layer's name ends with a dot.
+        among: Names of the parameters that can learn at all.
+    """
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(name in among and learns(name))
+    for name, layer in backbone.named_modules():
+        layer.training = not name or learns(f"{name}.")
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of an optimizer beside the trainer's own."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    torch.clear_autocast_cache()  # it may hold the weights from before the step
+
+
+def fine_tune(
+    module: ClientModule,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    epochs: int,
+    learns: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Train a client's module by cross-entropy outside of its fit, in batches of the fit's size, shuffled each epoch.
+
+    Args:
+        module: It is changed in place, and left in eval mode.
+        batches: The client's training data.
+        epochs: Passes over it, by an optimizer like the fit's.
+        learns: Whether the parameter, or layer, of a name learns; the rest is frozen, and in eval mode.
+    """
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    among = learnable(module.backbone)
+    learn_only(module.backbone, learns, among)
+    normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
+    optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for chosen in torch.randperm(len(y)).split(module.batch_size):
+                if len(chosen) > normed:  # BatchNorm has no variance of one
+                    descend(optimizer, F.cross_entropy(module(x[chosen]), y[chosen]))
+    learn_only(module.backbone, lambda name: True, among)
+    module.eval()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:

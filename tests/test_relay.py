@@ -45,7 +45,8 @@ def compare(tmp_path, method=FedAvg, **options):
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
     compare(tmp_path, method, rounds=2, **options)
-    assert {type(module) for module in fits} == {ClientModule, relay.Relay}
+    kinds, common = {type(module) for module in fits}, {ClientModule, relay.Relay}
+    assert kinds == common or not kinds & common  # a client module of the method's own gets fits of its own
 
 
 @pytest.mark.parametrize("name", LOCAL_WORK)

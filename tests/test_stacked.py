@@ -21,7 +21,9 @@ from fl_lightning.algorithms import (
     DistillingWeights,
     FedAvg,
     FedDW,
+    FedPer,
     FedProx,
+    FedRep,
     FedSiamDA,
     FedSKC,
     HistoryContrast,
@@ -136,6 +138,8 @@ ALGORITHMS = {
     "siamese_no_stop_gradient": (partial(FedSiamDA, mu=0.5, stop_gradient=False), {"model": HEADS}),
     "siamese_off": (partial(FedSiamDA, mu=0.0), {"model": HEADS}),
     "alone": (Local, {"model": NormMLP}),
+    "personal_head": (FedPer, {"model": NormMLP}),
+    "head_then_body": (FedRep, {"model": NormMLP}),
     "history": (lambda: FedAvg(loss_terms=[HistoryContrast(0.5)]), {"model": NormMLP}),
     "all_terms": (
         lambda: FedProx(

@@ -21,6 +21,8 @@ from fl_lightning.algorithms.global_model.fedskc import (
 )
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
+from fl_lightning.algorithms.personalized.fedper import FedPer
+from fl_lightning.algorithms.personalized.fedrep import FedRep
 from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
@@ -38,7 +40,9 @@ __all__ = [
     "ErdosRenyi",
     "FedAvg",
     "FedDW",
+    "FedPer",
     "FedProx",
+    "FedRep",
     "FedSKC",
     "FedSiamDA",
     "GlobalDiscrepancy",

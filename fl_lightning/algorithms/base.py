@@ -8,7 +8,7 @@ parts together; `Algorithm`'s methods are overridden only where a paper changes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -125,6 +125,7 @@ class Algorithm:
         personal: Entries of the backbone's state dict that never leave their client, which keeps them from round to
             round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
         validation: Share of a client's training data that it does not train on, for `prepare` to look at.
+        module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
     """
 
     server: bool = True
@@ -134,6 +135,7 @@ class Algorithm:
     one_model: bool = True
     personal: tuple[str, ...] = ()
     validation: float = 0.0
+    module_class: Callable[..., ClientModule] = ClientModule
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class Algorithm:
     ) -> ClientModule:
         """A client's LightningModule around a backbone; it works under a plain `Trainer.fit` too."""
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
-        return ClientModule(backbone, terms, knowledge, optimizer, lr_scheduler)
+        return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """The shared state before round 1, from a freshly initialised backbone.
@@ -308,6 +310,31 @@ def load_weights(backbone: nn.Module, weights: Tensors) -> None:
     strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
     if strangers:
         raise ValueError(f"{strangers[0]!r} is no entry of this model")
+
+
+def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
+    """What the entries of parts of a backbone begin with: `head.` for the part `head`."""
+    return tuple(f"{part}." for part in parts)
+
+
+def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
+    """Refuse a part of a backbone that has no entry.
+
+    Args:
+        key: The option that names the parts.
+        parts: As `beginnings` gives them.
+        backbone: The backbone.
+
+    Raises:
+        ConfigError: Names the first that has none.
+    """
+    for part in parts:
+        if not any(name.startswith(part) for name in backbone.state_dict()):
+            there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
+            raise ConfigError(
+                f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "
+                f"it has {there}, and what is in them, as encoder.1"
+            )
 
 
 def buffer_names(backbone: nn.Module) -> set[str]:

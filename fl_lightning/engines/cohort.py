@@ -256,9 +256,9 @@ class Cohort(L.LightningModule):
 
     def _of(self, rows: list[int]) -> Tensors:
         """The clients' weights, views where the rows are consecutive, and copies of their buffers, `(n, ...)`."""
-        own = as_rows(rows, self.trainer.strategy.root_device)
+        own, first = as_rows(rows, self.trainer.strategy.root_device), self.tensors[rows[0]]
         return {
-            name: value[own].detach().requires_grad_() if self.tensors[0][name].requires_grad else value[own].clone()
+            name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
             for name, value in self.stacks.items()
         }
 

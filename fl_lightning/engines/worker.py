@@ -247,7 +247,7 @@ class Worker:
     def begun(self, task: Task, module: ClientModule) -> ClientModule:
         """A module as initialised, made the client's as it starts on a task; torch's generators are the client's."""
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
-        module.round, module.lr_scale = task.round, task.lr_scale
+        module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.batch_size
         labels = self.data.data.y_train[self.held(task.client)[0]]
         module.class_counts = torch.bincount(labels, minlength=self.data.data.num_classes)
         module.optimizer_state = task.memory.get("optimizer", {})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
-from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.client import ClientModule, LossTerm, Step, descend
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import Backbone, with_encoder
@@ -105,10 +105,7 @@ class SiameseAlignment(LossTerm):
         assert received.predictor is not None
         assert self._optimizer is not None
         loss = self.mu * stop_gradient_half(received.predictor(received.encoder(inputs)), features)
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        torch.clear_autocast_cache()  # it may hold the weights from before the step
+        descend(self._optimizer, loss)
 
 
 class HistoryContrast(LossTerm):

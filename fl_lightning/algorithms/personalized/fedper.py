@@ -1,0 +1,63 @@
+"""FedPer: a shared base, and personal layers that stay on their client.
+
+Arivazhagan, Aggarwal, Singh, Choudhary: "Federated Learning with Personalization Layers", 2019, Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fl_lightning.algorithms.base import (
+    Aggregator,
+    Algorithm,
+    Buffers,
+    WeightedMean,
+    Weighting,
+    beginnings,
+    require_parts,
+)
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+
+
+class FedPer(Algorithm):
+    """FedAvg of all but the personal layers, the head say: those stay on their client, and are trained with the rest.
+
+    With no personal part this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model - head`, up `model - head + 8`.
+
+    Args:
+        personal: Parts of the model that stay on their client: `head`, or `encoder.3` for a layer of the encoder.
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper, added to the cross-entropy.
+        aggregator: Any paper's aggregator in place of the mean.
+        buffers: The shared part's BatchNorm statistics: `average`, `local` or `drop`.
+    """
+
+    def __init__(
+        self,
+        personal: Sequence[str] = ("head",),
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+        self.personal = beginnings(personal)
+        self.one_model = not self.personal
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """A client's LightningModule around a backbone.
+
+        Raises:
+            ConfigError: The backbone has no such personal part.
+        """
+        require_parts("personal", self.personal, backbone)
+        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -1,0 +1,114 @@
+"""FedPer: what is shared and what stays (baselines: B1)."""
+
+import copy
+from functools import partial
+
+import pytest
+from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
+
+from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+from fl_lightning.state import weighted_mean
+
+DEEP = partial(MLP, hidden=(16, 8))
+RECEIVED = {"evaluation": Evaluation(clients="received")}
+
+
+def cut(entries, *parts):
+    """The entries of some parts, and the others."""
+    own = {name for name in entries if name.startswith(parts)}
+    return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
+
+
+@pytest.mark.parametrize("model", [DEEP, NormMLP])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_nothing_personal_is_fedavg_bit_for_bit(tmp_path, model, weighting):
+    runs = [
+        experiment(tmp_path / type(a).__name__, a, model=model)
+        for a in (FedPer(personal=[], weighting=weighting), FedAvg(weighting))
+    ]
+    for run in runs:
+        run.fit()
+    assert same_bytes(runs[0].state["model"], runs[1].state["model"])
+    assert [row["global/acc"] for row in runs[0].csv.rows] == [row["global/acc"] for row in runs[1].csv.rows]
+    assert (tmp_path / "FedPer" / "final" / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("personal", "begin"),
+    [(["head"], ("head.",)), (["head", "encoder.3"], ("head.", "encoder.3.")), (["encoder"], ("encoder.",))],
+)
+def test_a_round_by_hand(tmp_path, personal, begin):
+    """Each participant trains all of its model from the shared part and its own; the shared parts are averaged."""
+    run = experiment(tmp_path, FedPer(personal), model=DEEP, clients_per_round=3)
+    run.load()
+    initial, shared = cut(dict(run.worker.template.backbone.state_dict()), *begin)
+    own = {}
+    for round in range(1, 4):
+        states, weights = [], []
+        for client in run.participants(round):
+            task = task_of_round(run, round, client)
+            module = run.worker.received(task)
+            module.backbone.load_state_dict(shared | own.get(client, initial))
+            run.worker._fit(module, task)
+            own[client], theirs = cut(copy.deepcopy(module.backbone.state_dict()), *begin)
+            states.append(theirs)
+            weights.append(len(run.data.shards[client].train))
+        shared = weighted_mean(states, weights)
+    run.fit()
+    assert same_bytes(run.state["model"], shared)
+    assert run.memory.keys() == own.keys()
+    for client, entries in own.items():
+        assert same_bytes(run.memory[client]["personal"], dict(sorted(entries.items())))
+        whole = dict(run.client_module(client).backbone.state_dict())
+        assert same_bytes(whole, {name: (shared | entries)[name] for name in whole})
+
+
+def test_a_client_that_was_never_drawn_has_the_new_body_and_the_initial_head(tmp_path):
+    run = experiment(tmp_path, FedPer(), rounds=1, clients_per_round=2, **RECEIVED)
+    run.fit()
+    (never, *_) = set(range(6)) - run.memory.keys()
+    head, _ = cut(dict(run.worker.template.backbone.state_dict()), "head.")
+    model = dict(run.client_module(never).backbone.state_dict())
+    assert same_bytes(cut(model, "head.")[0], head)
+    assert same_bytes(cut(model, "head.")[1], run.state["model"])
+
+
+def test_statistics_stay_with_the_part_they_sit_in(tmp_path):
+    for personal, sent in ((["head"], True), (["encoder.2", "head"], False)):
+        run = experiment(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=2)
+        run.fit()
+        assert ("encoder.2.running_mean" in run.state["model"]) == sent
+        for memory in run.memory.values():
+            assert ("encoder.2.running_mean" in memory["personal"]) == (not sent)
+            assert not any(name.startswith("encoder.1") for name in memory["personal"])
+
+
+def test_a_part_is_a_whole_name(tmp_path):
+    """The part `encoder.1` is not `encoder.10` too."""
+    run = experiment(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
+    run.fit()
+    assert {name for m in run.memory.values() for name in m["personal"]} == {"encoder.1.weight", "encoder.1.bias"}
+    assert "encoder.11.weight" in run.state["model"]
+
+
+def test_there_is_no_global_model_to_measure(tmp_path):
+    run = experiment(tmp_path, FedPer(), rounds=1)
+    run.fit()
+    assert not any(name.startswith("global/") for name in run.csv.rows[0])
+
+
+def test_it_takes_an_aggregator(tmp_path):
+    uniform = weights_after(tmp_path / "a", FedPer(aggregator=WeightedMean("uniform")))
+    assert same_bytes(uniform, weights_after(tmp_path / "b", FedPer(weighting="uniform")))
+    assert not same_bytes(uniform, weights_after(tmp_path / "c", FedPer()))
+
+
+@pytest.mark.parametrize("part", ["heads", "head.weight", "h", "encoder.0", ""])
+def test_a_part_that_is_not_there_is_refused_before_round_1(tmp_path, part):
+    run = experiment(tmp_path, FedPer(["head", part]))
+    with pytest.raises(ConfigError, match=rf"algorithm.personal: '{part}' is no part of MLP with weights; it has enc"):
+        run.fit()
+    assert not run.round

@@ -1,0 +1,216 @@
+"""FedRep: two phases of a fit, of which each leaves the other's part alone (baselines: B2)."""
+
+import copy
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, task_of_round
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedRep
+from fl_lightning.engines import StackedEngine, Task
+from fl_lightning.errors import ClientFailure, ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+from fl_lightning.seeding import Stream, seed_everything
+
+HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def epochs(n):
+    return {"accelerator": "cpu", "max_epochs": n}
+
+
+def weights(backbone, part=""):
+    return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+def test_nothing_personal_and_no_head_phase_is_fedavg_bit_for_bit(tmp_path, model):
+    one = experiment(tmp_path / "rep", FedRep(personal=[], head_epochs=0), model=model)
+    other = experiment(tmp_path / "avg", FedAvg(), model=model)
+    one.fit()
+    other.fit()
+    assert same_bytes(one.state["model"], other.state["model"])
+
+
+@pytest.mark.parametrize("head_epochs", [0, 1, 3])
+@pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
+def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs, optimizer):
+    run = experiment(
+        tmp_path, FedRep(head_epochs=head_epochs), model=NormMLP, optimizer=optimizer, trainer=epochs(4), rounds=1
+    )
+    run.load()
+    module = run.worker.module()
+    seen = [weights(module.backbone)]
+    end = module.on_train_epoch_end
+    vars(module)["on_train_epoch_end"] = lambda: (seen.append(weights(module.backbone)), end())
+    run.worker._fit(module, task_of_round(run, 1, 0))
+    assert len(seen) == 5
+    for epoch, (before, after) in enumerate(pairwise(seen)):
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        head = {name for name in before if name.startswith("head.")}
+        assert moved == (head if epoch < head_epochs else before.keys() - head), epoch
+
+
+def test_a_fit_by_hand(tmp_path):
+    """One momentum for both; BatchNorm and dropout of the body in eval mode while the head learns, and then not."""
+    run = experiment(tmp_path, FedRep(head_epochs=2), model=NormMLP, optimizer=HEAVY, trainer=epochs(3))
+    run.load()
+    net = copy.deepcopy(run.worker.template.backbone).train()
+    seed_everything(0, Stream.TRAINING, 1, 2)
+    momentum = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    batches = run.worker.batches(Task(1, 2, run.download(1, 2), {}))
+    for epoch in range(3):
+        phase = "head." if epoch < 2 else "encoder."
+        net.encoder.train(phase == "encoder.")
+        for x, y in batches:
+            own = [(name, p) for name, p in net.named_parameters() if name.startswith(phase)]
+            gradients = torch.autograd.grad(F.cross_entropy(net(x), y), [p for _, p in own])
+            with torch.no_grad():
+                for (name, p), g in zip(own, gradients, strict=True):
+                    momentum[name] = 0.9 * momentum[name] + g + 0.1 * p
+                    p -= 0.1 * momentum[name]
+    result = run.worker.run(task_of_round(run, 1, 2))
+    sent = result.upload.section("model") | result.memory["personal"]
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(sent[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_head_is_kept_and_the_body_averaged(tmp_path):
+    run = experiment(tmp_path, FedRep(), rounds=3, clients_per_round=3)
+    run.fit()
+    assert {name.partition(".")[0] for name in run.state["model"]} == {"encoder"}
+    heads = [memory["personal"] for memory in run.memory.values()]
+    assert all(set(head) == {"head.weight", "head.bias"} for head in heads)
+    assert not same_bytes(heads[0], heads[1])
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model):
+    """With max_steps a client of fewer batches has more epochs, and goes on in the second phase alone."""
+    for trainer in (epochs(3), {"accelerator": "cpu", "max_epochs": -1, "max_steps": 30}):
+        runs = [
+            experiment(
+                tmp_path / f"{type(engine).__name__}-{len(trainer)}",
+                FedRep(head_epochs=2),
+                model=model,
+                trainer=trainer | {"precision": "64-true"},
+                engine=engine,
+                rounds=2,
+            )
+            for engine in ("sequential", StackedEngine())
+        ]
+        for run in runs:
+            run.fit()
+        one, other = runs
+        torch.testing.assert_close(one.state["model"], other.state["model"], rtol=1e-9, atol=1e-9)
+        for client in one.memory:
+            torch.testing.assert_close(one.memory[client], other.memory[client], rtol=1e-9, atol=1e-9)
+
+
+# --- The final phase ---
+
+
+def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path):
+    received = Evaluation(clients="received")
+    runs = {
+        n: experiment(tmp_path / str(n), FedRep(final_epochs=n), model=NormMLP, evaluation=received) for n in (0, 3)
+    }
+    for run in runs.values():
+        run.fit()
+    plain, tuned = runs[0], runs[3]
+    assert same_bytes(plain.state["model"], tuned.state["model"])
+    for client in plain.memory:
+        assert same_bytes(plain.memory[client]["personal"], tuned.memory[client]["personal"])
+        before, after = plain.client_module(client), tuned.client_module(client)
+        assert same_bytes(weights(before.backbone, "encoder."), weights(after.backbone, "encoder."))
+        assert not same_bytes(weights(before.backbone, "head."), weights(after.backbone, "head."))
+        assert not after.training
+        assert all(p.requires_grad for p in after.backbone.parameters())
+        own = plain.data.shards[client].train
+        x, y = plain.data.data.x_train[own], plain.data.data.y_train[own]
+        with torch.no_grad():
+            assert F.cross_entropy(after(x), y) < F.cross_entropy(before.eval()(x), y)
+    assert plain.csv.rows[-1]["client/loss_mean"] != tuned.csv.rows[-1]["client/loss_mean"]
+
+
+def test_the_final_phase_by_hand(tmp_path):
+    """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
+    run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
+    run.load()
+    run.worker.eval_batch_size = 7  # of no account
+    module = run.worker.received(task_of_round(run, 1, 1))
+    net = copy.deepcopy(module.backbone)
+    own = run.data.shards[1].train
+    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    optimizer = HEAVY(net.head.parameters())
+    state = torch.get_rng_state()
+    for _ in range(2):
+        for chosen in torch.randperm(len(own)).split(16):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+    torch.set_rng_state(state)
+    with run.worker.inference(module):
+        run.algorithm.personalize(module, run.worker.training_batches(1))
+    assert same_bytes(weights(module.backbone), weights(net))
+
+
+def test_a_last_batch_of_one_is_left_out_where_a_head_has_batchnorm():
+    class Normed(MLP):
+        def __init__(self, in_shape, num_classes):
+            super().__init__(in_shape, num_classes, (8,))
+            self.head = nn.Sequential(nn.BatchNorm1d(8), self.head)
+
+    method = FedRep(final_epochs=1)
+    module = method.client_module(Normed((4,), 3)).eval()
+    module.batch_size = 4
+    with torch.no_grad():
+        method.personalize(module, [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))])
+    assert int(module.backbone.head[0].num_batches_tracked) == 1
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_epochs": -1}, r"algorithm.head_epochs: -1 is below 0"),
+        ({"final_epochs": -2}, r"algorithm.final_epochs: -2 is below 0"),
+        ({"personal": []}, r"algorithm.head_epochs: 1 without a personal part to train; use 0, or name one"),
+        ({"personal": [], "head_epochs": 0, "final_epochs": 3}, r"algorithm.final_epochs: 3 without a personal part"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedRep(**options)
+
+
+@pytest.mark.parametrize("head_epochs", [2, 5])
+def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
+    with pytest.raises(ClientFailure, match=rf"algorithm.head_epochs: {head_epochs} of trainer.max_epochs, 2, leaves"):
+        experiment(tmp_path, FedRep(head_epochs=head_epochs)).fit()
+
+
+def test_a_part_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm.personal: 'tail' is no part of MLP"):
+        FedRep(["tail"]).client_module(MLP((4,), 3))
+
+
+def test_what_the_model_has_frozen_stays_frozen(tmp_path):
+    backbone = MLP((4,), 3, (8, 8))
+    backbone.encoder[1].weight.requires_grad_(False)
+    module = FedRep(head_epochs=0, final_epochs=1).client_module(backbone)
+    before = weights(module.backbone)
+    with torch.no_grad():
+        FedRep(final_epochs=1).personalize(module, [(torch.randn(8, 4), torch.arange(8) % 3)])
+    assert same_bytes(weights(module.backbone, "encoder."), {k: v for k, v in before.items() if "encoder" in k})
+    assert not module.backbone.encoder[1].weight.requires_grad
+    module.on_train_epoch_start()
+    assert not module.backbone.encoder[1].weight.requires_grad
+    assert module.backbone.encoder[3].weight.requires_grad
