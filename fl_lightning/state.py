@@ -181,11 +181,14 @@ def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Ten
     return {name: combined(value) for name, value in stacked.items()}
 
 
+def parameter_names(state: Tensors) -> list[str]:
+    """Names of a model's parameters: every floating-point entry but BatchNorm's running statistics."""
+    return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
+
+
 def flatten(state: Tensors) -> Tensor:
-    """A model's parameters as one float64 vector: every floating-point entry but BatchNorm's running statistics."""
-    return torch.cat(
-        [v.double().flatten() for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
-    )
+    """A model's parameters as one float64 vector."""
+    return torch.cat([state[name].double().flatten() for name in parameter_names(state)])
 
 
 def _statistic(name: str) -> bool:

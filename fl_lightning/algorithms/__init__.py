@@ -1,9 +1,10 @@
 """One method, one file, in a folder a family; `base` holds what they share."""
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, State, WeightedMean
+from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
+from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
 from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
 from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
 from fl_lightning.algorithms.global_model.fedsiam_da import (
@@ -39,6 +40,7 @@ __all__ = [
     "DualAggregation",
     "ErdosRenyi",
     "FedAvg",
+    "FedAvgM",
     "FedDW",
     "FedPer",
     "FedProx",
@@ -55,6 +57,8 @@ __all__ = [
     "Prototypical",
     "Proximal",
     "Ring",
+    "ServerMomentum",
+    "ServerStep",
     "SiameseAlignment",
     "SoftLabels",
     "State",

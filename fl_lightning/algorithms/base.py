@@ -19,7 +19,7 @@ from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, Schedu
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean
+from fl_lightning.state import RunningMean, parameter_names
 
 State = dict[str, Tensors]
 """Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own.
@@ -101,6 +101,61 @@ class WeightedMean(Aggregator):
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
         """The mean."""
         return {"model": folded.value()}
+
+
+class ServerStep(WeightedMean):
+    """The server steps from the old weights towards the clients' mean: `w + server_lr · u(Δ)`, `Δ` the mean less `w`.
+
+    Here `u(Δ) = Δ`. Subclasses make it another direction, and may keep moments of `Δ` from round to round: each is a
+    section of the state. Only parameters step; BatchNorm's statistics become the mean.
+
+    Args:
+        server_lr: η_s, above 0; 1 goes all the way.
+        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
+
+    Raises:
+        ConfigError: `server_lr` is not above 0.
+
+    Attributes:
+        moments: What is kept of each parameter, and what its numbers start from.
+    """
+
+    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
+        super().__init__(weighting)
+        if not server_lr > 0:
+            raise ConfigError(f"algorithm.server_lr: {server_lr} is not above 0; 1 goes all the way to the mean")
+        self.server_lr = server_lr
+        self.moments: dict[str, float] = {}
+
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """The moments before round 1."""
+        names = parameter_names(model)
+        return {
+            moment: {name: torch.full_like(model[name], start) for name in names}
+            for moment, start in self.moments.items()
+        }
+
+    def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
+        """What one parameter moves along, and its new moments; elementwise, in float64.
+
+        Args:
+            change: `Δ`, the clients' mean less the old weights.
+            moments: What is kept of it, by the names in `moments`.
+        """
+        return change, {}
+
+    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
+        """The step, and the new moments."""
+        model, old = folded.value(), before["model"]
+        kept: State = {moment: {} for moment in self.moments}
+        for name in parameter_names(model):
+            start, dtype = old[name].double(), model[name].dtype
+            held = {moment: before[moment][name].double() for moment in self.moments}
+            direction, moments = self.direction(model[name].double() - start, held)
+            model[name] = (start + self.server_lr * direction).to(dtype)
+            for moment, value in moments.items():
+                kept[moment][name] = value.to(dtype)
+        return {"model": model} | kept
 
 
 class Algorithm:

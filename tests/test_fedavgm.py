@@ -1,0 +1,115 @@
+"""FedAvgM's server against its equations (baselines: A5)."""
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, weights_after
+from methods import assert_same_run
+from servers import assert_near, mean_of, watched
+
+from fl_lightning.algorithms import FedAvg, FedAvgM, ServerMomentum, ServerStep
+from fl_lightning.algorithms.global_model.fedavgm import momentum_step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_beta_zero_is_fedavg_bit_for_bit(tmp_path, nesterov, weighting):
+    off = FedAvgM(beta=0.0, nesterov=nesterov, weighting=weighting)
+    plain = weights_after(tmp_path / "avg", FedAvg(weighting), model=NormMLP)
+    assert same_bytes(weights_after(tmp_path / "off", off, model=NormMLP), plain)
+
+
+def test_round_1_is_fedavg_and_half_as_much_again_with_nesterov(tmp_path):
+    one = {"rounds": 1, "model": NormMLP}
+    plain, nesterov, average = (
+        weights_after(tmp_path / name, method, **one)
+        for name, method in (("plain", FedAvgM(0.5, nesterov=False)), ("nesterov", FedAvgM(0.5)), ("avg", FedAvg()))
+    )
+    assert same_bytes(plain, average)
+    start = experiment(tmp_path / "start", model=NormMLP)
+    start.load()
+    for name, p in start.worker.template.backbone.named_parameters():
+        torch.testing.assert_close(nesterov[name] - average[name], (average[name] - p.detach()) / 2)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_step_number_by_number(nesterov):
+    change, momentum, beta = torch.randn(7), torch.randn(7), 0.7
+    direction, new = momentum_step(change, momentum, beta, nesterov)
+    for i in range(7):
+        v = beta * momentum[i].item() + change[i].item()
+        assert new[i].item() == pytest.approx(v, abs=1e-6)
+        assert direction[i].item() == pytest.approx(change[i].item() + beta * v if nesterov else v, abs=1e-6)
+
+
+@pytest.mark.parametrize(("nesterov", "weighting"), [(True, "samples"), (False, "uniform")])
+def test_a_run_is_the_pseudo_gradients_momentum_and_statistics_have_none(tmp_path, nesterov, weighting):
+    """As the literature writes it: `d = w - mean`, `v = β v + d`, `w - η d` or `w - η (d + β v)`."""
+    beta, lr = 0.6, 0.8
+    method = FedAvgM(beta, lr, nesterov, weighting)
+    run, rounds = watched(tmp_path, method, rounds=4, model=NormMLP)
+    parameters = dict(run.worker.template.backbone.named_parameters())
+    v = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    for before, uploads, after in rounds:
+        expected = mean_of(uploads, weighting)
+        for name in parameters:
+            w = before["model"][name].double()
+            d = w - expected[name]
+            v[name] = beta * v[name] + d
+            expected[name] = w - lr * (d + beta * v[name] if nesterov else v[name])
+        assert_near(after["model"], expected)
+        assert_near(after["momentum"], {name: -value for name, value in v.items()})
+        assert all(after["model"][name].dtype == value.dtype for name, value in before["model"].items())
+
+
+def test_a_state_that_was_handed_over_is_left_as_it_was(tmp_path):
+    run, rounds = watched(tmp_path, FedAvgM(), rounds=1, trainer={"accelerator": "cpu", "precision": "64-true"})
+    before, uploads, after = rounds[0]
+    copies = {section: {name: value.clone() for name, value in before[section].items()} for section in before}
+    again = run.algorithm.aggregate(after, iter(uploads))
+    assert all(same_bytes(before[section], copies[section]) for section in before)
+    kept = {section: {name: value.clone() for name, value in again[section].items()} for section in again}
+    run.algorithm.aggregate(again, iter(uploads))
+    assert all(same_bytes(again[section], kept[section]) for section in again)
+
+
+def test_one_participant_of_a_step_of_its_own():
+    step = ServerStep(0.25)
+    assert step.initial({"w": torch.ones(2)}, 3) == {}
+    model = {"w": torch.tensor([2.0, -2.0]), "bn.running_mean": torch.tensor([8.0]), "n": torch.tensor(3)}
+    upload = Upload(4, Message.pack({"model": model}, n_samples=5))
+    before = {"model": {"w": torch.zeros(2), "bn.running_mean": torch.zeros(1), "n": torch.tensor(9)}}
+    after = step.finish(step.fold([upload]), before, {})
+    assert after["model"]["w"].tolist() == [0.5, -0.5]
+    assert after["model"]["bn.running_mean"].tolist() == [8.0]
+    assert after["model"]["n"].item() == 3
+
+
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
+    runs = [
+        experiment(tmp_path / name, FedAvgM(), rounds=rounds) for name, rounds in (("one", 4), ("two", 2), ("two", 4))
+    ]
+    for run, resume in zip(runs, (False, False, True), strict=True):
+        run.fit(resume=resume)
+    assert_same_run(runs[0], runs[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1.0}, r"algorithm.beta: 1.0 is not from 0 to below 1"),
+        ({"beta": -0.1}, r"algorithm.beta: -0.1 is not from 0 to below 1"),
+        ({"server_lr": 0.0}, r"algorithm.server_lr: 0.0 is not above 0; 1 goes all the way"),
+        ({"server_lr": float("nan")}, r"algorithm.server_lr: nan is not above 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedAvgM(**options)
+
+
+def test_its_server_goes_with_another_method(tmp_path):
+    own = weights_after(tmp_path / "own", FedAvgM(0.5, weighting="uniform"))
+    composed = FedAvg(aggregator=ServerMomentum(0.5, weighting="uniform"))
+    assert same_bytes(weights_after(tmp_path / "composed", composed), own)
