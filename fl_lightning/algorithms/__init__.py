@@ -6,6 +6,7 @@ from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment,
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
 from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
 from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
+from fl_lightning.algorithms.global_model.fedopt import AdaptiveServer, FedAdagrad, FedAdam, FedYogi
 from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
 from fl_lightning.algorithms.global_model.fedsiam_da import (
     DualAggregation,
@@ -29,6 +30,7 @@ from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, To
 
 __all__ = [
     "UAPDFL",
+    "AdaptiveServer",
     "Adjacency",
     "Aggregator",
     "Algorithm",
@@ -39,6 +41,8 @@ __all__ = [
     "DistillingWeights",
     "DualAggregation",
     "ErdosRenyi",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
     "FedAvgM",
     "FedDW",
@@ -47,6 +51,7 @@ __all__ = [
     "FedRep",
     "FedSKC",
     "FedSiamDA",
+    "FedYogi",
     "GlobalDiscrepancy",
     "GlobalPeriodReview",
     "Graph",

@@ -1,0 +1,140 @@
+"""FedAdagrad's, FedAdam's and FedYogi's server against Algorithm 2 (baselines: A4)."""
+
+import math
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, weights_after
+from hypothesis import given
+from hypothesis import strategies as st
+from methods import assert_same_run
+from servers import assert_near, mean_of, watched
+
+from fl_lightning.algorithms import AdaptiveServer, FedAdagrad, FedAdam, FedAvg, FedYogi
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+
+DOUBLE = {"trainer": {"accelerator": "cpu", "max_epochs": 2, "precision": "64-true"}}
+METHODS = {"adagrad": FedAdagrad, "adam": FedAdam, "yogi": FedYogi}
+
+
+@pytest.mark.parametrize("rule", METHODS)
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
+    options = DOUBLE | {"model": NormMLP}
+    average = weights_after(tmp_path / "avg", FedAvg(weighting), **options)
+    method = METHODS[rule](server_lr=1e8, beta1=0.0, tau=1e8, initial_v=0.0, weighting=weighting)
+    for name, value in weights_after(tmp_path / "huge", method, **options).items():
+        assert value.dtype == average[name].dtype
+        torch.testing.assert_close(value, average[name], rtol=1e-6, atol=1e-8)
+
+
+def one(rule, v, m, d, beta1, beta2, tau):
+    """A number's moments and direction, by Algorithm 2."""
+    m = beta1 * m + (1 - beta1) * d
+    if rule == "adagrad":
+        v = v + d * d
+    elif rule == "adam":
+        v = beta2 * v + (1 - beta2) * d * d
+    elif v != d * d:
+        v = v - (1 - beta2) * d * d * (1 if v > d * d else -1)
+    return m, v, m / (math.sqrt(v) + tau)
+
+
+numbers = st.floats(-2.0, 2.0)
+
+
+@given(st.sampled_from(sorted(METHODS)), st.lists(st.tuples(numbers, numbers, st.floats(0.0, 4.0)), min_size=1))
+def test_a_step_number_by_number(rule, rows):
+    d, m, v = torch.tensor(rows, dtype=torch.float64).T
+    server = AdaptiveServer(rule, beta1=0.8, beta2=0.7, tau=0.05)
+    direction, moments = server.direction(d, {"first_moment": m, "second_moment": v})
+    for i, (change, first, second) in enumerate(rows):
+        wanted = one(rule, second, first, change, 0.8, 0.7, 0.05)
+        found = [x[i].item() for x in (moments["first_moment"], moments["second_moment"], direction)]
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_yogi_stays_where_the_square_is_the_moment_and_moves_both_ways_by_as_much():
+    server = AdaptiveServer("yogi", beta1=0.0, beta2=0.9)
+    v = torch.tensor([4.0, 100.0, 0.0])
+    moments = {"first_moment": torch.zeros(3), "second_moment": v}
+    _, after = server.direction(torch.tensor([2.0, 2.0, 2.0]), moments)
+    torch.testing.assert_close(after["second_moment"] - v, torch.tensor([0.0, -0.4, 0.4]))
+
+
+@pytest.mark.parametrize("rule", METHODS)
+def test_no_change_moves_nothing_and_is_no_nan(rule):
+    server = AdaptiveServer(rule, initial_v=0.0)
+    model = {"w": torch.randn(3), "bn.running_var": torch.ones(3)}
+    state = {"model": model, **server.initial(model, 2)}
+    after = server.finish(server.fold([Upload(0, Message.pack({"model": model}, n_samples=1))]), state, {})
+    assert same_bytes(after["model"], model)
+    assert not after["second_moment"]["w"].any()
+    assert list(after["second_moment"]) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "method"),
+    [
+        ("adagrad", FedAdagrad(0.2, 0.3, tau=0.05, weighting="uniform")),
+        ("adam", FedAdam(0.2, 0.3, 0.6, tau=0.05)),
+        ("yogi", FedYogi(0.2, 0.3, 0.6, 0.05)),
+    ],
+)
+def test_a_run_is_algorithm_2_and_statistics_are_the_mean(tmp_path, rule, method):
+    weighting = "uniform" if rule == "adagrad" else "samples"
+    run, rounds = watched(tmp_path, method, rounds=3, model=NormMLP)
+    parameters = dict(run.worker.template.backbone.named_parameters())
+    m = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    v = {name: torch.full_like(p, 0.05**2, dtype=torch.float64) for name, p in parameters.items()}
+    for before, uploads, after in rounds:
+        expected = mean_of(uploads, weighting)
+        for name in parameters:
+            w = before["model"][name].double()
+            d = expected[name] - w
+            m[name] = 0.3 * m[name] + 0.7 * d
+            if rule == "adagrad":
+                v[name] = v[name] + d**2
+            elif rule == "adam":
+                v[name] = 0.6 * v[name] + 0.4 * d**2
+            else:
+                v[name] = torch.where(v[name] > d**2, v[name] - 0.4 * d**2, v[name] + 0.4 * d**2)
+            expected[name] = w + 0.2 * m[name] / (v[name].sqrt() + 0.05)
+        assert_near(after["model"], expected, 2e-6)
+        assert_near(after["first_moment"], m)
+        assert_near(after["second_moment"], v)
+
+
+def test_defaults_are_the_papers_for_cifar10():
+    found = [
+        (server.server_lr, server.beta1, server.beta2, server.tau, server.moments["second_moment"])
+        for server in (FedAdagrad().aggregator, FedAdam().aggregator, FedYogi().aggregator)
+    ]
+    assert found == [(0.1, 0.0, 0.99, 1e-2, 1e-2**2), *[(0.01, 0.9, 0.99, 1e-3, 1e-3**2)] * 2]
+
+
+@pytest.mark.parametrize("rule", METHODS)
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path, rule):
+    method = METHODS[rule]
+    runs = [
+        experiment(tmp_path / name, method(), rounds=rounds) for name, rounds in (("one", 3), ("two", 2), ("two", 3))
+    ]
+    for run, resume in zip(runs, (False, False, True), strict=True):
+        run.fit(resume=resume)
+    assert_same_run(runs[0], runs[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta1": 1.0}, r"algorithm.beta1: 1.0 is not from 0 to below 1"),
+        ({"beta2": -0.5}, r"algorithm.beta2: -0.5 is not from 0 to below 1"),
+        ({"tau": 0.0}, r"algorithm.tau: 0.0 is not above 0; the paper uses 1e-3"),
+        ({"initial_v": -1.0}, r"algorithm.initial_v: -1.0 is below 0; the paper's is tau squared"),
+        ({"server_lr": 0.0}, r"algorithm.server_lr: 0.0 is not above 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedYogi(**options)
