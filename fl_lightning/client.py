@@ -72,7 +72,8 @@ class LossTerm(nn.Module):
     def begin(self, module: ClientModule) -> None:
         """Called when a fit starts, with the received weights and knowledge loaded, on the training device.
 
-        Called once before round 1 too, with the initial weights: what it refuses is then refused at once.
+        Called once before round 1 too, with the initial weights: what it refuses is then refused at once. The module's
+        `trainer` has the fit's options.
         """
 
     def begin_epoch(self, module: ClientModule) -> None:

@@ -60,6 +60,10 @@ class Message:
         """The same message less one section."""
         return Message({k: t for k, t in self.tensors.items() if not k.startswith(f"{name}/")}, self.numbers)
 
+    def plus(self, sections: Mapping[str, Tensors]) -> Message:
+        """The same message with further sections."""
+        return Message(self.tensors | Message.pack(sections).tensors, self.numbers)
+
     @property
     def nbytes(self) -> int:
         """Size of the payload in bytes: every tensor's elements, and 8 for each number."""

@@ -41,11 +41,16 @@ NAMES = {name: getattr(algorithms, name) for name in algorithms.__all__}
 CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issubclass(c, Algorithm)} | {
     "UAPDFL": partial(UAPDFL, n_com=2)
 }
+OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # what a class cannot do without
 EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
 
 # Each: the method, and what its experiment has beside.
 METHODS = {
-    **{name: (method, {"model": SIAMESE}) for name, method in CLASSES.items() if name != "Algorithm"},
+    **{
+        name: (method, {"model": SIAMESE} | OPTIONS.get(name, {}))
+        for name, method in CLASSES.items()
+        if name != "Algorithm"
+    },
     "local buffers": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
     "dropped buffers": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
     "uniform": (lambda: FedAvg(aggregator=WeightedMean("uniform")), {}),

@@ -22,6 +22,7 @@ from fl_lightning.algorithms.global_model.fedskc import (
     StructuralKnowledge,
 )
 from fl_lightning.algorithms.global_model.protonet import Prototypical
+from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.algorithms.personalized.fedrep import FedRep
@@ -29,6 +30,7 @@ from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
+    "SCAFFOLD",
     "UAPDFL",
     "AdaptiveServer",
     "Adjacency",
@@ -37,6 +39,7 @@ __all__ = [
     "ClassShares",
     "ClassWise",
     "Complete",
+    "ControlVariates",
     "CwFedAvg",
     "DistillingWeights",
     "DualAggregation",

@@ -67,7 +67,7 @@ class StackedEngine(Engine):
         check_module(clients[0])
         classes = worker.data.data.num_classes
         for client in clients:
-            client.class_counts = torch.ones(classes)
+            client.class_counts, client.trainer = torch.ones(classes), trainer
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.on_fit_start()

@@ -169,6 +169,7 @@ class Worker:
             module.configure_optimizers()
         with blame("algorithm"):
             module.class_counts = torch.ones(self.data.data.num_classes)
+            module.trainer = trainer
             for term in module.terms():
                 term.begin(module)
         with blame("model"), self.inference(module):

@@ -1,0 +1,234 @@
+"""SCAFFOLD: control variates take the drift out of local steps.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
+2020, Algorithm 1 with option II.
+
+The server's control variate `c` estimates the gradient over all clients' data, a client's `c_i` that over its own. Each
+local step adds `c - c_i` to the gradient; what gradients a client met on its way says its next `c_i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, ServerStep, State, to_cpu
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import RunningMean
+
+CONTROL = "control"
+"""The section of the state that holds `c`, and of an upload that holds `Δc`."""
+
+# --- Algorithm 1 ----------------------------------------------------------------------------------------------------
+
+
+def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: Tensor) -> Tensor:
+    """Line 12, option II: `c_i⁺ = c_i - c + (x - y) / (K η)`.
+
+    Args:
+        start: `x`, a received parameter.
+        end: `y`, the same after the fit.
+        steps: K, how many steps lie between, at least 1.
+        lr: η, the learning rate of each, above 0.
+        correction: `c - c_i`, what line 10 adds to the gradient.
+    """
+    return (start - end) / (steps * lr) - correction
+
+
+def next_server_control(server: Tensor, mean_change: Tensor, participants: int, clients: int) -> Tensor:
+    """Line 17: `c + |S| / N · mean Δc`, over N clients, not over the participants alone; in float64, rounded once.
+
+    Args:
+        server: `c`.
+        mean_change: The mean of the participants' `Δc`.
+        participants: `|S|`, how many sent one.
+        clients: N, all there are.
+    """
+    return (server.double() + participants / clients * mean_change.double()).to(mean_change.dtype)
+
+
+# --- The client -----------------------------------------------------------------------------------------------------
+
+
+class ControlVariates(LossTerm):
+    """`<c - c_i, y - x>` over the trainable parameters `y`, which start at `x`: its gradient is SCAFFOLD's correction.
+
+    Part of `SCAFFOLD`, whose server has a `c` to send.
+
+    Raises:
+        ConfigError: A fit begins in which a client's steps do not add up to `K η` times the mean gradient.
+    """
+
+    name = "control"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.0
+        self._server: Tensors = {}
+        self._own: Tensors = {}
+        self._starts: Tensors = {}
+        self._corrections: Tensors = {}
+
+    def load(self, server: Tensors) -> None:
+        """Take in `c`; what is not there is zero."""
+        self._server = server
+
+    def recall(self, kept: Tensors) -> None:
+        """The client's `c_i`; before its first fit there is none, and it is zero."""
+        self._own = kept
+
+    def begin(self, module: ClientModule) -> None:
+        """Note the received weights and what each step is to be corrected by."""
+        self.lr = learning_rate(module)
+        parameters = dict(trainable(module.backbone))
+        server, self._own = (alike(held, parameters) for held in (self._server, self._own))
+        self._starts = {name: p.detach().clone() for name, p in parameters.items()}
+        self._corrections = {name: server[name] - self._own[name] for name in parameters}
+        self._server = {}
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        if not self._starts or step.backbone is None:
+            return step.logits.new_zeros(())
+        now = dict(step.backbone.named_parameters())
+        parts = [(slope * (now[name] - self._starts[name])).sum() for name, slope in self._corrections.items()]
+        return sum(parts[1:], start=parts[0])
+
+    def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
+        """After the fit: `c_i⁺` and `Δc = c_i⁺ - c_i`. A client that went nowhere keeps its `c_i`."""
+        if not module.steps * self.lr:
+            return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
+        new = {
+            name: next_control(self._starts[name], p.detach(), module.steps, self.lr, self._corrections[name])
+            for name, p in trainable(module.backbone)
+        }
+        return new, {name: value - self._own[name] for name, value in new.items()}
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """`c_i⁺`."""
+        return self.controls(module)[0]
+
+
+def trainable(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What has a control variate: the parameters that are trained, by name."""
+    return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
+
+
+def alike(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
+    """A control variate on the parameters' device, in float32 or more; zeros for what it lacks."""
+
+    def value(name: str, p: Tensor) -> Tensor:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return control[name].to(p.device, dtype) if name in control else torch.zeros_like(p, dtype=dtype)
+
+    return {name: value(name, p.detach()) for name, p in parameters.items()}
+
+
+def learning_rate(module: ClientModule) -> float:
+    """η of every step of a fit that goes `K η` times the mean corrected gradient, and nowhere else.
+
+    Raises:
+        ConfigError: Another fit is asked for; names the key.
+    """
+    optimizer, trainer = module.optimizer_for(module.backbone.parameters()), module.trainer
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    plain = type(optimizer) is torch.optim.SGD and not any(
+        g["momentum"] or g["maximize"] for g in optimizer.param_groups
+    )
+    wrong = {
+        "optimizer: SCAFFOLD needs plain SGD with one learning rate; set momentum 0": not plain or len(rates) > 1,
+        "lr_scheduler: SCAFFOLD needs one learning rate within a fit; use round_lr_scheduler": module.scheduler_factory,
+        "trainer.accumulate_grad_batches: SCAFFOLD needs a step a batch; use a larger batch_size": (
+            trainer.accumulate_grad_batches > 1
+        ),
+        "trainer.gradient_clip_val: it would clip SCAFFOLD's correction with the gradient; leave it out": (
+            trainer.gradient_clip_val
+        ),
+        "trainer.precision: 16-mixed leaves out steps that SCAFFOLD counts; use bf16-mixed": (
+            trainer.precision == "16-mixed"
+        ),
+    }
+    for message, found in wrong.items():
+        if found:
+            raise ConfigError(message)
+    return rates.pop()
+
+
+# --- The method -----------------------------------------------------------------------------------------------------
+
+
+class SCAFFOLD(Algorithm):
+    """FedAvg whose clients correct each local step by the difference of two control variates, the server's and theirs.
+
+    In round 1, and with one local step and all clients in every round, this is FedAvg with `weighting: uniform`. It
+    needs plain SGD.
+
+    Bytes a round, each participant: down `model + 4 * P`, up `model + 4 * P + 8`.
+
+    Args:
+        server_lr: η_g, the server's learning rate; 1 goes all the way to the clients' mean.
+        loss_terms: Loss terms of other papers, added to the correction.
+        aggregator: Any paper's aggregator in place of the server's step towards the plain mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they have no control variate.
+
+    Raises:
+        ConfigError: `server_lr` is not above 0.
+    """
+
+    def __init__(
+        self,
+        server_lr: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        server = aggregator or ServerStep(server_lr, "uniform")
+        super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, a `c` of zeros, and how many clients there are."""
+        zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable(backbone)}
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        return state | {CONTROL: zeros, "clients": {"number": torch.tensor(clients)}}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """The weights, and `c`."""
+        return super().download(state, client, rng).plus({CONTROL: state[CONTROL]})
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take in `c` too."""
+        super().receive(module, download, memory)
+        term_of(module).load(download.section(CONTROL))
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The weights, and `Δc`."""
+        _, change = term_of(module).controls(module)
+        return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """The next weights, and the next `c` from those `Δc` that have arrived."""
+        changes, arrived = RunningMean(), 0
+
+        def arriving() -> Iterator[Upload]:
+            nonlocal arrived
+            for client, message in uploads:
+                changes.add(message.section(CONTROL), 1)
+                arrived += 1
+                yield Upload(client, message.without(CONTROL))
+
+        after = super().aggregate(state, arriving())
+        clients, mean = int(state["clients"]["number"]), changes.value()
+        control = {
+            name: next_server_control(value, mean[name], arrived, clients) for name, value in state[CONTROL].items()
+        }
+        return after | {CONTROL: control}
+
+
+def term_of(module: ClientModule) -> ControlVariates:
+    """A client's control variates."""
+    return next(term for term in module.terms() if isinstance(term, ControlVariates))

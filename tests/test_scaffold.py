@@ -1,0 +1,268 @@
+"""SCAFFOLD against its Algorithm 1, and what follows from it (baselines: A3)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, weights_after
+from methods import assert_same_run
+from servers import assert_near, mean_of, watched
+from test_stacked import compare
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR
+
+from fl_lightning.algorithms import SCAFFOLD, ControlVariates, FedAvg, Proximal, ServerMomentum
+from fl_lightning.algorithms.global_model import scaffold
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.engines.trainer import quiet_trainer
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP
+
+CPU = {"accelerator": "cpu", "max_epochs": 2}
+DOUBLE = CPU | {"precision": "64-true"}
+PLAIN = {"optimizer": partial(torch.optim.SGD, lr=0.1)}
+UNIFORM = partial(FedAvg, weighting="uniform")
+
+
+# --- Equations ---
+
+
+def test_a_clients_next_control_is_the_mean_of_the_gradients_it_met():
+    """With `y ← y - η (g_k - c_i + c)`, option II's `c_i⁺` is the mean of the `g_k`, whatever `c` and `c_i` are."""
+    own, server, start = torch.randn(3, 4, dtype=torch.float64)
+    gradients, lr, end = torch.randn(5, 4, dtype=torch.float64), 0.3, start
+    for gradient in gradients:
+        end = end - lr * (gradient - own + server)
+    found = scaffold.next_control(start, end, 5, lr, server - own)
+    for i in range(4):
+        wanted = own[i] - server[i] + (start[i] - end[i]) / (5 * lr)
+        assert found[i].item() == pytest.approx(wanted.item(), abs=1e-12)
+    torch.testing.assert_close(found, gradients.mean(dim=0))
+
+
+def test_the_terms_gradient_is_the_correction_wherever_the_weights_are():
+    module, c, own = begun_module()
+    with torch.no_grad():
+        for p in module.backbone.parameters():
+            p += torch.randn_like(p)
+    (term,) = module.terms()
+    term(Step(torch.zeros(1, 3), torch.tensor([0]), backbone=module.backbone)).backward()
+    for name, p in module.backbone.named_parameters():
+        torch.testing.assert_close(p.grad, c[name] - own[name])
+
+
+def test_the_term_is_zero_where_the_fit_starts_and_where_none_was_begun():
+    module, _, _ = begun_module()
+    (term,) = module.terms()
+    step = Step(torch.zeros(1, 3), torch.tensor([0]), backbone=module.backbone)
+    assert term(step).item() == 0
+    assert ControlVariates()(step).item() == 0
+
+
+def begun_module():
+    """A module whose fit has begun, with a `c` and a `c_i` of random numbers."""
+    module = SCAFFOLD().client_module(MLP(in_shape=(4,), num_classes=3, hidden=(5,)))
+    (term,) = module.terms()
+    c, own = ({name: torch.randn_like(p) for name, p in module.backbone.named_parameters()} for _ in range(2))
+    term.load(c)
+    term.recall(own)
+    module.trainer = quiet_trainer(CPU)
+    module.on_fit_start()
+    return module, c, own
+
+
+def test_a_client_that_took_no_step_keeps_its_control():
+    module, _, own = begun_module()
+    (term,) = module.terms()
+    new, change = term.controls(module)
+    assert same_bytes(new, own)
+    assert not any(value.any() for value in change.values())
+
+
+def test_frozen_parameters_have_no_control():
+    backbone = MLP(in_shape=(4,), num_classes=3, hidden=(5,))
+    backbone.head.weight.requires_grad_(False)
+    state = SCAFFOLD().initial_state(backbone, 3, 7, None)
+    assert "head.weight" in state["model"]
+    assert set(state["control"]) == {name for name, p in backbone.named_parameters() if name != "head.weight"}
+
+
+@pytest.mark.parametrize("arrived", [1, 3])
+def test_the_server_divides_by_those_that_arrived_and_controls_by_all_clients(arrived):
+    backbone, clients, lr = NormMLP((4,), 3), 8, 0.7
+    method = SCAFFOLD(lr)
+    state = method.initial_state(backbone, 3, clients, None)
+    state["control"] = {name: torch.randn_like(value) for name, value in state["control"].items()}
+    uploads = []
+    for client in range(arrived):
+        model = {n: torch.randn_like(v) if v.is_floating_point() else v + client for n, v in state["model"].items()}
+        control = {name: torch.randn_like(value) for name, value in state["control"].items()}
+        uploads.append(Upload(client, Message.pack({"model": model, "control": control}, n_samples=10 + client)))
+    after = method.aggregate(state, iter(uploads))
+    for name, value in state["model"].items():
+        theirs = [upload.message.section("model")[name] for upload in uploads]
+        wanted = sum(theirs) / arrived if value.is_floating_point() else max(theirs)
+        if name in state["control"]:
+            wanted = value + lr / arrived * sum(one - value for one in theirs)
+            change = sum(upload.message.section("control")[name] for upload in uploads)
+            torch.testing.assert_close(after["control"][name], state["control"][name] + change / clients)
+        torch.testing.assert_close(after["model"][name], wanted)
+    assert after["control"].keys() == state["control"].keys()
+
+
+# --- Identities ---
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_round_1_is_fedavg_for_any_number_of_steps(tmp_path, model):
+    options = PLAIN | {"rounds": 1, "model": model}
+    mine, average = (
+        weights_after(tmp_path / name, method, **options) for name, method in (("mine", SCAFFOLD()), ("avg", UNIFORM()))
+    )
+    for name, value in average.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_one_step_of_everybody_is_fedavg_in_every_round(tmp_path):
+    trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": 1}
+    options = PLAIN | {"rounds": 4, "clients_per_round": None, "trainer": trainer}
+    mine, average = (
+        weights_after(tmp_path / name, method, **options) for name, method in (("mine", SCAFFOLD()), ("avg", UNIFORM()))
+    )
+    for name, value in average.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_with_everybody_the_servers_control_is_the_mean_of_the_clients(tmp_path):
+    run = experiment(tmp_path, SCAFFOLD(), **PLAIN, clients_per_round=None, trainer=DOUBLE)
+    run.fit()
+    assert len(run.memory) == 6
+    for name, value in run.state["control"].items():
+        mean = torch.stack([memory["term_control"][name] for memory in run.memory.values()]).mean(dim=0)
+        assert value.abs().max() > 1e-3
+        torch.testing.assert_close(value, mean, rtol=1e-9, atol=1e-12)
+
+
+# --- Whole runs ---
+
+
+def test_a_run_is_algorithm_1_by_hand(tmp_path):
+    """Full batches, so that the order of samples is of no account; two of six clients a round, a falling rate."""
+    rate, decay, server_lr, steps, rounds = 0.2, 0.01, 0.8, 3, 4
+    run = experiment(
+        tmp_path,
+        SCAFFOLD(server_lr),
+        rounds=rounds,
+        clients_per_round=2,
+        batch_size=10_000,
+        optimizer=partial(torch.optim.SGD, lr=rate, weight_decay=decay),
+        round_lr_scheduler=partial(ExponentialLR, gamma=0.9),
+        trainer={"accelerator": "cpu", "precision": "64-true", "max_epochs": steps},
+    )
+    run.load()
+    model = copy.deepcopy(run.worker.template.backbone).double()
+    x, y = run.data.data.x_train.double(), run.data.data.y_train
+    c = [torch.zeros_like(p) for p in model.parameters()]
+    own = {client: [torch.zeros_like(p) for p in model.parameters()] for client in range(6)}
+    seen = []
+    for round in range(1, rounds + 1):
+        lr, moves, changes = rate * 0.9 ** (round - 1), [], []
+        for client in run.participants(round):
+            local, mine = copy.deepcopy(model), run.data.shards[client].train
+            for _ in range(steps):
+                gradients = torch.autograd.grad(F.cross_entropy(local(x[mine]), y[mine]), list(local.parameters()))
+                with torch.no_grad():
+                    for p, g, ci, cs in zip(local.parameters(), gradients, own[client], c, strict=True):
+                        p -= lr * (g + decay * p - ci + cs)
+            ends, starts = list(local.parameters()), list(model.parameters())
+            new = [
+                (ci - cs + (s - e) / (steps * lr)).detach()
+                for ci, cs, s, e in zip(own[client], c, starts, ends, strict=True)
+            ]
+            moves.append([(e - s).detach() for e, s in zip(ends, starts, strict=True)])
+            changes.append([n - o for n, o in zip(new, own[client], strict=True)])
+            own[client] = new
+            seen.append(client)
+        with torch.no_grad():
+            for p, *theirs in zip(model.parameters(), *moves, strict=True):
+                p += server_lr / len(theirs) * sum(theirs)
+        c = [value + sum(theirs) / 6 for value, *theirs in zip(c, *changes, strict=True)]
+    assert len(seen) > len(set(seen)) < 6  # some came back, some never came
+    run.fit()
+    assert_near(run.state["model"], dict(model.state_dict()), 1e-9)
+    names = [name for name, _ in model.named_parameters()]
+    assert_near(run.state["control"], dict(zip(names, c, strict=True)), 1e-9)
+    assert set(run.memory) == set(seen)
+    for client in run.memory:
+        assert_near(run.memory[client]["term_control"], dict(zip(names, own[client], strict=True)), 1e-9)
+
+
+def test_another_aggregator_takes_the_weights_and_leaves_the_controls(tmp_path):
+    method = SCAFFOLD(aggregator=ServerMomentum(0.0, weighting="samples"))
+    _, rounds = watched(tmp_path, method, rounds=2, model=NormMLP, **PLAIN)
+    for before, uploads, after in rounds:
+        assert_near(after["model"], mean_of(uploads, "samples"))
+        changes = mean_of(uploads, "uniform", "control")
+        wanted = {name: value.double() + 4 / 6 * changes[name] for name, value in before["control"].items()}
+        assert_near(after["control"], wanted)
+
+
+def test_it_is_a_run_in_two_parts_as_in_one(tmp_path):
+    runs = [
+        experiment(tmp_path / name, SCAFFOLD(), rounds=rounds, **PLAIN)
+        for name, rounds in (("one", 4), ("two", 2), ("two", 4))
+    ]
+    for run, resume in zip(runs, (False, False, True), strict=True):
+        run.fit(resume=resume)
+    assert_same_run(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_stacked_clients_are_corrected_alike(tmp_path, model):
+    run = compare(tmp_path, SCAFFOLD(loss_terms=[Proximal(0.1)]), model=model, **PLAIN)
+    assert 0 < len(run.memory) < 6  # of the second round's clients some had a control, some had none
+
+
+# --- Refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "optimizer: SCAFFOLD needs plain SGD"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1, maximize=True)}, "optimizer: SCAFFOLD needs plain SGD"),
+        ({"optimizer": torch.optim.Adam}, "optimizer: SCAFFOLD needs plain SGD with one learning rate; set momentum 0"),
+        ({"lr_scheduler": partial(ExponentialLR, gamma=0.5)}, "lr_scheduler: .*; use round_lr_scheduler"),
+        ({"trainer": CPU | {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches: .*larger batch_size"),
+        ({"trainer": CPU | {"gradient_clip_val": 1.0}}, "trainer.gradient_clip_val: .*; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_fit_that_is_no_plain_descent_is_refused_before_round_1(tmp_path, options, message, engine):
+    run = experiment(tmp_path, SCAFFOLD(), engine=engine, **PLAIN | options)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        run.fit()
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_steps_that_a_scaler_leaves_out_and_several_rates_are_refused():
+    module, _, _ = begun_module()
+    module.trainer.precision_plugin.precision = "16-mixed"  # on a CPU Lightning makes bf16 of it
+    with pytest.raises(ConfigError, match=r"^trainer.precision: 16-mixed leaves out steps"):
+        module.on_fit_start()
+
+    def two_rates(parameters):
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.2}])
+
+    module = ClientModule(NormMLP((4,), 3), [ControlVariates()], optimizer=two_rates)
+    module.trainer = quiet_trainer(CPU)
+    with pytest.raises(ConfigError, match=r"^optimizer: SCAFFOLD needs plain SGD with one learning rate"):
+        module.on_fit_start()
+
+
+def test_bad_options_are_named():
+    with pytest.raises(ConfigError, match=r"algorithm.server_lr: -1 is not above 0"):
+        SCAFFOLD(-1)
