@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from fl_lightning.message import Tensors, Upload
 
 if TYPE_CHECKING:
     from fl_lightning.client import ClientModule, Step
+
+
+Seen = Literal["after", "last_epoch", "round"]
 
 
 class SharedKnowledge(nn.Module):
@@ -72,3 +75,87 @@ def class_sums_over(
     parts = [class_sums(values(x), y, num_classes) for x, y in batches]
     sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
     return sums, counts
+
+
+def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """Each class's plain mean over the clients that hold it, in float64, rounded once.
+
+    Args:
+        local: `(K, C, d)`.
+        held: `(K, C)` bool.
+
+    Returns:
+        The means `(C, d)`, zero for a class that nobody holds, and which classes somebody holds, `(C,)`.
+    """
+    holders = held.sum(dim=0)
+    sums = torch.where(held[:, :, None], local.double(), 0.0).sum(dim=0)
+    return (sums / holders.clamp(min=1)[:, None]).to(local.dtype), holders > 0
+
+
+class ClassMeans(SharedKnowledge):
+    """Each class's mean of what networks put out for its samples: clients' own go up, the mean over clients comes back.
+
+    All clients that hold a class count the same. A class that nobody uploads keeps its last mean; before round 1
+    nothing is known and nothing travels. Subclasses say in `outputs` what is averaged.
+
+    Args:
+        seen: What a client averages over: one pass over its data `after` training, in eval mode, or what its network
+            put out while it trained, in the `last_epoch` or the whole `round`.
+
+    Attributes:
+        values: `(C, d)`, zero where the class is not known; None before anything is known.
+        known: `(C,)` bool.
+        tracked: Sums by class, `(C, d)`, and samples a class, `(C,)`, of what was seen in training.
+    """
+
+    def __init__(self, seen: Seen = "after") -> None:
+        super().__init__()
+        self.seen: Seen = seen
+        self.values: Tensor | None
+        self.known: Tensor | None
+        self.register_buffer("values", None, persistent=False)
+        self.register_buffer("known", None, persistent=False)
+        self.tracked: tuple[Tensor, Tensor] | None = None
+        self._epoch = 0
+
+    def outputs(self, step: Step) -> Tensor:
+        """What is averaged, `(B, d)`."""
+        raise NotImplementedError
+
+    def initial(self, num_classes: int) -> Tensors:
+        """Nothing."""
+        return {}
+
+    @property
+    def observes(self) -> bool:
+        """Whether it looks on in training."""
+        return self.seen != "after"
+
+    def observe(self, step: Step, epoch: int) -> None:
+        """Add the batch's outputs; with `last_epoch` an epoch starts afresh."""
+        sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
+        if self.tracked and (self.seen == "round" or self._epoch == epoch):
+            sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)
+        self.tracked, self._epoch = (sums, counts), epoch
+
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """The client's means, `(C, d)`, and which classes they are of, `(C,)`."""
+        sums, counts = self.tracked or self._passed(module, batches, num_classes)
+        return {"values": sums / counts.clamp(min=1)[:, None], "known": counts > 0}
+
+    def _passed(
+        self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = [class_sums(self.outputs(module.step(batch)), batch[1], num_classes) for batch in batches]
+        sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
+        return sums, counts
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """The means over the clients that hold a class."""
+        sections = [upload.message.section(self.name) for upload in uploads]
+        local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
+        values, known = mean_over_holders(local, held)
+        if previous:
+            values = torch.where(known[:, None], values, previous["values"])
+            known = known | previous["known"]
+        return {"values": values, "known": known}

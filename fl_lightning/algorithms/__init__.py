@@ -24,7 +24,14 @@ from fl_lightning.algorithms.global_model.fedskc import (
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
+from fl_lightning.algorithms.personalized.feddistill import (
+    FedDistill,
+    FedDistillPlus,
+    LogitDistillation,
+    MeanLogits,
+)
 from fl_lightning.algorithms.personalized.fedper import FedPer
+from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import FedRep
 from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
@@ -49,7 +56,10 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedDW",
+    "FedDistill",
+    "FedDistillPlus",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedSKC",
@@ -61,7 +71,11 @@ __all__ = [
     "HistoryContrast",
     "Local",
     "LocalContrastive",
+    "LogitDistillation",
+    "MeanLogits",
     "PeerAlgorithm",
+    "PrototypeAlignment",
+    "Prototypes",
     "Prototypical",
     "Proximal",
     "Ring",

@@ -1,0 +1,149 @@
+"""FedProto: clients share class prototypes and nothing else; each keeps a model of its own.
+
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
+2022. Equations below are the paper's.
+
+A prototype is the mean feature of a class's samples. `PrototypeAlignment` pulls a client's features towards the
+prototypes that all clients together have; it works in any other method's `loss_terms` too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import ClassMeans, Seen, SharedKnowledge
+from fl_lightning.models import with_encoder
+
+
+class Prototypes(ClassMeans):
+    """Eq. 3 and 6: each class's mean feature, `(C, d)`, averaged over the clients that hold the class."""
+
+    name = "prototypes"
+
+    def outputs(self, step: Step) -> Tensor:
+        """The features."""
+        assert step.features is not None
+        return step.features
+
+
+def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
+    """Eq. 8: the mean square, over samples and features, of how far features are from their class's prototype.
+
+    Samples of a class without prototype are at no distance.
+
+    Args:
+        features: `(B, d)`.
+        targets: `(B,)`.
+        prototypes: `(C, d)`.
+        known: `(C,)` bool.
+    """
+    aims = torch.where(known[targets][:, None], prototypes[targets], features.detach())
+    return F.mse_loss(features, aims)
+
+
+class PrototypeAlignment(LossTerm):
+    """`λ` times the mean squared distance of features to the prototype of their class; off while none is known.
+
+    Args:
+        lam: λ, 0 or more; 0 switches the term off.
+        seen: Which features make a client's prototypes, see `ClassMeans`.
+
+    Raises:
+        ConfigError: `lam` is below 0, or a fit begins in a module without an encoder.
+
+    Example:
+        >>> term = PrototypeAlignment(lam=1.0)
+        >>> term.prototypes.load({"values": torch.ones(2, 3), "known": torch.tensor([True, False])})
+        >>> term(Step(torch.zeros(2, 2), torch.tensor([0, 1]), features=torch.zeros(2, 3))).item()
+        0.5
+    """
+
+    def __init__(self, lam: float = 1.0, seen: Seen = "after") -> None:
+        super().__init__()
+        if not lam >= 0:
+            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper uses 0.1 to 4")
+        self.lam, self.active = lam, lam > 0
+        self.prototypes = Prototypes(seen)
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """The prototypes."""
+        return (self.prototypes,)
+
+    def begin(self, module: ClientModule) -> None:
+        """Look whether there is an encoder."""
+        with_encoder(module.backbone)
+
+    def forward(self, step: Step) -> Tensor:
+        """The term on a batch; zero while nothing is known."""
+        values, known = self.prototypes.values, self.prototypes.known
+        if values is None or known is None or step.features is None:
+            return step.logits.new_zeros(())
+        return self.lam * prototype_distance(step.features.float(), step.targets, values, known)
+
+
+class NearestPrototype(nn.Module):
+    """A head that tells the class whose prototype is nearest: its logits are negative mean squares.
+
+    Args:
+        prototypes: `(C, d)`.
+        known: `(C,)` bool; other classes are infinitely far.
+    """
+
+    def __init__(self, prototypes: Tensor, known: Tensor) -> None:
+        super().__init__()
+        self.prototypes: Tensor
+        self.known: Tensor
+        self.register_buffer("prototypes", prototypes)
+        self.register_buffer("known", known)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """`(B, C)` of features `(B, d)`."""
+        gaps = (features.float()[:, None] - self.prototypes).square().mean(dim=2)
+        return -gaps.masked_fill(~self.known, torch.inf)
+
+
+class FedProto(Algorithm):
+    """Clients keep whole models of their own and share class prototypes, which their features are drawn to.
+
+    With `lam` 0 this is `Local`, bit for bit. Models stay where they are, so there is none to measure globally.
+
+    Bytes a round, each participant: down `4 * C * d + C`, up `4 * C * d + C + 8`, and nothing down in round 1.
+
+    Args:
+        lam: λ of Eq. 7, the weight of the distance to the prototypes, which is a mean over features too.
+        seen: Which features make a client's prototypes: of one pass `after` training, or those seen in training, in its
+            `last_epoch` (as the authors' code) or in the whole `round`.
+        predict: What a client's model goes by when it is measured or handed out: its `logits`, or the nearest of the
+            `prototypes` that it was sent.
+        loss_terms: Loss terms of other papers, added to this one.
+
+    Raises:
+        ConfigError: `lam` is below 0.
+    """
+
+    personal = ("",)
+    one_model = False
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        seen: Seen = "after",
+        predict: Literal["logits", "prototypes"] = "logits",
+        loss_terms: list[LossTerm] | None = None,
+    ) -> None:
+        self.predict = predict
+        super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Put the nearest prototype in the head's place, if that is what is asked for and there are any."""
+        (prototypes,) = (piece for piece in module.pieces() if isinstance(piece, Prototypes))
+        if self.predict == "prototypes" and prototypes.values is not None and prototypes.known is not None:
+            with_encoder(module.backbone).head = NearestPrototype(prototypes.values, prototypes.known)

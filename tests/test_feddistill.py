@@ -1,0 +1,211 @@
+"""FedDistill's and FedDistill+'s formulas against brute force, and their identities (baselines: B7)."""
+
+import copy
+import math
+from functools import partial
+
+import commands
+import pytest
+import torch
+from experiments import Alone, NormMLP, experiment, own_after, same_bytes, weights_after
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
+from fl_lightning.algorithms.personalized import feddistill as fd
+from fl_lightning.client import Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP
+
+C = 4
+HIDDEN = partial(MLP, hidden=(16,))
+
+
+# --- The formulas ---
+
+
+def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
+    logits, teacher = torch.randn(6, C, requires_grad=True), torch.randn(C, C)
+    targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
+    loss = fd.distillation_loss(logits, targets, teacher, known)
+    total = 0.0
+    for i, y in enumerate(targets.tolist()):
+        if known[y]:
+            p, q = teacher[y].softmax(dim=0).tolist(), logits[i].softmax(dim=0).tolist()
+            total += sum(p[j] * math.log(p[j] / q[j]) for j in range(C))
+    assert loss.item() == pytest.approx(total / 6, rel=1e-4)
+    loss.backward()
+    for i, y in enumerate(targets.tolist()):
+        gap = logits[i].softmax(dim=0) - teacher[y].softmax(dim=0) if known[y] else torch.zeros(C)
+        torch.testing.assert_close(logits.grad[i], gap.detach() / 6)
+
+
+def test_no_gradient_reaches_the_mean_logits():
+    term = LogitDistillation()
+    term.logits.load({"values": torch.randn(C, C), "known": torch.ones(C, dtype=torch.bool)})
+    term(Step(torch.randn(2, C, requires_grad=True), torch.tensor([0, 1]))).backward()
+    assert not term.logits.values.requires_grad
+    assert not list(term.parameters())
+
+
+def test_the_term_is_gamma_times_the_loss_and_zero_before_anything_is_known():
+    term, step = LogitDistillation(gamma=3.0), Step(torch.randn(2, C), torch.tensor([0, 3]))
+    assert term(step) == 0
+    teacher, known = torch.randn(C, C), torch.tensor([True, True, True, False])
+    term.logits.load({"values": teacher, "known": known})
+    torch.testing.assert_close(term(step), 3 * fd.distillation_loss(step.logits, step.targets, teacher, known))
+
+
+def observed(piece, rounds, seed=0):
+    """What a piece of a client that lives for so many rounds is shown, as `(round, logits, targets)`."""
+    generator, seen = torch.Generator().manual_seed(seed), []
+    for round in range(rounds):
+        if round:
+            piece = MeanLogits(piece.cumulative) if not piece.cumulative else resumed(piece)
+        for epoch in range(2):
+            logits = torch.randn(5, C, generator=generator)
+            targets = torch.randint(0, C - 1, (5,), generator=generator)
+            piece.observe(Step(logits, targets), epoch)
+            seen.append((round, logits, targets))
+    return piece, seen
+
+
+def resumed(piece):
+    """The piece of the client's next round."""
+    one, other = LogitDistillation(cumulative=True), LogitDistillation(cumulative=True)
+    one.logits.tracked = piece.tracked
+    other.recall(one.remember(None))
+    return other.logits
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_rows_are_means_over_what_was_seen_in_the_round_or_in_all_rounds(cumulative):
+    piece, seen = observed(MeanLogits(cumulative), rounds=3)
+    sent = piece.summarize(None, [], C)
+    counted = [(logits, targets) for round, logits, targets in seen if cumulative or round == 2]
+    for c in range(C):
+        rows = [z for logits, targets in counted for z, y in zip(logits, targets, strict=True) if y == c]
+        count = len(rows) + 1 if cumulative else max(len(rows), 1)
+        torch.testing.assert_close(sent["values"][c], sum(rows, torch.zeros(C)) / count)
+        assert sent["known"][c] == (cumulative or len(rows) > 0)
+    assert not sent["values"][C - 1].any()
+
+
+def test_a_client_remembers_nothing_of_a_round_unless_told_to():
+    term = LogitDistillation()
+    term.logits.observe(Step(torch.randn(5, C), torch.arange(5) % C), 0)
+    assert term.remember(None) == {}
+
+
+# --- The methods ---
+
+
+@pytest.mark.parametrize("model", [HIDDEN, NormMLP])
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_gamma_zero_is_local_bit_for_bit(tmp_path, model, cumulative):
+    zero, alone = (
+        own_after(tmp_path / name, method, model=model, rounds=2)
+        for name, method in (("zero", FedDistill(0.0, cumulative)), ("alone", Alone()))
+    )
+    assert same_bytes(zero, alone)
+    assert not same_bytes(own_after(tmp_path / "one", FedDistill(1.0, cumulative), model=model, rounds=2), alone)
+
+
+@pytest.mark.parametrize("model", [HIDDEN, NormMLP])
+def test_plus_with_gamma_zero_is_fedavg_bit_for_bit(tmp_path, model):
+    plain = weights_after(tmp_path / "avg", FedAvg(), model=model)
+    assert same_bytes(weights_after(tmp_path / "zero", FedDistillPlus(0.0), model=model), plain)
+    assert not same_bytes(weights_after(tmp_path / "one", FedDistillPlus(1.0), model=model), plain)
+
+
+def by_hand(run, gamma, cumulative, plus):
+    """Every round in full batches: the mean logits, and each client's model; with `plus` the shared one."""
+    lr, data = 0.1, run.data.data
+    start = copy.deepcopy(run.worker.template.backbone)
+    models, sums, counts = {}, {}, {}
+    teacher, known = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bool)
+    for round in range(1, run.rounds + 1):
+        heard, participants = [], run.participants(round)
+        for k in participants:
+            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            model = models[k] = copy.deepcopy(start) if plus else models.get(k, copy.deepcopy(start))
+            if not cumulative or k not in sums:
+                sums[k], counts[k] = torch.zeros(10, 10), torch.zeros(10)
+            for _ in range(2):
+                logits = model(x)
+                log_q, log_p = logits.log_softmax(dim=1), teacher[y].log_softmax(dim=1)
+                kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+                loss = F.cross_entropy(logits, y) + gamma * (kl * known[y]).mean()
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(model.parameters(), gradients, strict=True):
+                        p -= lr * g
+                    for c in y.unique():
+                        sums[k][c] += logits[y == c].sum(dim=0)
+                        counts[k][c] += int((y == c).sum())
+            heard.append((sums[k].clone(), counts[k].clone()))
+        for c in range(10):
+            rows = [s[c] / (n[c] + 1) if cumulative else s[c] / n[c] for s, n in heard if cumulative or n[c]]
+            if rows:
+                teacher[c], known[c] = torch.stack(rows).mean(dim=0), True
+        if plus:
+            sizes = [len(run.data.shards[k].train) for k in participants]
+            states = [models[k].state_dict() for k in participants]
+            shared = {n: sum(a * s[n] for a, s in zip(sizes, states, strict=True)) / sum(sizes) for n in states[0]}
+            start.load_state_dict(shared)
+    return teacher, known, models, start
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
+def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
+    options = {
+        "batch_size": 10_000,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "trainer": {"accelerator": "cpu", "max_epochs": 2},
+    }
+    run = experiment(tmp_path, kind(2.0, cumulative), **options)
+    run.fit()
+    teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
+    torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-4, atol=1e-5)
+    assert torch.equal(run.state["mean_logits"]["known"], known)
+    if kind is FedDistillPlus:
+        torch.testing.assert_close(run.state["model"], dict(shared.state_dict()), rtol=1e-4, atol=1e-5)
+        assert all("personal" not in memory for memory in run.memory.values())
+    else:
+        for k, memory in run.memory.items():
+            torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_fedgens_tracker_makes_the_target_of_a_class_that_nobody_has_uniform():
+    piece = MeanLogits(cumulative=True)
+    piece.observe(Step(torch.randn(5, C), torch.zeros(5, dtype=torch.long)), 0)
+    sent = piece.summarize(None, [], C)
+    piece.load(sent)
+    logits = torch.randn(1, C)
+    loss = fd.distillation_loss(logits, torch.tensor([2]), piece.values, piece.known)
+    expected = sum(math.log((1 / C) / q) / C for q in logits.softmax(dim=1)[0].tolist())
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_plus_takes_feddws_term_from_the_command_line(tmp_path):
+    text = commands.TINY.replace(
+        "algorithm: FedSKC",
+        """algorithm:
+  class_path: FedDistillPlus
+  init_args:
+    loss_terms: [{class_path: DistillingWeights, init_args: {mu: 10}}]""",
+    ).replace("hidden: [8]", "hidden: [8], head: {classifier: bias_free}")
+    commands.tiny(tmp_path / "both", text=text)
+    first, _, last = commands.rows(tmp_path / "both")
+    assert float(first["client/train_dw"]) > 0
+    assert float(first["client/train_logit_distillation"]) == 0
+    assert float(last["client/train_logit_distillation"]) > 0
+    model = sum(p.numel() for p in MLP((1, 8, 8), 10, hidden=(8,)).parameters()) - 10
+    knowledge = 4 * 100 + 10 + 4 * (10 + 100)
+    assert int(last["comm/up_bytes"]) == 4 * (4 * model + knowledge + 8)
+
+
+@pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
+def test_bad_input_is_named(kind):
+    with pytest.raises(ConfigError, match=r"algorithm.gamma: -0.5 is below 0"):
+        kind(gamma=-0.5)

@@ -1,0 +1,220 @@
+"""FedProto's equations against brute force, its identity, and a whole run by hand (baselines: B6)."""
+
+import copy
+
+import pytest
+import torch
+from experiments import Alone, NormMLP, experiment, own_after, same_bytes, task_of_round
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedProto, PrototypeAlignment, Prototypes
+from fl_lightning.algorithms.personalized import fedproto as fp
+from fl_lightning.client import Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.knowledge import mean_over_holders
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP
+
+C, WIDTH = 4, 3
+PLAIN = {"rounds": 3, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+
+
+def uploads(local, held):
+    sections = [{"prototypes": {"values": v, "known": h}} for v, h in zip(local, held, strict=True)]
+    return [Upload(k, Message.pack(section, n_samples=10**k)) for k, section in enumerate(sections)]
+
+
+# --- The formulas ---
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_the_server_takes_the_plain_mean_over_owners_and_forgets_nothing(clients):
+    local = torch.randn(clients, C, WIDTH)
+    held = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)[:clients]
+    previous = {"values": torch.randn(C, WIDTH), "known": torch.tensor([True, False, True, False])}
+    for before in ({}, previous):
+        merged = Prototypes().merge(before, uploads(local, held))
+        for c in range(C):
+            owned = [local[k, c] for k in range(clients) if held[k, c]]
+            old = before["values"][c] if before else torch.zeros(WIDTH)
+            expected = sum(owned) / len(owned) if owned else old
+            torch.testing.assert_close(merged["values"][c], expected)
+        assert merged["known"].tolist() == ([True, True, bool(before), False])
+
+
+def test_one_owners_prototype_comes_back_bit_for_bit_and_strangers_rows_do_not_count():
+    local, held = torch.randn(2, C, WIDTH), torch.eye(2, C, dtype=torch.bool)
+    local[0, 1] = torch.nan
+    means, known = mean_over_holders(local, held)
+    assert torch.equal(means[0], local[0, 0])
+    assert torch.equal(means[1], local[1, 1])
+    assert not means[2:].any()
+    assert known.tolist() == [True, True, False, False]
+
+
+def test_the_distance_is_a_mean_over_samples_and_features_and_none_where_nothing_is_known():
+    features = torch.randn(6, WIDTH, requires_grad=True)
+    targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
+    prototypes = torch.randn(C, WIDTH)
+    loss = fp.prototype_distance(features, targets, prototypes, known)
+    pairs = [(i, int(y)) for i, y in enumerate(targets) if known[y]]
+    by_hand = sum((features[i, j] - prototypes[y, j]).item() ** 2 for i, y in pairs for j in range(WIDTH))
+    assert loss.item() == pytest.approx(by_hand / (6 * WIDTH), rel=1e-5)
+    loss.backward()
+    for i, y in enumerate(targets):
+        expected = 2 * (features[i] - prototypes[y]) / (6 * WIDTH) if known[y] else torch.zeros(WIDTH)
+        torch.testing.assert_close(features.grad[i], expected.detach())
+
+
+def test_the_term_is_lam_times_the_distance_and_zero_before_anything_is_known():
+    term = PrototypeAlignment(lam=3.0)
+    step = Step(torch.zeros(2, C), torch.tensor([0, 3]), features=torch.randn(2, WIDTH))
+    assert term(step) == 0
+    prototypes, known = torch.randn(C, WIDTH), torch.tensor([True, True, True, False])
+    term.prototypes.load({"values": prototypes, "known": known})
+    expected = 3 * fp.prototype_distance(step.features, step.targets, prototypes, known)
+    torch.testing.assert_close(term(step), expected)
+
+
+# --- Which features make a prototype ---
+
+
+def trained_module(seen, batches):
+    """A module that has seen these batches as two epochs of two steps each."""
+    module = FedProto(seen=seen).client_module(MLP((4,), C, hidden=(WIDTH,)))
+    (piece,) = module.pieces()
+    outputs = []
+    for number, batch in enumerate(batches):
+        step = module.step(batch)
+        outputs.append(step.features.detach())
+        if piece.observes:
+            piece.observe(step, number // 2)
+        with torch.no_grad():
+            for p in module.backbone.parameters():
+                p += 0.1
+    return module, outputs
+
+
+@pytest.mark.parametrize("seen", ["after", "last_epoch", "round"])
+def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
+    batches = [(torch.randn(5, 4), torch.randint(0, C - 1, (5,))) for _ in range(4)]
+    module, outputs = trained_module(seen, batches)
+    (piece,) = module.pieces()
+    own = [batches[0], batches[3]]
+    sent = piece.summarize(module, own, C)
+    if seen == "after":
+        pairs = [(module.backbone.encoder(x), y) for x, y in own]
+    else:
+        first = 2 if seen == "last_epoch" else 0
+        pairs = [(outputs[i], batches[i][1]) for i in range(first, 4)]
+    features, targets = (torch.cat(part) for part in zip(*pairs, strict=True))
+    for c in range(C):
+        assert sent["known"][c] == bool((targets == c).any())
+        expected = features[targets == c].mean(dim=0) if sent["known"][c] else torch.zeros(WIDTH)
+        torch.testing.assert_close(sent["values"][c], expected)
+    assert not sent["known"][C - 1]
+
+
+# --- The method ---
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_lam_zero_is_local_bit_for_bit(tmp_path, model):
+    zero, alone, one = (
+        own_after(tmp_path / name, method, model=model)
+        for name, method in (("zero", FedProto(lam=0.0)), ("alone", Alone()), ("one", FedProto()))
+    )
+    assert same_bytes(zero, alone)
+    assert not same_bytes(one, alone)
+
+
+def test_a_run_is_the_one_written_out_by_hand(tmp_path):
+    lam, lr = 2.0, 0.1
+    one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
+    run = experiment(tmp_path, FedProto(lam), **PLAIN | one_batch)
+    run.fit()
+    data = run.data.data
+    models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(6)}
+    values, known = torch.zeros(10, 16), [False] * 10
+    for round in (1, 2, 3):
+        sent = []
+        for k in run.participants(round):
+            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            model = models[k]
+            for _ in range(2):
+                features = model.encoder(x)
+                aims = torch.stack([values[c] if known[c] else z.detach() for z, c in zip(features, y, strict=True)])
+                loss = F.cross_entropy(model.head(features), y) + lam * (features - aims).square().mean()
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(model.parameters(), gradients, strict=True):
+                        p -= lr * g
+            with torch.no_grad():
+                features = model.encoder(x)
+            sent.append({c: features[y == c].mean(dim=0) for c in y.unique().tolist()})
+        for c in range(10):
+            owned = [prototypes[c] for prototypes in sent if c in prototypes]
+            if owned:
+                values[c], known[c] = torch.stack(owned).mean(dim=0), True
+        if round == 1:
+            assert False in known or len({len(prototypes) for prototypes in sent}) > 1  # some lack classes
+    torch.testing.assert_close(run.state["prototypes"]["values"], values, rtol=1e-4, atol=1e-5)
+    assert run.state["prototypes"]["known"].tolist() == known
+    for k, memory in run.memory.items():
+        torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def test_no_weight_crosses_and_there_is_no_global_accuracy(tmp_path):
+    run = experiment(tmp_path, FedProto(), rounds=1)
+    run.fit()
+    assert not run.state["model"]
+    assert "client/acc_mean" in run.csv.rows[0]
+    assert not any(name.startswith("global/") for name in run.csv.rows[0])
+    upload = run.worker.run(task_of_round(run, 2, 0)).upload
+    assert set(upload.tensors) == {"prototypes/values", "prototypes/known"}
+
+
+# --- Nearest prototypes ---
+
+
+def test_the_nearest_prototype_is_told_among_the_known():
+    features, prototypes = torch.randn(7, WIDTH), torch.randn(C, WIDTH)
+    known = torch.tensor([True, False, True, True])
+    scores = fp.NearestPrototype(prototypes, known)(features)
+    for i in range(7):
+        gaps = {c: float(((features[i] - prototypes[c]) ** 2).mean()) for c in range(C) if known[c]}
+        assert int(scores[i].argmax()) == min(gaps, key=gaps.get)
+        assert scores[i].tolist() == pytest.approx([-gaps.get(c, float("inf")) for c in range(C)], rel=1e-4)
+
+
+def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_path):
+    received = {"evaluation": Evaluation(clients="received")}
+    runs = {
+        how: experiment(tmp_path / how, FedProto(predict=how), **received, rounds=2) for how in ("logits", "prototypes")
+    }
+    for run in runs.values():
+        run.fit()
+    logits, nearest = runs.values()
+    assert all(same_bytes(logits.memory[k]["personal"], nearest.memory[k]["personal"]) for k in logits.memory)
+    values = nearest.state["prototypes"]["values"]
+    client = min(nearest.memory)
+    own = copy.deepcopy(nearest.worker.template.backbone)
+    own.load_state_dict(nearest.memory[client]["personal"])
+    test = nearest.data.shards[client].test
+    x, y = nearest.data.data.x_train[test], nearest.data.data.y_train[test]
+    with torch.no_grad():
+        gaps = torch.cdist(own.encoder(x), values)
+        assert torch.equal(nearest.client_module(client)(x).argmax(dim=1), gaps.argmin(dim=1))
+        assert torch.equal(logits.client_module(client)(x).argmax(dim=1), own(x).argmax(dim=1))
+    assert len(y) == 0 or nearest.csv.rows[-1]["client/acc_mean"] != logits.csv.rows[-1]["client/acc_mean"]
+
+
+# --- What is refused ---
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.lam: -0.5 is below 0"):
+        FedProto(lam=-0.5)
+    with pytest.raises(ConfigError, match="this method looks at features, so the model must be a Backbone"):
+        FedAvg(loss_terms=[PrototypeAlignment()]).client_module(torch.nn.Linear(2, 2)).on_fit_start()
