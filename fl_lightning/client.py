@@ -111,6 +111,8 @@ class ClientModule(L.LightningModule):
         class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
             leaves the client.
         optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
+        notes: What a method notes for the rest of the client's round: in `receive` or `prepare`, to be read in
+            `prepare`, `upload` or `remember`. Training steps do not look at it.
 
     Raises:
         ConfigError: Two loss terms have one name.
@@ -144,6 +146,7 @@ class ClientModule(L.LightningModule):
         self.batch_size = 64
         self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
+        self.notes: dict[str, Tensors] = {}
         self._losses = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -24,6 +24,7 @@ from fl_lightning.algorithms.global_model.fedskc import (
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
+from fl_lightning.algorithms.personalized.fedala import FedALA
 from fl_lightning.algorithms.personalized.feddistill import (
     FedDistill,
     FedDistillPlus,
@@ -51,6 +52,7 @@ __all__ = [
     "DistillingWeights",
     "DualAggregation",
     "ErdosRenyi",
+    "FedALA",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

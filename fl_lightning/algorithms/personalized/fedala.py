@@ -1,0 +1,156 @@
+"""FedALA: before it trains, a client mixes its own last model with the received one, entry by entry, as suits its data.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
+2023. Equations below are the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors
+
+LOCAL, WEIGHTS = "ala_local", "ala_weights"
+"""The sections of a client's memory that hold its last model's top and the weights it was made with."""
+
+ONE_ROUND = 1
+"""Passes over the sampled data in every round but a client's first."""
+
+LAST = 10
+"""Passes whose losses tell whether the weights have settled."""
+
+
+def mixed(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
+    """Eq. 5: `θ̂ = θ_i + (θ - θ_i) ⊙ W`, entry by entry."""
+    return {name: own + (received[name] - own) * weights[name] for name, own in local.items()}
+
+
+def stepped(weights: Tensors, gradients: Tensors, local: Tensors, received: Tensors, eta: float) -> Tensors:
+    """Eq. 6: `W ← clip(W - η ∇_W L, 0, 1)`, with `∇_W L = g ⊙ (θ - θ_i)` by the chain rule.
+
+    Args:
+        weights: `W`.
+        gradients: `g`, of the loss in the mixed model.
+        local: `θ_i`.
+        received: `θ`.
+        eta: η.
+    """
+    return {
+        name: (w - eta * gradients[name] * (received[name] - local[name])).clamp(0, 1) for name, w in weights.items()
+    }
+
+
+def settled(losses: Sequence[float], threshold: float) -> bool:
+    """Whether there are more than `LAST` passes, and the last ones' losses deviate by less than a threshold."""
+    last = torch.tensor(losses[-LAST:], dtype=torch.float64)
+    return len(losses) > LAST and float(last.std(correction=0)) < threshold
+
+
+def top(backbone: nn.Module, layers: int) -> list[str]:
+    """Names of the last parameter tensors of what makes the logits; a siamese predictor is no part of that."""
+    names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
+    return names[max(0, len(names) - layers) :]
+
+
+class FedALA(Algorithm):
+    """FedAvg whose clients start from a mixture, entry by entry, of the received model and their own last one.
+
+    The weights of the mixture are learnt, on part of the client's data, before it trains; the lower layers are taken
+    as received. With `layers` 0 this is FedAvg, bit for bit. A client's model is the mixture, before training: measure
+    it with `evaluation.clients: received`.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        layers: p, how many of the model's last parameter tensors are mixed; a layer's bias is one of its own.
+        rand_percent: s, the share of its training data, in percent, that a client draws to learn the weights on.
+        eta: η, the learning rate of the weights; between 0 and 1 they stay in any case.
+        threshold: In a client's first time the weights are learnt until the losses of ten passes have a standard
+            deviation below this; later, in one pass.
+        max_epochs: Most passes of the first time.
+        loss_terms: Loss terms of other papers, for the training that follows.
+        aggregator: Any paper's aggregator in place of the weighted mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are not mixed.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        layers: int = 2,
+        rand_percent: float = 80.0,
+        eta: float = 1.0,
+        threshold: float = 0.1,
+        max_epochs: int = 100,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if layers < 0:
+            raise ConfigError(f"algorithm.layers: {layers} is below 0; 0 mixes nothing")
+        if not 0 < rand_percent <= 100:
+            raise ConfigError(f"algorithm.rand_percent: {rand_percent} is not above 0 and up to 100")
+        if not eta >= 0:
+            raise ConfigError(f"algorithm.eta: {eta} is below 0")
+        if not threshold >= 0:
+            raise ConfigError(f"algorithm.threshold: {threshold} is below 0; 0 takes max_epochs passes")
+        if max_epochs < 1:
+            raise ConfigError(f"algorithm.max_epochs: {max_epochs} is below 1")
+        self.layers, self.share, self.eta = layers, rand_percent / 100, eta
+        self.threshold, self.max_epochs = threshold, max_epochs
+        super().__init__(loss_terms, aggregator, buffers)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take in the download, and note what is to be mixed with it: the client's last model, or the initial one."""
+        initial = dict(module.backbone.named_parameters())
+        names = top(module.backbone, self.layers)
+        module.notes = {
+            LOCAL: memory.get(LOCAL) or {name: initial[name].detach().clone() for name in names},
+            WEIGHTS: memory.get(WEIGHTS, {}),
+        }
+        super().receive(module, download, memory)
+
+    def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
+        """Learn the weights, and load the mixture; not while the two models are the same, as in round 1."""
+        parameters = dict(module.backbone.named_parameters())
+        local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
+        received = {name: parameters[name].detach() for name in local}
+        if all(torch.equal(own, received[name]) for name, own in local.items()):
+            return
+        weights = {name: w.to(parameters[name]) for name, w in module.notes[WEIGHTS].items()}
+        weights = self._learnt(module, batches, local, received, weights)
+        load_weights(module.backbone, mixed(local, received, weights))
+        module.notes[WEIGHTS] = weights
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The top of the trained model, and the weights of the mixture that its training started from."""
+        model = module.backbone.state_dict()
+        kept = {LOCAL: {name: model[name] for name in module.notes[LOCAL]}, WEIGHTS: module.notes[WEIGHTS]}
+        return super().remember(module, upload) | to_cpu({name: tensors for name, tensors in kept.items() if tensors})
+
+    def _learnt(
+        self, module: ClientModule, batches: Batches, local: Tensors, received: Tensors, weights: Tensors
+    ) -> Tensors:
+        """The weights after this round's passes over a sample of the client's data."""
+        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+        drawn = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
+        passes = ONE_ROUND if weights else self.max_epochs
+        weights = weights or {name: torch.ones_like(own) for name, own in local.items()}
+        losses: list[float] = []
+        while len(losses) < passes and not settled(losses, self.threshold):
+            for chosen in drawn.split(module.batch_size):
+                model = {name: value.requires_grad_() for name, value in mixed(local, received, weights).items()}
+                loss = F.cross_entropy(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
+                gradients = torch.autograd.grad(loss, list(model.values()))
+                weights = stepped(weights, dict(zip(model, gradients, strict=True)), local, received, self.eta)
+            losses.append(loss.item())
+        return weights

@@ -1,0 +1,213 @@
+"""FedALA's equations against brute force, its identities, and what a client keeps (baselines: B4)."""
+
+import statistics
+from functools import partial
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedALA, FedAvg
+from fl_lightning.algorithms.personalized import fedala as ala
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.message import Message
+from fl_lightning.models import MLP, Head
+
+RECEIVED = {"evaluation": Evaluation(clients="received")}
+SMALL = partial(MLP, (6,), 4, hidden=(5,))
+
+
+def drawn(seed, like):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(value.shape, generator=generator) for name, value in like.items()}
+
+
+def client(method, seed=0, weights=None):
+    """A client's module that has received a model and keeps another one's top, and both models."""
+    module = method.client_module(SMALL())
+    received, local = drawn(seed, module.backbone.state_dict()), drawn(seed + 1, module.backbone.state_dict())
+    kept = {name: local[name] for name in ala.top(module.backbone, method.layers)}
+    memory = {ala.LOCAL: kept} | ({ala.WEIGHTS: weights} if weights else {})
+    method.receive(module, Message.pack({"model": received}), memory)
+    return module, received, local
+
+
+def data(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+
+
+# --- The equations ---
+
+
+def test_eq6_is_a_clipped_gradient_step_in_the_weights():
+    backbone = SMALL()
+    names = ala.top(backbone, 2)
+    local, received = ({n: drawn(seed, backbone.state_dict())[n] for n in names} for seed in (1, 2))
+    weights = {n: torch.rand(value.shape, requires_grad=True) for n, value in local.items()}
+    x, y = data(7)
+    model = ala.mixed(local, received, weights)
+    loss = F.cross_entropy(functional_call(backbone, model, (x,)), y)
+    by_chain_rule = torch.autograd.grad(loss, list(model.values()), retain_graph=True)
+    in_weights = dict(zip(names, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    held = {n: w.detach() for n, w in weights.items()}
+    for eta in (0.1, 5.0):
+        new = ala.stepped(held, dict(zip(names, by_chain_rule, strict=True)), local, received, eta)
+        for n in names:
+            torch.testing.assert_close(new[n], (held[n] - eta * in_weights[n]).clamp(0, 1))
+    assert any((w == 0).any() or (w == 1).any() for w in new.values())
+
+
+def test_eq5_goes_from_the_local_to_the_received_model():
+    one, other = {"w": torch.tensor([1.0, 1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0, 3.0])}
+    assert ala.mixed(one, other, {"w": torch.tensor([0.0, 0.25, 1.0])})["w"].tolist() == [1.0, 1.5, 3.0]
+
+
+def test_the_weights_have_settled_after_more_than_ten_passes_of_like_losses():
+    wild, calm = [5.0, 1.0] * 5, [1.0, 1.01] * 5
+    assert not ala.settled(calm, 0.1)
+    assert ala.settled([9.0, *calm], 0.1)
+    assert not ala.settled([*calm, 9.0], 0.1)
+    assert not ala.settled([1.0, *wild], 0.1)
+    spread = statistics.pstdev(wild)
+    assert ala.settled([0.0, *wild], spread * 1.001)
+    assert not ala.settled([0.0, *wild], spread * 0.999)
+
+
+def test_the_top_counts_tensors_and_leaves_the_predictor_out():
+    backbone = SMALL(head=Head(hidden=(7,), prediction=8))
+    assert ala.top(backbone, 0) == []
+    assert ala.top(backbone, 3) == ["head.0.bias", "head.2.weight", "head.2.bias"]
+    assert ala.top(backbone, 99) == [n for n, _ in backbone.named_parameters() if not n.startswith("predictor")]
+
+
+# --- What a client does before it trains ---
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_mixture_is_the_one_written_out_by_hand(later):
+    """All data in one batch; ten passes and one at first, and one pass later."""
+    method = FedALA(layers=2, rand_percent=100, eta=0.5, threshold=1e9)
+    module, received, local = client(method)
+    names = ["head.weight", "head.bias"]
+    start = {n: torch.full_like(local[n], 0.5) for n in names} if later else None
+    module, received, local = client(method, weights=start)
+    x, y = data(40)
+    method.prepare(module, [(x[:30], y[:30]), (x[30:], y[30:])], [])
+    weights = start or {n: torch.ones_like(local[n]) for n in names}
+    hidden = F.relu(x @ received["encoder.1.weight"].T + received["encoder.1.bias"])
+    for _ in range(1 if later else 11):
+        head = {n: (local[n] + (received[n] - local[n]) * weights[n]).requires_grad_() for n in names}
+        loss = F.cross_entropy(hidden @ head["head.weight"].T + head["head.bias"], y)
+        gradients = torch.autograd.grad(loss, list(head.values()))
+        for n, g in zip(names, gradients, strict=True):
+            weights[n] = (weights[n] - 0.5 * g * (received[n] - local[n])).clamp(0, 1)
+    expected = received | {n: local[n] + (received[n] - local[n]) * weights[n] for n in names}
+    torch.testing.assert_close(dict(module.backbone.state_dict()), expected)
+    torch.testing.assert_close(module.notes[ala.WEIGHTS], weights)
+    assert all(p.grad is None for p in module.backbone.parameters())
+
+
+@pytest.mark.parametrize(("threshold", "first"), [(1e9, 11), (0.0, 15)])
+def test_it_learns_on_a_sample_in_batches_for_so_many_passes(threshold, first):
+    method = FedALA(rand_percent=50, threshold=threshold, max_epochs=15)
+    for weights, passes in ((None, first), ({n: torch.ones(s) for n, s in HEAD.items()}, 1)):
+        module, _, _ = client(method, weights=weights)
+        module.batch_size = 8
+        seen = []
+        module.backbone.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        x, y = data(41)
+        method.prepare(module, [(x, y)], [])
+        assert [len(batch) for batch in seen] == [8, 8, 4] * passes
+        sample = {tuple(row.tolist()) for batch in seen for row in batch}
+        assert len(sample) == 20
+        assert sample < {tuple(row.tolist()) for row in x}
+
+
+HEAD = {"head.weight": (4, 5), "head.bias": (4,)}
+
+
+def test_nothing_is_learnt_while_both_models_are_the_same():
+    method = FedALA()
+    module = method.client_module(SMALL())
+    before = {name: value.clone() for name, value in module.backbone.state_dict().items()}
+    method.receive(module, Message.pack({"model": before}), {})
+    method.prepare(module, [data(20)], [])
+    assert same_bytes(dict(module.backbone.state_dict()), before)
+    assert not module.notes[ala.WEIGHTS]
+
+
+# --- Runs ---
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_no_mixed_tensors_is_fedavg_bit_for_bit(tmp_path, model):
+    zero, plain = (
+        experiment(tmp_path / type(method).__name__, method, model=model, **RECEIVED)
+        for method in (FedALA(layers=0), FedAvg())
+    )
+    zero.fit()
+    plain.fit()
+    assert same_bytes(zero.state["model"], plain.state["model"])
+    assert zero.csv.rows[-1]["client/acc_mean"] == plain.csv.rows[-1]["client/acc_mean"]
+    assert not zero.memory
+
+
+def test_no_learning_rate_is_fedavg_but_for_rounding(tmp_path):
+    still = weights_after(tmp_path / "still", FedALA(eta=0.0))
+    torch.testing.assert_close(still, weights_after(tmp_path / "avg", FedAvg()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(tmp_path):
+    run = experiment(tmp_path, FedALA(layers=3), model=NormMLP, rounds=1, **RECEIVED)
+    run.fit()
+    trained, fresh = run.participants(1), [k for k in range(6) if k not in run.participants(1)]
+    assert sorted(run.memory) == trained
+    assert all(set(run.memory[k]) == {ala.LOCAL} for k in trained)  # round 1 has nothing to mix
+    for k in (trained[0], fresh[0]):  # who has not trained yet mixes with the initial model
+        task = task_of_round(run, 2, k)
+        module, received = run.worker.received(task), task.download.section("model")
+        start, names = module.backbone.state_dict(), ala.top(module.backbone, 3)
+        initial = run.worker.template.backbone.state_dict()
+        own = run.memory[k][ala.LOCAL] if k in trained else {n: initial[n] for n in names}
+        assert list(own) == names or sorted(own) == sorted(names)
+        for name, value in start.items():
+            if name in names:
+                low, high = torch.minimum(own[name], received[name]), torch.maximum(own[name], received[name])
+                assert ((value >= low - 1e-5) & (value <= high + 1e-5)).all()
+                weights = module.notes[ala.WEIGHTS][name]
+                torch.testing.assert_close(value, own[name] + (received[name] - own[name]) * weights)
+            else:
+                assert torch.equal(value, received[name])
+        assert any(not torch.equal(start[n], received[n]) for n in names)
+        assert same_bytes(run.worker.personal(task).backbone.state_dict(), start)
+        result = run.worker.run(task)
+        kept = result.memory
+        assert same_bytes(kept[ala.LOCAL], {n: result.upload.section("model")[n] for n in kept[ala.LOCAL]})
+        assert same_bytes(kept[ala.WEIGHTS], {n: module.notes[ala.WEIGHTS][n] for n in kept[ala.WEIGHTS]})
+
+
+def test_what_was_learnt_is_taken_up_again(tmp_path):
+    run = experiment(tmp_path, FedALA(eta=0.5), rounds=3, clients_per_round=6)
+    run.fit()
+    before = run.memory[0]
+    later = run.worker.received(task_of_round(run, 4, 0)).notes[ala.WEIGHTS]
+    fewer = {name: w for name, w in before[ala.WEIGHTS].items() if (w < 1).any()}
+    assert fewer
+    gone = task_of_round(run, 4, 0)
+    vars(gone)["memory"] = {ala.LOCAL: before[ala.LOCAL]}
+    anew = run.worker.received(gone).notes[ala.WEIGHTS]
+    assert any(not torch.equal(later[name], anew[name]) for name in later)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layers": -1}, {"rand_percent": 0.0}, {"rand_percent": 101.0}, {"eta": -1.0}, {"threshold": -1.0}]
+    + [{"max_epochs": 0}],
+)
+def test_bad_options_are_named(options):
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(options))}: .* is (below|not above)"):
+        FedALA(**options)
