@@ -21,6 +21,7 @@ from fl_lightning.algorithms.global_model.fedskc import (
     LocalContrastive,
     StructuralKnowledge,
 )
+from fl_lightning.algorithms.global_model.feduv import ClassifierVariance, FedUV, HypersphericalUniformity
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
@@ -46,6 +47,7 @@ __all__ = [
     "Algorithm",
     "ClassShares",
     "ClassWise",
+    "ClassifierVariance",
     "Complete",
     "ControlVariates",
     "CwFedAvg",
@@ -66,11 +68,13 @@ __all__ = [
     "FedRep",
     "FedSKC",
     "FedSiamDA",
+    "FedUV",
     "FedYogi",
     "GlobalDiscrepancy",
     "GlobalPeriodReview",
     "Graph",
     "HistoryContrast",
+    "HypersphericalUniformity",
     "Local",
     "LocalContrastive",
     "LogitDistillation",

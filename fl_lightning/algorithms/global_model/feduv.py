@@ -1,0 +1,162 @@
+"""FedUV: clients keep their predictions as varied, and their features as spread out, as they would be on even data.
+
+Son, Kim, Chung, Huang, Liu: "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
+
+`ClassifierVariance` regularises the classifier's outputs, `HypersphericalUniformity` the encoder's; each is a loss term
+for any other method too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.models.base import with_encoder
+
+
+def variance_loss(probabilities: Tensor) -> Tensor:
+    """V: `1/C Σ_c max(0, γ - std_b(p_bc))`, the hinge on how much each class's probability varies over the batch.
+
+    γ is the standard deviation of a column of the `C x C` identity, `1/√C`: that of one-hot predictions on data with
+    as many samples of each class. Unbiased standard deviations; zero for a batch of one, which has none.
+
+    Args:
+        probabilities: `(B, C)`, rows sum to 1.
+    """
+    samples, classes = probabilities.shape
+    if samples < 2:
+        return probabilities.new_zeros(())
+    return (classes**-0.5 - probabilities.std(dim=0)).clamp(min=0).mean()
+
+
+def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
+    """U: the mean over pairs of `exp(-d / σ)`, `d` their squared distance and σ the median of those that are not zero.
+
+    Of an even number of distances σ is the lower of the middle two. Zero where all features are equal or alone: there
+    is no median.
+
+    Args:
+        features: `(B, d)`.
+        detach_sigma: Take σ for a constant in the gradient.
+    """
+    samples = len(features)
+    if samples < 2:
+        return features.new_zeros(())
+    one, other = torch.triu_indices(samples, samples, 1, device=features.device)
+    between = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")  # exactly 0 between equals
+    distances = between[one, other].square()
+    sigma = median_of_positive(distances)
+    kernel = torch.exp(-distances / (sigma.detach() if detach_sigma else sigma))
+    return torch.where((distances > 0).any(), kernel.mean(), 0)
+
+
+def median_of_positive(values: Tensor) -> Tensor:
+    """The lower median of those of `(n,)` values that are above 0; 1 if there are none.
+
+    As with `torch.median`, all that are equal to it share the gradient. No branch depends on the values, so that it can
+    be batched.
+    """
+    positive = values > 0
+    ordered = torch.where(positive, values.detach(), torch.inf).sort().values
+    is_middle = torch.arange(len(values), device=values.device) == (positive.sum() - 1) // 2
+    equal = values == torch.where(is_middle, ordered, 0).sum()
+    median = torch.where(equal, values, 0).sum() / equal.sum().clamp(min=1)
+    return torch.where(positive.any(), median, 1)
+
+
+class ClassifierVariance(LossTerm):
+    """`λ V`: each class's probability is to vary over a batch as much as with one-hot predictions on even data.
+
+    Args:
+        lam: λ, 0 or more; 0 switches the term off.
+
+    Raises:
+        ConfigError: `lam` is below 0.
+
+    Example:
+        >>> step = Step(torch.zeros(4, 4), torch.arange(4))
+        >>> float(ClassifierVariance(1.0)(step)), float(ClassifierVariance(1.0)(Step(100 * torch.eye(4), step.targets)))
+        (0.5, 0.0)
+    """
+
+    def __init__(self, lam: float = 2.5) -> None:
+        super().__init__()
+        if not lam >= 0:
+            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper uses 2.5")
+        self.lam, self.active = lam, lam > 0
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for a batch's logits."""
+        return self.lam * variance_loss(step.logits.float().softmax(dim=1))
+
+
+class HypersphericalUniformity(LossTerm):
+    """`μ U`: the encoder's features of a batch push each other apart.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+        normalize_z: Put the features on the unit sphere first, as the paper's text has it; its code does not.
+        detach_sigma: Let no gradient flow through the median.
+
+    Raises:
+        ConfigError: `mu` is below 0, or a fit begins with a model that has no encoder.
+    """
+
+    def __init__(self, mu: float = 0.5, normalize_z: bool = False, detach_sigma: bool = False) -> None:
+        super().__init__()
+        if not mu >= 0:
+            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.5")
+        self.mu, self.active = mu, mu > 0
+        self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
+
+    def begin(self, module: ClientModule) -> None:
+        """Check that there are features."""
+        if self.active:
+            with_encoder(module.backbone)
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for a batch's features, in float32."""
+        assert step.features is not None
+        with torch.autocast(step.features.device.type, enabled=False):
+            features = step.features.float().flatten(1)
+            if self.normalize_z:
+                features = F.normalize(features, dim=1)
+            return self.mu * uniformity_loss(features, self.detach_sigma)
+
+
+class FedUV(Algorithm):
+    """FedAvg whose clients keep their predictions varied (V) and their features spread out (U), as on even data.
+
+    With `lam` and `mu` 0 this is FedAvg, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        lam: λ, the weight of V.
+        mu: μ, the weight of U.
+        normalize_z: Put the features on the unit sphere for U.
+        detach_sigma: Take the median distance in U for a constant.
+        loss_terms: Loss terms of other papers, added to these.
+        aggregator: Any paper's aggregator in place of the weighted mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        lam: float = 2.5,
+        mu: float = 0.5,
+        normalize_z: bool = False,
+        detach_sigma: bool = False,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        terms = [ClassifierVariance(lam), HypersphericalUniformity(mu, normalize_z, detach_sigma)]
+        super().__init__([*terms, *(loss_terms or [])], aggregator, buffers)

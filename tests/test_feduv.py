@@ -1,0 +1,231 @@
+"""FedUV's two terms against brute force, and its identities (baselines: A9)."""
+
+from statistics import median_low
+
+import pytest
+import torch
+from commands import rows, tiny
+from experiments import NormMLP, experiment, same_bytes, weights_after
+from hypothesis import given
+from hypothesis import strategies as st
+from test_stacked import compare
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import ClassifierVariance, FedAvg, FedUV, HypersphericalUniformity
+from fl_lightning.algorithms.global_model.feduv import uniformity_loss, variance_loss
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP
+
+
+def features(samples, width=5, zeros=0.4):
+    """As after a ReLU, with some rows all zero, some twice."""
+    made = F.relu(torch.randn(samples, width)) * (torch.rand(samples, 1) > zeros)
+    return torch.cat([made, made[: samples // 3]])
+
+
+def uniformity_by_hand(z, detach=False):
+    """Pair by pair, with torch's own median of the distances that are not zero."""
+    pairs = [(z[a] - z[b]).square().sum() for a in range(len(z)) for b in range(a + 1, len(z))]
+    distances = torch.stack(pairs)
+    sigma = distances[distances > 0].median()
+    return torch.exp(-distances / (sigma.detach() if detach else sigma)).mean()
+
+
+# --- V ---
+
+
+@given(st.integers(2, 30))
+def test_gamma_is_the_deviation_of_a_column_of_the_identity(classes):
+    assert torch.eye(classes, dtype=torch.float64).std(dim=0).mean().item() == pytest.approx(classes**-0.5)
+    balanced = torch.eye(classes, dtype=torch.float64).repeat(3, 1)
+    assert (balanced.std(dim=0) < classes**-0.5).all()  # unbiased: a larger balanced batch varies a little less
+    assert variance_loss(torch.eye(classes, dtype=torch.float64)).item() == pytest.approx(0, abs=1e-12)
+    assert variance_loss(torch.full((4, classes), 1 / classes)).item() == pytest.approx(classes**-0.5)
+
+
+def test_variance_equals_a_loop_over_classes_some_of_which_vary_enough():
+    p = (4 * torch.randn(9, 4)).softmax(dim=1)
+    total = 0.0
+    for c in range(4):
+        mean = sum(p[b, c].item() for b in range(9)) / 9
+        std = (sum((p[b, c].item() - mean) ** 2 for b in range(9)) / 8) ** 0.5
+        total += max(0.0, 0.5 - std)
+    assert variance_loss(p).item() == pytest.approx(total / 4, rel=1e-5, abs=1e-6)
+
+
+def test_the_hinge_lets_no_class_make_up_for_another():
+    p = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    assert p.std(dim=0)[0].item() == pytest.approx(2**-0.5)  # more than 1/√3; the third class does not vary
+    assert variance_loss(p).item() == pytest.approx(3**-0.5 / 3)
+
+
+def test_the_variance_term_pulls_alike_predictions_apart():
+    logits = torch.tensor([[1.0, 0.0, 0.5], [0.8, 0.1, 0.5], [1.1, -0.1, 0.4]], requires_grad=True)
+    before = ClassifierVariance(2.0)(Step(logits, torch.zeros(3, dtype=torch.long)))
+    torch.testing.assert_close(before, 2.0 * variance_loss(logits.softmax(dim=1)))
+    before.backward()
+    stepped = (logits - logits.grad).detach()
+    assert variance_loss(stepped.softmax(dim=1)) < before / 2
+    assert (stepped.softmax(dim=1).std(dim=0) > logits.softmax(dim=1).std(dim=0)).all()
+
+
+# --- U ---
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 9, 16])
+@pytest.mark.parametrize("detach", [False, True])
+def test_uniformity_and_its_gradient_equal_a_loop_over_pairs(samples, detach):
+    z = torch.cat([torch.randn(2, 5), features(samples)]).double().requires_grad_()
+    own, by_hand = uniformity_loss(z, detach), uniformity_by_hand(z, detach)
+    torch.testing.assert_close(own, by_hand)
+    one, other = (torch.autograd.grad(value, z)[0] for value in (own, by_hand))
+    torch.testing.assert_close(one, other)
+
+
+def test_sigma_is_the_lower_median_of_the_distances_that_are_not_zero():
+    z = torch.tensor([[0.0], [0.0], [1.0], [3.0]])
+    distances = [0.0, 1.0, 9.0, 1.0, 9.0, 4.0]
+    sigma = median_low([d for d in distances if d])
+    assert sigma == 4.0
+    expected = sum(torch.exp(torch.tensor(-d / sigma)) for d in distances) / 6
+    torch.testing.assert_close(uniformity_loss(z), expected)
+    even = torch.tensor([[0.0], [0.0], [1.0]])  # 0, 1, 1
+    torch.testing.assert_close(uniformity_loss(even), (1 + 2 * torch.exp(torch.tensor(-1.0))) / 3)
+    four = torch.tensor([[0.0], [1.0], [1.0], [3.0]])  # 1, 1, 9, 0, 4, 4: of five, the third
+    torch.testing.assert_close(
+        uniformity_loss(four), sum(torch.exp(torch.tensor(-d / 4)) for d in (1.0, 1.0, 9.0, 0.0, 4.0, 4.0)) / 6
+    )
+
+
+@pytest.mark.parametrize("z", [torch.randn(1, 4), torch.ones(3, 4), torch.zeros(2, 4)])
+def test_a_batch_of_one_and_equal_features_give_zero_and_no_gradient(z):
+    z = z.clone().requires_grad_()
+    step = Step(z, torch.zeros(len(z), dtype=torch.long), z)
+    for term in (HypersphericalUniformity(), HypersphericalUniformity(normalize_z=True)):
+        loss = term(step)
+        assert not loss.detach().any()
+        if loss.requires_grad:
+            loss.backward()
+            assert not z.grad.any()
+    variance = ClassifierVariance()(step)
+    assert variance.isfinite()
+    assert len(z) > 1 or not variance.detach().any()
+
+
+def test_edges_within_a_stack_touch_nobody_else():
+    """One of three stacked clients has equal features: its own term is zero, the others' are what they are alone."""
+    z = torch.randn(3, 6, 4)
+    z[1] = 2.0
+    z = z.requires_grad_()
+    losses = torch.vmap(uniformity_loss)(z)
+    losses.sum().backward()
+    assert not losses[1].detach().any()
+    assert not z.grad[1].any()
+    for i in (0, 2):
+        own = z[i].detach().requires_grad_()
+        by_hand = uniformity_by_hand(own)
+        torch.testing.assert_close(losses[i], by_hand)
+        torch.testing.assert_close(z.grad[i], torch.autograd.grad(by_hand, own)[0])
+
+
+def test_features_are_normalised_only_if_asked_for():
+    z = 3 * torch.rand(5, 4)
+    step = Step(torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), z)
+    torch.testing.assert_close(HypersphericalUniformity(0.7)(step), 0.7 * uniformity_by_hand(z))
+    torch.testing.assert_close(
+        HypersphericalUniformity(0.7, normalize_z=True)(step), 0.7 * uniformity_by_hand(z / z.norm(dim=1)[:, None])
+    )
+    for detach in (False, True):
+        given = z.clone().requires_grad_()
+        HypersphericalUniformity(1.0, detach_sigma=detach)(Step(step.logits, step.targets, given)).backward()
+        own = z.clone().requires_grad_()
+        torch.testing.assert_close(given.grad, torch.autograd.grad(uniformity_by_hand(own, detach), own)[0])
+
+
+def test_half_precision_is_computed_in_float32():
+    z = torch.rand(6, 300)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = HypersphericalUniformity(1.0)(Step(torch.zeros(6, 2), torch.zeros(6), z))
+    torch.testing.assert_close(loss, uniformity_by_hand(z))
+
+
+# --- The method ---
+
+
+def test_off_is_fedavg_bit_for_bit(tmp_path):
+    plain = weights_after(tmp_path / "avg", FedAvg())
+    assert same_bytes(weights_after(tmp_path / "off", FedUV(lam=0.0, mu=0.0)), plain)
+    one = weights_after(tmp_path / "v", FedUV(mu=0.0))
+    other = weights_after(tmp_path / "u", FedUV(lam=0.0))
+    both = weights_after(tmp_path / "uv", FedUV())
+    assert len({tuple(w["head.weight"].flatten().tolist()) for w in (plain, one, other, both)}) == 4
+
+
+def test_the_losses_are_added_under_their_names():
+    method = FedUV(lam=1.5, mu=0.3)
+    module = ClientModule(MLP(in_shape=(4,), num_classes=3), list(method.loss_terms))
+    module.on_fit_start()
+    step = module.step((torch.randn(7, 4), torch.arange(7) % 3))
+    losses = module.losses(step)
+    assert list(losses) == ["ce", "classifier_variance", "hyperspherical_uniformity"]
+    torch.testing.assert_close(losses["classifier_variance"], 1.5 * variance_loss(step.logits.softmax(dim=1)))
+    torch.testing.assert_close(losses["hyperspherical_uniformity"], 0.3 * uniformity_by_hand(step.features))
+
+
+@pytest.mark.parametrize("options", [{}, {"model": NormMLP}, {"batch_size": 15}])
+def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
+    compare(tmp_path, FedUV(), **options)
+
+
+def test_a_last_batch_of_one_is_trained_on(tmp_path):
+    run = experiment(tmp_path, FedUV(), batch_size=16, clients_per_round=6)
+    run.fit()
+    assert any(len(shard.train) % 16 == 1 for shard in run.data.shards)
+    assert all(torch.isfinite(value).all() for value in run.state["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"lam": -1.0}, "algorithm.lam: -1.0 is below 0"), ({"mu": -0.5}, "algorithm.mu: -0.5 is")]
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedUV(**options)
+
+
+def test_a_model_without_an_encoder_is_refused():
+    module = ClientModule(torch.nn.Linear(4, 3), list(FedUV().loss_terms))
+    with pytest.raises(ConfigError, match="the model must be a Backbone"):
+        module.on_fit_start()
+    ClientModule(torch.nn.Linear(4, 3), list(FedUV(mu=0.0).loss_terms)).on_fit_start()
+
+
+UV_AND_DW = """# FedUV+DW of FedDW's Table IV.
+rounds: 2
+batch_size: 16
+scenario: {dataset: Digits, partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 20}}, clients: 4}
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm:
+  class_path: FedDW
+  init_args:
+    mu: 10.0
+    loss_terms:
+      - {class_path: ClassifierVariance, init_args: {lam: 2.5}}
+      - {class_path: HypersphericalUniformity, init_args: {mu: 0.5}}
+optimizer: {class_path: SGD, init_args: {lr: 0.5}}
+trainer: {max_epochs: 1, accelerator: cpu}
+logger: null
+"""
+
+
+def test_feduv_plus_dw_runs_from_a_config(tmp_path):
+    tiny(tmp_path / "both", text=UV_AND_DW)
+    row = rows(tmp_path / "both")[-1]
+    parts = [float(row[f"client/train_{name}"]) for name in ("dw", "classifier_variance", "hyperspherical_uniformity")]
+    assert min(parts) > 0
+    cross_entropy = float(row["client/train_loss"]) - sum(parts)
+    assert 0 < cross_entropy < float(row["client/train_loss"])
+    tiny(tmp_path / "off", "--algorithm.loss_terms", "[]", text=UV_AND_DW)
+    alone = rows(tmp_path / "off")[-1]
+    assert float(alone["client/train_dw"]) > 0
+    assert alone["global/loss"] != row["global/loss"]
