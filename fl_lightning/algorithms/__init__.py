@@ -1,6 +1,7 @@
 """One method, one file, in a folder a family; `base` holds what they share."""
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
+from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
@@ -39,6 +40,7 @@ from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
+    "IFCA",
     "SCAFFOLD",
     "UAPDFL",
     "AdaptiveServer",
@@ -48,6 +50,7 @@ __all__ = [
     "ClassShares",
     "ClassWise",
     "ClassifierVariance",
+    "ClusterMeans",
     "Complete",
     "ControlVariates",
     "CwFedAvg",

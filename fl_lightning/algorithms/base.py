@@ -397,6 +397,20 @@ def buffer_names(backbone: nn.Module) -> set[str]:
     return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
 
 
+def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
+    """The entries of a backbone with other random weights: what its layers' own `reset_parameters` draw.
+
+    What belongs to no layer that has one stays as it is. Neither the backbone nor torch's generators are moved.
+    """
+    other = copy.deepcopy(backbone)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(rng.integers(2**63)))
+        for layer in other.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+    return other.state_dict()
+
+
 def to_cpu(sections: Mapping[str, Tensors]) -> State:
     """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
 

@@ -110,7 +110,11 @@ class CosineLinear(nn.Module):
         self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.scale = nn.Parameter(torch.tensor(scale))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(B, C)` of features `(B, d)`; zero for a feature of norm zero."""

@@ -1,0 +1,184 @@
+"""IFCA: several models at once, of which each client trains the one that fits its data best.
+
+Ghosh, Chung, Yin, Ramchandran: "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1,
+model averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import (
+    Aggregator,
+    Algorithm,
+    Batches,
+    Buffers,
+    State,
+    Weighting,
+    load_weights,
+    reinitialised,
+)
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import RunningMean
+
+
+def mean_loss(module: nn.Module, batches: Batches) -> Tensor:
+    """`F_i(θ)`: the mean cross-entropy over all of a client's samples, in the mode the module is in; a scalar."""
+    sums = [(F.cross_entropy(module(x).float(), y, reduction="sum"), len(y)) for x, y in batches]
+    losses, counts = zip(*sums, strict=True)
+    return torch.stack(losses).double().sum() / sum(counts)
+
+
+def best_cluster(losses: Tensor) -> int:
+    """Line 9: `ĵ = argmin_j F_i(θ_j)` of losses `(k,)`; the first of several, and never one that is NaN."""
+    return int(losses.nan_to_num(nan=torch.inf).argmin())
+
+
+def section(cluster: int) -> str:
+    """The section that a cluster's model is in."""
+    return f"cluster_{cluster}"
+
+
+class ClusterFold(NamedTuple):
+    """A round's uploads, summed up.
+
+    Args:
+        everybody: The mean of all.
+        members: The mean of each cluster that somebody chose.
+        choices: Each participant and the cluster it chose.
+    """
+
+    everybody: RunningMean
+    members: dict[int, RunningMean]
+    choices: list[tuple[int, int]]
+
+
+class ClusterMeans(Aggregator):
+    """A mean for each cluster, of the clients that chose it; a cluster that nobody chose keeps its model.
+
+    The state's `model` is the mean of all uploads, and `choices` tells which cluster each participant chose.
+
+    Args:
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        shared_layers: Entries of the state dict of which all clusters have the mean of everybody, by the beginnings of
+            their names; a cluster's section does not have them.
+    """
+
+    def __init__(self, weighting: Weighting = "samples", shared_layers: Sequence[str] = ()) -> None:
+        self.weighting, self.shared_layers = weighting, tuple(shared_layers)
+
+    def own(self, model: Tensors) -> Tensors:
+        """The part of a model that a cluster has for itself."""
+        return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
+
+    def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
+        """Add each client's weights to everybody's mean and to its cluster's."""
+        folded = ClusterFold(RunningMean(), {}, [])
+        for upload in uploads:
+            weight = upload.n_samples if self.weighting == "samples" else 1
+            model, cluster = upload.message.section("model"), int(upload.message.numbers["cluster"])
+            folded.everybody.add(model, weight)
+            folded.members.setdefault(cluster, RunningMean()).add(self.own(model), weight)
+            folded.choices.append((upload.client, cluster))
+        return folded
+
+    def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
+        """The means."""
+        clients, clusters = torch.tensor(folded.choices).T
+        means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
+        return {"model": folded.everybody.value(), "choices": {"client": clients, "cluster": clusters}} | means
+
+
+class IFCA(Algorithm):
+    """Clustered training: of k models each client trains the one of least loss on its data; a mean for each cluster.
+
+    Which cluster a client is in is decided anew each round, on its training data, in eval mode; nobody remembers it.
+    With `clusters` 1 this is FedAvg, bit for bit. With more there is no one model to measure: read the clients'
+    accuracies, of the models they receive (`evaluation.clients: received`).
+
+    Bytes a round, each participant: down `clusters * model`, up `model + 16`.
+
+    Args:
+        clusters: k, how many models there are. The first starts as every other method's does, the others from random
+            weights of their own.
+        shared_layers: Layers that all clusters share, averaged over all participants (and sent once): the beginnings
+            of their names in the state dict, `["encoder."]` say.
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper, added to the cross-entropy; they have no say in the choice.
+        buffers: BatchNorm's running statistics: `average` them in each cluster, `local` or `drop`.
+
+    Raises:
+        ConfigError: `clusters` is below 1.
+    """
+
+    def __init__(
+        self,
+        clusters: int = 2,
+        shared_layers: Sequence[str] = (),
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if clusters < 1:
+            raise ConfigError(f"algorithm.clusters: {clusters} is below 1; the paper uses 2 to 4")
+        self.clusters, self.one_model = clusters, clusters == 1
+        self.means = ClusterMeans(weighting, shared_layers)
+        super().__init__(loss_terms, self.means, buffers)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """A model for each cluster, the first as it was initialised.
+
+        Raises:
+            ConfigError: The name of a shared layer is no entry's beginning.
+        """
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        for name in self.means.shared_layers:
+            if not any(entry.startswith(name) for entry in state["model"]):
+                raise ConfigError(
+                    f"algorithm.shared_layers: no entry's name begins with {name!r}, as {min(state['model'])!r} does"
+                )
+        starts = [state["model"], *(reinitialised(backbone, rng) for _ in range(1, self.clusters))]
+        own = self.means.own(state["model"])
+        return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """Every cluster's model, and what they share once."""
+        own = self.means.own(state["model"])
+        sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
+        sections |= {section(j): state[section(j)] for j in range(self.clusters)}
+        return Message.pack(sections | {piece.name: state[piece.name] for piece in self.knowledge})
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Hold all models; the first, until the client has looked at its data."""
+        super().receive(module, download, memory)
+        module.candidates = [download.section(section(j)) for j in range(self.clusters)]
+        choose(module, 0)
+
+    def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
+        """Line 9: take the model of the least loss on the training data."""
+        losses = []
+        with torch.no_grad():
+            for cluster in range(self.clusters):
+                choose(module, cluster)
+                losses.append(mean_loss(module, batches))
+        choose(module, best_cluster(torch.stack(losses)))
+        module.candidates = []
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The weights, and which cluster they are for."""
+        message = super().upload(module, batches, n_samples, num_classes)
+        return Message(message.tensors, message.numbers | {"cluster": int(cast(Tensor, module.cluster))})
+
+
+def choose(module: ClientModule, cluster: int) -> None:
+    """Give a module one of the models it holds."""
+    load_weights(module.backbone, cast(list[Tensors], module.candidates)[cluster])
+    module.cluster = torch.tensor(cluster)  # a tensor: clients of different clusters can be stacked
