@@ -27,6 +27,7 @@ from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
 from fl_lightning.algorithms.personalized.fedala import FedALA
+from fl_lightning.algorithms.personalized.fedamp import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.feddistill import (
     FedDistill,
     FedDistillPlus,
@@ -58,6 +59,7 @@ __all__ = [
     "DualAggregation",
     "ErdosRenyi",
     "FedALA",
+    "FedAMP",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -76,8 +78,10 @@ __all__ = [
     "GlobalDiscrepancy",
     "GlobalPeriodReview",
     "Graph",
+    "HeurFedAMP",
     "HistoryContrast",
     "HypersphericalUniformity",
+    "LastUploads",
     "Local",
     "LocalContrastive",
     "LogitDistillation",

@@ -12,6 +12,7 @@ from torch import Tensor
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors
 
 
 def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
@@ -21,13 +22,16 @@ def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> T
 
 
 class Proximal(LossTerm):
-    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from.
+    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from, or others that a method sets.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
 
     Raises:
         ConfigError: `mu` is below 0.
+
+    Attributes:
+        anchor: Set before a fit, the weights to stay near, by name; where it has none, those that the fit starts from.
     """
 
     def __init__(self, mu: float = 0.01) -> None:
@@ -35,11 +39,13 @@ class Proximal(LossTerm):
         if not mu >= 0:
             raise ConfigError(f"algorithm.mu: {mu} is below 0")
         self.mu, self.active = mu, mu > 0
+        self.anchor: Tensors = {}
         self._anchors: list[Tensor] = []
 
     def begin(self, module: ClientModule) -> None:
-        """Note the received weights."""
-        self._anchors = [p.detach().clone() for p in module.backbone.parameters()]
+        """Note the weights to stay near."""
+        starts = module.backbone.named_parameters()
+        self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 
     def forward(self, step: Step) -> Tensor:
         """The term for the weights as they are; zero in a module whose fit was never begun."""

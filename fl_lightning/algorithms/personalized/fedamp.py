@@ -1,0 +1,179 @@
+"""FedAMP and HeurFedAMP: clients keep their own models, and each is drawn to a mixture of those that are like its own.
+
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021,
+Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, State, load_weights
+from fl_lightning.algorithms.global_model.fedprox import Proximal
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import flatten, weighted_mean
+
+UPLOADED = "uploaded"
+"""The section of a client's memory that holds its last upload, which the server has too."""
+
+
+def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
+    """FedAMP's `ξ_ij = α A'(||w_i - w_j||²)`, `A'(x) = exp(-x/σ)/σ`, for each j ≠ i; `(m,)`, their sum at most 1.
+
+    A larger sum, which α allows, is scaled down to 1; what is missing to 1 is `ξ_ii`.
+
+    Args:
+        own: `w_i`, `(P,)`.
+        others: The m other `w_j`.
+        alpha: α.
+        sigma: σ.
+    """
+    squares = torch.stack([(own - other).square().sum() for other in others])
+    weights = alpha / sigma * (-squares / sigma).exp()
+    return weights / weights.sum().clamp(min=1)
+
+
+def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
+    """HeurFedAMP's `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, h and j ≠ i; `(m,)`.
+
+    Args:
+        own: `w_i`, `(P,)`.
+        others: The m other `w_j`.
+        self_weight: `ξ_ii`.
+        sigma: σ.
+    """
+    cosines = torch.stack([torch.cosine_similarity(own, other, dim=0) for other in others])
+    return (1 - self_weight) * (sigma * cosines).softmax(dim=0)
+
+
+class LastUploads(Aggregator):
+    """Notes whose uploads there are, for a server that works from what each client uploaded last.
+
+    `heard`'s `last` `(N,)` marks this round's participants, `ever` all so far. The state's `model` stays the initial
+    one, which is every client's until it has trained.
+    """
+
+    def fold(self, uploads: Iterable[Upload]) -> list[int]:
+        """The participants."""
+        return [upload.client for upload in uploads]
+
+    def finish(self, folded: list[int], before: State, knowledge: State) -> State:
+        """Mark them."""
+        last = torch.zeros_like(before["heard"]["ever"])
+        last[folded] = True
+        return {"heard": {"last": last, "ever": before["heard"]["ever"] | last}}
+
+
+class FedAMP(Algorithm):
+    """Own models, each held near its attentive mixture of the others: the nearer two models, the more they exchange.
+
+    Each client goes on from its own model and adds `λ/2α ||w - u_i||²` to its loss; `u_i`, its personalized cloud
+    model, is made of its own last upload and those of the last round's participants. In round 1 there is none yet.
+    With `lam` 0 clients train by themselves. BatchNorm's statistics never leave the client.
+
+    Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
+
+    Args:
+        alpha: α, the step size of the message passing.
+        sigma: σ, how far apart models may be to attend to each other: to be set to the size of `||w_i - w_j||²`.
+        lam: λ, the weight of the proximal term.
+        loss_terms: Loss terms of other papers, added to this one.
+
+    Raises:
+        ConfigError: `alpha` or `sigma` is not above 0, or `lam` below 0.
+    """
+
+    one_model = False
+    public = UPLOADED
+
+    def __init__(
+        self, alpha: float = 1.0, sigma: float = 1.0, lam: float = 1.0, loss_terms: list[LossTerm] | None = None
+    ) -> None:
+        for name, value in (("alpha", alpha), ("sigma", sigma)):
+            if not value > 0:
+                raise ConfigError(f"algorithm.{name}: {value} is not above 0")
+        if not lam >= 0:
+            raise ConfigError(f"algorithm.lam: {lam} is below 0; 0 switches the term off")
+        self.alpha, self.sigma = alpha, sigma
+        super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
+
+    def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """`ξ_ij` for each j ≠ i; what is missing to 1 is `ξ_ii`."""
+        return message_weights(own, others, self.alpha, self.sigma)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights; nobody has uploaded."""
+        nobody = torch.zeros(clients, dtype=torch.bool)
+        return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """`u_i`, once somebody has uploaded."""
+        sections = {piece.name: state[piece.name] for piece in self.knowledge}
+        if state["heard"]["last"].any():
+            sections["cloud"] = self.cloud_model(state, client)
+        return Message.pack(sections)
+
+    def cloud_model(self, state: State, client: int) -> Tensors:
+        """`u_i = Σ_j ξ_ij w_j`; a client that has not trained yet has the initial model."""
+        own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
+        peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
+        if not peers:
+            return own
+        others = [state[f"peer_{j}"] for j in peers]
+        weights = self.weights(flatten(own), [flatten(other) for other in others])
+        return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Go on from the client's own model, near `u_i` if there is one."""
+        super().receive(module, download, memory)
+        load_weights(module.backbone, memory.get(UPLOADED, {}))
+        cloud = download.section("cloud")
+        for term in module.terms():
+            if isinstance(term, Proximal):
+                term.anchor, term.active = cloud, term.active and bool(cloud)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The client's own model, which is its upload."""
+        return super().remember(module, upload) | {UPLOADED: upload.section("model")}
+
+
+class HeurFedAMP(FedAMP):
+    """FedAMP that goes by the cosines of models instead of their distances, and fixes what a client keeps of itself.
+
+    Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
+
+    Args:
+        self_weight: `ξ_ii`, the share of a client's own model in its cloud model; by default as large as the others'
+            mean share.
+        sigma: σ, how much more alike models attend to each other; 0 not at all.
+        lam: λ, the weight of the proximal term `λ/2 ||w - u_i||²`.
+        loss_terms: Loss terms of other papers, added to this one.
+
+    Raises:
+        ConfigError: `self_weight` is outside [0, 1], or `sigma` or `lam` below 0.
+    """
+
+    def __init__(
+        self,
+        self_weight: float | None = None,
+        sigma: float = 10.0,
+        lam: float = 1.0,
+        loss_terms: list[LossTerm] | None = None,
+    ) -> None:
+        if self_weight is not None and not 0 <= self_weight <= 1:
+            raise ConfigError(f"algorithm.self_weight: {self_weight} is outside [0, 1]; it is a share of the mixture")
+        if not sigma >= 0:
+            raise ConfigError(f"algorithm.sigma: {sigma} is below 0")
+        super().__init__(lam=lam, loss_terms=loss_terms)
+        self.self_weight, self.sigma = self_weight, sigma
+
+    def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """`ξ_ij` for each j ≠ i."""
+        share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
+        return heuristic_weights(own, others, share, self.sigma)

@@ -1,0 +1,216 @@
+"""FedAMP and HeurFedAMP against their equations (baselines: B8)."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from commands import TINY, rows, tiny
+from experiments import SGD, NormMLP, digits, experiment, same_bytes
+from test_stacked import compare
+
+from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, PeerAlgorithm
+from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
+from fl_lightning.client import Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message
+
+ALL = {"clients_per_round": 6}
+
+
+def test_message_weights_are_the_formula():
+    own, *others = torch.randn(4, 7, dtype=torch.float64)
+    alpha, sigma = 0.3, 5.0
+    weights = message_weights(own, others, alpha, sigma)
+    for weight, other in zip(weights.tolist(), others, strict=True):
+        square = sum((a - b) ** 2 for a, b in zip(own.tolist(), other.tolist(), strict=True))
+        assert weight == pytest.approx(alpha * math.exp(-square / sigma) / sigma, rel=1e-12)
+    assert weights.sum() < 1
+    alike = message_weights(own, [own, own, others[0]], 10.0, 1.0)
+    assert alike.sum().item() == pytest.approx(1)
+    assert alike[0] == alike[1] > alike[2]
+
+
+def test_heuristic_weights_are_the_formula():
+    own, *others = torch.randn(5, 7, dtype=torch.float64)
+    weights = heuristic_weights(own, others, 0.2, 3.0)
+    parts = []
+    for other in others:
+        product = sum(a * b for a, b in zip(own.tolist(), other.tolist(), strict=True))
+        parts.append(math.exp(3.0 * product / (math.hypot(*own.tolist()) * math.hypot(*other.tolist()))))
+    assert weights.tolist() == pytest.approx([0.8 * part / sum(parts) for part in parts], rel=1e-12)
+    assert heuristic_weights(own, others, 0.2, 0.0).tolist() == pytest.approx([0.2] * 4)
+
+
+def state_of(models, last, ever, start):
+    state = {f"peer_{k}": {"w": w} for k, w in models.items()}
+    marks = {"last": torch.zeros(6, dtype=torch.bool), "ever": torch.zeros(6, dtype=torch.bool)}
+    marks["last"][last], marks["ever"][ever] = True, True
+    return state | {"heard": marks, "model": {"w": start}}
+
+
+@pytest.mark.parametrize(
+    "kind", [partial(FedAMP, alpha=2.0, sigma=4.0), partial(HeurFedAMP, self_weight=0.3, sigma=2.0)]
+)
+def test_a_cloud_model_mixes_the_last_rounds_participants_and_the_clients_own(kind):
+    method = kind()
+    models = {k: torch.randn(5) for k in range(4)}
+    start = torch.randn(5)
+    state = state_of(models, [1, 3], [0, 1, 3], start)  # 2 has a model too, of an earlier life: it must not count
+    for client, own in ((0, models[0]), (1, models[1]), (4, start)):
+        others = [models[j] for j in (1, 3) if j != client]
+        weights = method.weights(own.double(), [o.double() for o in others])
+        wanted = (1 - weights.sum()) * own.double() + sum(w * o.double() for w, o in zip(weights, others, strict=True))
+        torch.testing.assert_close(method.cloud_model(state, client)["w"], wanted.float())
+        assert 0 < weights.sum() < 1
+
+
+def test_no_other_participant_leaves_a_client_its_own_model():
+    state = state_of({2: torch.randn(5)}, [2], [2], torch.randn(5))
+    assert torch.equal(FedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
+    assert torch.equal(HeurFedAMP().cloud_model(state, 2)["w"], state["peer_2"]["w"])
+
+
+@pytest.mark.parametrize("kind", [FedAMP, HeurFedAMP])
+def test_lam_zero_is_training_alone_bit_for_bit(tmp_path, kind):
+    options = {"model": NormMLP, "seed": 1}
+    run = experiment(tmp_path / "amp", kind(lam=0.0), **options)
+    run.fit()
+    alone = experiment(tmp_path / "alone", PeerAlgorithm(graph=ErdosRenyi(0.0), buffers="local"), **options)
+    alone.fit()
+    assert run.memory.keys() == {k for k in alone.memory if "model/head.bias" in alone.memory[k]["laid_out"]}
+    for client in run.memory:
+        laid_out = alone.memory[client]["laid_out"]
+        own = {name.removeprefix("model/"): v for name, v in laid_out.items() if name.startswith("model/")}
+        assert same_bytes(run.memory[client]["uploaded"], own)
+        assert same_bytes(run.memory[client]["personal"], alone.memory[client]["personal"])
+
+
+def clouds(run, round=3):
+    return {k: run.download(round, k).section("cloud") for k in range(6)}
+
+
+def test_a_wide_sigma_leaves_every_client_its_own_model(tmp_path):
+    run = experiment(tmp_path, FedAMP(sigma=1e12), rounds=2, **ALL)
+    run.fit()
+    for client, cloud in clouds(run).items():
+        for name, value in run.memory[client]["uploaded"].items():
+            torch.testing.assert_close(cloud[name], value)
+
+
+def test_a_heuristic_that_makes_no_difference_is_the_plain_mean(tmp_path):
+    run = experiment(tmp_path, HeurFedAMP(sigma=0.0), rounds=2, **ALL)
+    run.fit()
+    for cloud in clouds(run).values():
+        for name, value in cloud.items():
+            mean = torch.stack([run.memory[k]["uploaded"][name] for k in range(6)]).double().mean(0)
+            torch.testing.assert_close(value, mean.float())
+
+
+def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(tmp_path):
+    alpha, lam, lr = 0.5, 0.2, 0.1
+    run = experiment(
+        tmp_path,
+        FedAMP(alpha, 50.0, lam),
+        rounds=2,
+        batch_size=10_000,
+        optimizer=partial(torch.optim.SGD, lr=lr),
+        trainer={"accelerator": "cpu", "max_epochs": 2},
+        **ALL,
+    )
+    run._set_up(False, None)
+    assert run.download(1, 0).nbytes == 0
+    own = {k: run.worker.template.backbone.state_dict() for k in range(6)}
+    x, y = run.data.data.x_train, run.data.data.y_train
+    for round in (1, 2):
+        flat = {k: torch.cat([v.double().flatten() for v in model.values()]) for k, model in own.items()}
+        trained = {}
+        for k in range(6):
+            network = run.worker.shared_module(own[k]).backbone
+            others = [j for j in range(6) if j != k]
+            weights = [alpha * math.exp(-float((flat[k] - flat[j]).square().sum()) / 50.0) / 50.0 for j in others]
+            for _ in range(2):
+                network.zero_grad()
+                torch.nn.functional.cross_entropy(
+                    network(x[run.data.shards[k].train]), y[run.data.shards[k].train]
+                ).backward()
+                with torch.no_grad():
+                    for name, p in network.named_parameters():
+                        cloud = (1 - sum(weights)) * own[k][name]
+                        cloud = cloud + sum(w * own[j][name] for w, j in zip(weights, others, strict=True))
+                        p -= lr * (p.grad + (lam / alpha * (p - cloud) if round == 2 else 0))
+            trained[k] = {name: p.detach().clone() for name, p in network.named_parameters()}
+        run._run_round(round)
+        own = trained
+        for k in range(6):
+            for name, value in own[k].items():
+                torch.testing.assert_close(run.memory[k]["uploaded"][name], value, rtol=1e-4, atol=1e-6)
+    assert run.csv.rows == []
+
+
+def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_path):
+    run = experiment(tmp_path, FedAMP(sigma=100.0), rounds=1, clients_per_round=2)
+    run.fit()
+    late = next(k for k in range(6) if k not in run.participants(1))
+    cloud, start = run.download(2, late).section("cloud"), run.worker.template.backbone.state_dict()
+    assert cloud.keys() == start.keys()
+    assert not same_bytes(cloud, start)
+    module = run.worker.received(run._task(1, late, run.download(2, late)))
+    assert same_bytes(module.backbone.state_dict(), start)
+    module.on_fit_start()
+    term = module.loss_terms[0]
+    distance = sum((start[name].double() - cloud[name].double()).square().sum() for name in start)
+    loss = term(Step(torch.zeros(1, 10), torch.tensor([0]), backbone=module.backbone)).detach()
+    assert float(loss) == pytest.approx(float(distance) / 2, rel=1e-4)
+
+
+def test_statistics_of_batchnorm_stay_at_home(tmp_path):
+    run = experiment(tmp_path, FedAMP(sigma=100.0), model=NormMLP, rounds=2)
+    run.fit()
+    client = run.participants(2)[0]
+    assert not [name for name in run.download(3, client).tensors if "running" in name or "num_batches" in name]
+    module = run.client_module(client)
+    kept = run.memory[client]
+    both = kept["uploaded"] | kept["personal"]
+    assert same_bytes(module.backbone.state_dict(), {name: both[name] for name in module.backbone.state_dict()})
+    assert kept["personal"].keys() == {
+        f"encoder.2.{what}" for what in ("running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+def test_wdr_goes_with_it_from_yaml(tmp_path):
+    terms = "{loss_terms: [{class_path: WeightDistribution, init_args: {lam: 1.0}}], sigma: 50.0}"
+    method = f"algorithm: {{class_path: FedAMP, init_args: {terms}}}"
+    tiny(tmp_path / "run", "--evaluation.clients=trained", text=TINY.replace("algorithm: FedSKC", method))
+    first, _, last = rows(tmp_path / "run")
+    assert all(float(row["client/train_wdr"]) > 0 for row in (first, last))
+    assert not first["client/train_proximal"]
+    assert float(last["client/train_proximal"]) > 0
+
+
+@pytest.mark.parametrize("kind", [partial(FedAMP, sigma=100.0), HeurFedAMP])
+def test_stacked(tmp_path, kind):
+    compare(tmp_path, kind(), model=NormMLP, optimizer=partial(SGD, lr=0.05), scenario=digits(6, alpha=1.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (FedAMP, {"alpha": 0.0}, r"algorithm.alpha: 0.0 is not above 0"),
+        (FedAMP, {"sigma": -1.0}, r"algorithm.sigma: -1.0 is not above 0"),
+        (FedAMP, {"lam": -1.0}, r"algorithm.lam: -1.0 is below 0"),
+        (HeurFedAMP, {"self_weight": 1.5}, r"algorithm.self_weight: 1.5 is outside \[0, 1\]"),
+        (HeurFedAMP, {"sigma": -1.0}, r"algorithm.sigma: -1.0 is below 0"),
+    ],
+)
+def test_bad_options_are_named(kind, options, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)
+
+
+def test_nothing_but_own_weights_goes_up(tmp_path):
+    run = experiment(tmp_path, FedAMP(), rounds=1)
+    run.fit()
+    result = run.worker.run(run._task(1, 0, Message()))
+    assert set(result.upload.numbers) == {"n_samples"}
+    assert {name.split("/")[0] for name in result.upload.tensors} == {"model"}
