@@ -4,6 +4,7 @@ from fl_lightning.callbacks.aggregation_weights import AggregationWeights
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.class_relations import ClassRelations
+from fl_lightning.callbacks.cluster_norms import ClusterNorms
 from fl_lightning.callbacks.communication import BytesByRound, CommunicationMeter
 from fl_lightning.callbacks.divergence import UnitDivergence
 from fl_lightning.callbacks.drift import ClientDrift
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpointing",
     "ClassRelations",
     "ClientDrift",
+    "ClusterNorms",
     "CommunicationMeter",
     "EarlyStopping",
     "KnowledgeMap",

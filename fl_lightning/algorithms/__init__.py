@@ -1,6 +1,7 @@
 """One method, one file, in a folder a family; `base` holds what they share."""
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
+from fl_lightning.algorithms.clustered.cfl import CFL, Splits
 from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
@@ -41,6 +42,7 @@ from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
+    "CFL",
     "IFCA",
     "SCAFFOLD",
     "UAPDFL",
@@ -96,6 +98,7 @@ __all__ = [
     "ServerStep",
     "SiameseAlignment",
     "SoftLabels",
+    "Splits",
     "State",
     "StructuralKnowledge",
     "Torus",

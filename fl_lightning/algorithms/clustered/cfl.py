@@ -1,0 +1,219 @@
+"""CFL: one model until clients pull apart, then one for each group of clients whose updates point the same way.
+
+Sattler, Müller, Samek: "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
+Constraints", IEEE TNNLS 2020, as the authors' code has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, Weighting
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import flatten, weighted_mean
+
+LAST = "last_update"
+"""The section of a client's memory that holds its last update, which the server has seen too."""
+
+
+def update(start: Tensors, end: Tensors) -> Tensor:
+    """`Δ_i`: what training added to the parameters, `(P,)`, float64."""
+    return flatten(end) - flatten(start)
+
+
+def cosines(one: Tensor, other: Tensor) -> Tensor:
+    """`S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)` of updates `(m, P)` and `(n, P)`: `(m, n)`; 0 for one of zero."""
+    return one @ other.T / (one.norm(dim=1)[:, None] * other.norm(dim=1) + 1e-12)
+
+
+def bipartition(similarity: Tensor) -> Tensor:
+    """The two groups that complete linkage leaves, `(m,)` bool; the first client's is False.
+
+    Args:
+        similarity: `S`, `(m, m)`, m at least 2.
+    """
+    from sklearn.cluster import AgglomerativeClustering  # takes half a second to import
+
+    linkage = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete")
+    labels = torch.from_numpy(linkage.fit_predict((1 - similarity).numpy()))
+    return labels != labels[0]
+
+
+def nearer(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
+    """Which of two groups an update `(P,)` is nearer to, by its least similar member; False where it is the same.
+
+    Args:
+        one: The update.
+        updates: Those of the groups' members, `(m, P)`.
+        groups: Which of the two each is in, `(m,)` bool.
+    """
+    similarity = cosines(one[None].double(), updates)[0]
+    return bool(similarity[groups].min() > similarity[~groups].min())
+
+
+def section(cluster: int) -> str:
+    """The section that a cluster's model is in."""
+    return f"cluster_{cluster}"
+
+
+class Splits(Aggregator):
+    """A mean for each cluster; a cluster whose mean update is small and largest one is not is split in two.
+
+    The state's `assignment` holds each client's `cluster` `(N,)`, whether it was ever `heard` and the `round`;
+    `norms` the norm of each cluster's `mean` update and the `max` of its members', `(clusters,)`, before it was split
+    (NaN where nobody took part). The `model` is the mean of all uploads.
+
+    Args:
+        eps1: ε1, which the norm of the mean update must be below.
+        eps2: ε2, which the largest update's norm must be above.
+        min_rounds: Rounds without splits.
+        min_size: A cluster is split if more than so many of it take part.
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+    """
+
+    def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:
+        self.eps1, self.eps2, self.min_rounds, self.min_size = eps1, eps2, min_rounds, min_size
+        self.weighting = weighting
+
+    def model_for(self, state: State, client: int) -> Tensors:
+        """The model of the client's cluster."""
+        return state[section(int(state["assignment"]["cluster"][client]))]
+
+    def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
+        """Keep every upload: who is averaged with whom is decided when all are there."""
+        return list(uploads)
+
+    def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
+        """Split where it is time, then average in each cluster what its members made of the model they shared."""
+        assignment = before["assignment"]
+        clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
+        count = existing = int(clusters.max()) + 1
+        norms = torch.full((2, existing), torch.nan, dtype=torch.float64)
+        for cluster, members in grouped(folded, clusters):
+            start = before[section(cluster)]
+            updates = torch.stack([update(start, upload.message.section("model")) for upload in members])
+            norms[:, cluster] = self.norms(updates, members)
+            if round > self.min_rounds and len(members) > self.min_size and self.apart(*norms[:, cluster].tolist()):
+                clusters[leavers(before, cluster, members, updates)] = count
+                count += 1
+        heard[[upload.client for upload in folded]] = True
+        means = {section(cluster): self.mean(members) for cluster, members in grouped(folded, clusters)}
+        return means | {
+            "model": self.mean(folded),
+            "assignment": {"cluster": clusters, "heard": heard, "round": round},
+            "norms": {"mean": norms[0], "max": norms[1]},
+        }
+
+    def weights(self, members: Sequence[Upload]) -> list[float]:
+        """What each member counts for."""
+        return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
+
+    def mean(self, members: Sequence[Upload]) -> Tensors:
+        """The mean of the members' weights: as all started from one model, that model plus their mean update."""
+        return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
+
+    def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
+        """The norm of the mean of updates `(m, P)`, and the largest of their norms."""
+        weights = torch.tensor(self.weights(members), dtype=torch.float64)
+        return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
+
+    def apart(self, mean: float, largest: float) -> bool:
+        """Whether a cluster is at a stationary point that is none of its members': `mean < ε1` and `largest > ε2`."""
+        return mean < self.eps1 and largest > self.eps2
+
+
+def grouped(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
+    """The uploads of each cluster that has some, by the clients' clusters `(N,)`."""
+    groups: dict[int, list[Upload]] = {}
+    for upload in uploads:
+        groups.setdefault(int(clusters[upload.client]), []).append(upload)
+    return sorted(groups.items())
+
+
+def leavers(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
+    """The clients that leave a cluster when it is split.
+
+    Those who did not take part this round go by their last update; who never did, stays.
+
+    Args:
+        state: Before the split.
+        cluster: The cluster.
+        members: Its participants' uploads.
+        updates: Their updates, `(m, P)`.
+    """
+    groups, present = bipartition(cosines(updates, updates)), [upload.client for upload in members]
+    known = (state["assignment"]["cluster"] == cluster) & state["assignment"]["heard"]
+    absent = sorted(set(known.nonzero()[:, 0].tolist()) - set(present))
+    leaving = [client for client, leaves in zip(present, groups.tolist(), strict=True) if leaves]
+    return leaving + [k for k in absent if nearer(state[f"peer_{k}"]["update"], updates, groups)]
+
+
+class CFL(Algorithm):
+    """Clustered training from the top: a cluster is split by the cosines of its clients' updates, once they pull apart.
+
+    All clients begin in one cluster. Where the norm of a cluster's mean update is below `eps1` while a member's is
+    above `eps2`, complete linkage cuts it in two; both parts go on from the mean of their own members. Until the first
+    split this is FedAvg with `weighting: uniform`, bit for bit; with `eps1` 0 it is for ever. The callback
+    `ClusterNorms` logs both norms: set `eps1` and `eps2` by them.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        eps1: ε1, which the norm of the mean update must be below for a split.
+        eps2: ε2, which the largest update's norm must be above.
+        min_rounds: Rounds without splits.
+        min_size: A cluster is split if more than so many of it take part in the round.
+        weighting: Weigh clients all the same (`uniform`, the authors' code) or by their number of `samples`.
+        loss_terms: Loss terms of any paper, added to the cross-entropy.
+        buffers: BatchNorm's running statistics: `average` them in each cluster, `local` or `drop`.
+
+    Raises:
+        ConfigError: `eps1`, `eps2` or `min_rounds` is below 0, or `min_size` below 1.
+    """
+
+    one_model = False
+    public = LAST
+
+    def __init__(
+        self,
+        eps1: float = 0.4,
+        eps2: float = 1.6,
+        min_rounds: int = 20,
+        min_size: int = 2,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        for name, value in {"eps1": eps1, "eps2": eps2, "min_rounds": min_rounds}.items():
+            if not value >= 0:
+                raise ConfigError(f"algorithm.{name}: {value} is below 0")
+        if min_size < 1:
+            raise ConfigError(f"algorithm.min_size: {min_size} is below 1; one client cannot be split")
+        super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """One cluster of all clients."""
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        assignment = {
+            "cluster": torch.zeros(clients, dtype=torch.int64),
+            "heard": torch.zeros(clients, dtype=torch.bool),
+            "round": torch.tensor(0),
+        }
+        return state | {section(0): state["model"], "assignment": assignment}
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Note the weights that the update is counted from."""
+        super().receive(module, download, memory)
+        module.start = download.section("model")
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The client's update, for when its cluster is split without it."""
+        latest = update(cast(Tensors, module.start), upload.section("model")).float()
+        return super().remember(module, upload) | {LAST: {"update": latest}}

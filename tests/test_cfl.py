@@ -1,0 +1,238 @@
+"""CFL against the authors' algorithm (baselines: C1)."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes
+from fl_lightning.callbacks import ClusterNorms
+from test_stacked import compare
+
+from fl_lightning.algorithms import CFL, FedAvg, Splits
+from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, update
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+
+ALWAYS = {"eps1": math.inf, "eps2": 0.0, "min_rounds": 0}
+ALL = {"clients_per_round": 6}
+
+
+def test_an_update_is_what_training_added_to_the_parameters():
+    start = {"w": torch.tensor([1.0, 2.0]), "n.running_mean": torch.tensor([5.0]), "steps": torch.tensor(3)}
+    end = {"w": torch.tensor([4.0, 1.0]), "n.running_mean": torch.tensor([7.0]), "steps": torch.tensor(9)}
+    assert update(start, end).tolist() == [3.0, -1.0]
+
+
+def test_cosines_are_the_formula_and_zero_for_no_update():
+    one, other = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    other[2] = 0.0
+    for i, j in np.ndindex(3, 4):
+        a, b = one[i].tolist(), other[j].tolist()
+        wanted = sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b) + 1e-12)
+        assert cosines(one, other)[i, j].item() == pytest.approx(wanted, abs=1e-12)
+    assert (cosines(one, other)[:, 2] == 0).all()
+
+
+def complete_linkage(similarity):
+    """Merge the two groups whose least similar members are most similar, until two groups are left."""
+    groups = [{i} for i in range(len(similarity))]
+    while len(groups) > 2:
+        pair = max(combinations(groups, 2), key=lambda p: min(similarity[i, j].item() for i in p[0] for j in p[1]))
+        groups = [g for g in groups if g not in pair] + [pair[0] | pair[1]]
+    return groups
+
+
+@pytest.mark.parametrize("m", [2, 3, 8])
+def test_bipartition_is_complete_linkage(m):
+    for _ in range(5):
+        updates = torch.randn(m, 4, dtype=torch.float64)
+        similarity = cosines(updates, updates)
+        away = bipartition(similarity)
+        assert not away[0]
+        assert {i for i in range(m) if away[i]} in complete_linkage(similarity)
+        assert away.any()
+
+
+def test_an_absent_client_goes_with_the_group_whose_least_similar_member_is_nearer():
+    updates = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.2]]).double()
+    groups = torch.tensor([False, False, True, True])
+    assert not nearer(torch.tensor([1.0, 1.0]), updates, groups)  # 0.7 and 0.8 against 0.7 and -0.6
+    assert nearer(torch.tensor([-0.5, 1.0]), updates, groups)
+    assert not nearer(torch.zeros(2), updates, groups)
+
+
+def finished(aggregator, before, ends, samples=None):
+    """The state after a round in which some clients end with these weights."""
+    uploads = [
+        Upload(k, Message({"model/w": w}, {"n_samples": (samples or {}).get(k, 1)})) for k, w in sorted(ends.items())
+    ]
+    return before | aggregator.finish(aggregator.fold(iter(uploads)), before, {})
+
+
+def state_of(clients, **models):
+    return {
+        "model": {"w": torch.zeros(3)},
+        "assignment": {
+            "cluster": torch.zeros(clients, dtype=torch.int64),
+            "heard": torch.zeros(clients, dtype=torch.bool),
+            "round": torch.tensor(0),
+        },
+    } | {name: {"w": torch.tensor(value)} for name, value in models.items()}
+
+
+def test_a_split_gives_each_part_the_mean_of_its_own():
+    start = torch.tensor([1.0, 1.0, 1.0])
+    deltas = {0: [1.0, 0.0, 0.0], 1: [-1.0, 0.1, 0.0], 2: [1.0, 0.2, 0.0], 3: [-1.0, 0.0, 0.1], 4: [0.9, 0.0, 0.0]}
+    ends = {k: start + torch.tensor(d) for k, d in deltas.items()}
+    before = state_of(6, cluster_0=start.tolist())
+    after = finished(Splits(10.0, 0.0, 0, 2, "uniform"), before, ends)
+    assert after["assignment"]["cluster"].tolist() == [0, 1, 0, 1, 0, 0]
+    assert after["assignment"]["heard"].tolist() == [True] * 5 + [False]
+    assert after["assignment"]["round"] == 1
+    torch.testing.assert_close(after["cluster_0"]["w"], torch.stack([ends[k] for k in (0, 2, 4)]).mean(0))
+    torch.testing.assert_close(after["cluster_1"]["w"], torch.stack([ends[k] for k in (1, 3)]).mean(0))
+    torch.testing.assert_close(after["model"]["w"], torch.stack(list(ends.values())).mean(0))
+    stacked = torch.tensor(list(deltas.values())).double()
+    assert after["norms"]["mean"].tolist() == pytest.approx([stacked.mean(0).norm().item()])
+    assert after["norms"]["max"].tolist() == pytest.approx([max(math.hypot(*d) for d in deltas.values())])
+    assert before["assignment"]["cluster"].tolist() == [0] * 6
+    assert not before["assignment"]["heard"].any()
+    # the next round: cluster 1 is left alone, since nobody of it takes part; cluster 0 is split again, ids go on
+    again = finished(Splits(10.0, 0.0, 0, 2, "uniform"), after, {0: ends[1], 2: ends[0], 4: ends[0], 5: ends[1]})
+    assert again["assignment"]["cluster"].tolist() == [0, 1, 2, 1, 2, 0]
+    assert same_bytes(again["cluster_1"], after["cluster_1"])
+    torch.testing.assert_close(again["cluster_2"]["w"], ends[0])
+    assert again["norms"]["mean"].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({}, True),
+        ({"eps1": 0.5}, False),  # the mean update's norm
+        ({"eps1": 0.5001}, True),
+        ({"eps2": 1.5}, False),  # the largest update's
+        ({"eps2": 1.4999}, True),
+        ({"min_rounds": 1}, False),
+        ({"min_size": 3}, False),
+        ({"eps1": 0.75001, "weighting": "samples"}, True),  # weighed, the mean is (-1.5 + 3 · 1.5) / 4
+        ({"eps1": 0.75, "weighting": "samples"}, False),
+    ],
+)
+def test_when_a_cluster_is_split(options, splits):
+    aggregator = Splits(**{"eps1": 0.6, "eps2": 1.0, "min_rounds": 0, "min_size": 2, "weighting": "uniform"} | options)
+    ends = {0: [1.5, 0.0, 0.0], 1: [1.5, 0.0, 0.0], 3: [-1.5, 0.0, 0.0]}
+    samples = {0: 1, 1: 2, 3: 1}
+    after = finished(
+        aggregator, state_of(4, cluster_0=[0.0] * 3), {k: torch.tensor(w) for k, w in ends.items()}, samples
+    )
+    assert after["assignment"]["cluster"].tolist() == ([0, 0, 0, 1] if splits else [0] * 4)
+
+
+def test_who_is_absent_goes_by_its_last_update_and_who_was_never_there_stays():
+    before = state_of(6, cluster_0=[0.0] * 3)
+    before["assignment"]["heard"][[0, 1, 2, 3, 4]] = True
+    before["assignment"]["cluster"][4] = 1
+    before |= {
+        f"peer_{k}": {"update": torch.tensor([v, 0.1, 0.0])} for k, v in ((0, -5.0), (2, -1.0), (3, 1.0), (4, -1.0))
+    }
+    before |= {"cluster_1": {"w": torch.zeros(3)}}
+    ends = {0: torch.tensor([1.0, 0.0, 0.0]), 1: torch.tensor([-1.0, 0.0, 0.0])}
+    after = finished(Splits(10.0, 0.0, 0, 1, "uniform"), before, ends)
+    assert after["assignment"]["cluster"].tolist() == [0, 2, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("options", [{"eps1": 0.0, "eps2": 0.0, "min_rounds": 0}, {**ALWAYS, "min_rounds": 3}])
+def test_before_the_first_split_it_is_fedavg_bit_for_bit(tmp_path, options):
+    run = experiment(tmp_path / "cfl", CFL(**options), model=NormMLP)
+    run.fit()
+    other = experiment(tmp_path / "avg", FedAvg("uniform"), model=NormMLP)
+    other.fit()
+    assert same_bytes(run.state["cluster_0"], other.state["model"])
+    assert same_bytes(run.state["model"], other.state["model"])
+    assert not run.state["assignment"]["cluster"].any()
+
+
+@pytest.mark.parametrize("per_round", [6, 4])
+def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
+    rounds, options = 3, {"model": NormMLP, "clients_per_round": per_round}
+    plain = experiment(tmp_path / "plain", FedAvg(), **options)
+    plain._build()
+    models, groups, last = {0: plain.state["model"]}, {0: set(range(6))}, {}
+    parameters = [name for name, _ in plain.worker.template.backbone.named_parameters()]
+    for round in range(1, rounds + 1):
+        ends, deltas = {}, {}
+        for client in plain.participants(round):
+            cluster = next(c for c, members in groups.items() if client in members)
+            result = plain.worker.run(plain._task(round, client, Message.pack({"model": models[cluster]})))
+            ends[client] = result.upload.section("model")
+            deltas[client] = torch.cat(
+                [(ends[client][n].double() - models[cluster][n].double()).flatten() for n in parameters]
+            )
+        for cluster in sorted(groups):
+            there = sorted(groups[cluster] & ends.keys())
+            if len(there) > 2:
+                rows = torch.nn.functional.normalize(torch.stack([deltas[k] for k in there]))
+                parts = complete_linkage(rows @ rows.T)
+                first, second = sorted(({there[i] for i in part} for part in parts), key=lambda p: there[0] not in p)
+                for k in sorted(groups[cluster] - set(there)):
+                    if k in last:
+                        gap = [
+                            min(torch.cosine_similarity(last[k], deltas[j], 0).item() for j in p)
+                            for p in (first, second)
+                        ]
+                        (second if gap[1] > gap[0] else first).add(k)
+                    else:
+                        first.add(k)
+                groups[cluster], groups[len(groups)] = first, second
+        last |= deltas
+        for cluster, members in groups.items():
+            there = sorted(members & ends.keys())
+            if there:
+                models[cluster] = {
+                    name: torch.stack([ends[k][name].double() for k in there]).mean(0).to(value.dtype)
+                    if value.is_floating_point()
+                    else torch.stack([ends[k][name] for k in there]).amax(0)
+                    for name, value in ends[there[0]].items()
+                }
+    run = experiment(tmp_path / "run", CFL(**ALWAYS), rounds=rounds, **options)
+    run.fit()
+    assert len(groups) > 2
+    for cluster, members in groups.items():
+        assert set((run.state["assignment"]["cluster"] == cluster).nonzero()[:, 0].tolist()) == members
+        for name, value in models[cluster].items():
+            torch.testing.assert_close(run.state[f"cluster_{cluster}"][name], value, rtol=1e-5, atol=1e-6)
+        for client in members:
+            sent = run.download(rounds + 1, client).section("model")
+            assert same_bytes(sent, run.state[f"cluster_{cluster}"])
+
+
+def test_the_norms_are_logged_to_set_the_thresholds_from(tmp_path):
+    run = experiment(tmp_path, CFL(**ALWAYS), callbacks=[ClusterNorms()], rounds=2, **ALL)
+    run.fit()
+    first, second = run.csv.rows
+    assert (first["clusters/count"], second["clusters/count"]) == (2, run.state["assignment"]["cluster"].max() + 1)
+    assert first["clusters/max_norm_0"] > first["clusters/mean_norm_0"] > 0
+    assert second["clusters/max_norm_1"] == run.state["norms"]["max"][1]
+    with pytest.raises(ConfigError, match="callbacks: ClusterNorms: FedAvg splits no clusters"):
+        experiment(tmp_path / "avg", callbacks=[ClusterNorms()], rounds=1).fit()
+
+
+def test_clients_of_different_clusters_are_stacked(tmp_path):
+    compare(tmp_path, CFL(**ALWAYS), model=NormMLP)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps1": -1.0}, "algorithm.eps1: -1.0 is below 0"),
+        ({"eps2": -1.0}, "algorithm.eps2: -1.0 is below 0"),
+        ({"min_rounds": -1}, "algorithm.min_rounds: -1 is below 0"),
+        ({"min_size": 0}, "algorithm.min_size: 0 is below 1"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CFL(**options)
