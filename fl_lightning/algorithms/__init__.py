@@ -24,6 +24,7 @@ from fl_lightning.algorithms.global_model.fedskc import (
     StructuralKnowledge,
 )
 from fl_lightning.algorithms.global_model.feduv import ClassifierVariance, FedUV, HypersphericalUniformity
+from fl_lightning.algorithms.global_model.moon import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
@@ -44,6 +45,7 @@ from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, To
 __all__ = [
     "CFL",
     "IFCA",
+    "MOON",
     "SCAFFOLD",
     "UAPDFL",
     "AdaptiveServer",
@@ -88,6 +90,7 @@ __all__ = [
     "LocalContrastive",
     "LogitDistillation",
     "MeanLogits",
+    "ModelContrast",
     "PeerAlgorithm",
     "PrototypeAlignment",
     "Prototypes",

@@ -1,6 +1,6 @@
 """Backbones: an `encoder` that gives features and a `head` that gives logits, one family a file."""
 
-from fl_lightning.models.base import Backbone, ModelFactory, classification_layer, with_encoder
+from fl_lightning.models.base import Backbone, ModelFactory, classification_layer, frozen_encoder, with_encoder
 from fl_lightning.models.cnn import CNN, CNN4, LeNet
 from fl_lightning.models.heads import CosineLinear, Head
 from fl_lightning.models.mlp import MLP
@@ -30,5 +30,6 @@ __all__ = [
     "ShuffleNetV2",
     "TextCNN",
     "classification_layer",
+    "frozen_encoder",
     "with_encoder",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors
 
 
 class Backbone(nn.Module):
@@ -63,6 +65,22 @@ def with_encoder(module: nn.Module | None) -> Backbone:
     if not isinstance(module, Backbone):
         raise ConfigError("model: this method looks at features, so the model must be a Backbone; FromModule makes one")
     return module
+
+
+def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
+    """A copy of a model's encoder to compare with: in eval mode, without gradients.
+
+    Args:
+        module: The model, a `Backbone`; it is left as it is.
+        weights: The copy's state dict; the model's if there is none.
+
+    Raises:
+        ConfigError: The model is no `Backbone`.
+    """
+    encoder = copy.deepcopy(with_encoder(module).encoder)
+    if weights:
+        encoder.load_state_dict(weights)
+    return encoder.eval().requires_grad_(False)
 
 
 class ModelFactory(Protocol):

@@ -23,7 +23,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, 
 from fl_lightning.client import ClientModule, LossTerm, Step, descend
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors, Upload
-from fl_lightning.models import Backbone, with_encoder
+from fl_lightning.models import Backbone, frozen_encoder, with_encoder
 from fl_lightning.state import flatten, weighted_mean
 
 Aggregation = Literal["dual", "uniform", "weighted"]
@@ -133,17 +133,14 @@ class HistoryContrast(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Take up the model of the last round."""
         self._earlier = []
-        if not self.active:
-            return
-        encoder = copy.deepcopy(with_encoder(module.backbone).encoder)
-        if self._kept:
-            encoder.load_state_dict(self._kept)
-            self._earlier = [encoder.eval()]
+        if self.active:
+            earlier = frozen_encoder(module.backbone, self._kept)  # refuses at once a model that has none
+            self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
         """From the second epoch on, the model as the last epoch left it."""
         if self.active and module.current_epoch > 0:
-            self._earlier = [copy.deepcopy(with_encoder(module.backbone).encoder).eval()]
+            self._earlier = [frozen_encoder(module.backbone)]
 
     def remember(self, module: ClientModule) -> Tensors:
         """The encoder that the fit ended with."""

@@ -1,0 +1,124 @@
+"""MOON: representations are drawn to those of the global model and pushed away from those of the client's last model.
+
+Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
+
+The term is a module of its own, `ModelContrast`, for any other method's `loss_terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError, check_positive
+from fl_lightning.message import Tensors
+from fl_lightning.models import frozen_encoder, with_encoder
+
+
+def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
+    """Eq. 3: `-log[e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + Σ e^{cos(z, z_prev)/τ})]`, a mean over the batch.
+
+    Args:
+        now: `z`, the representations of the model in training, `(B, d)`.
+        received: `z_glob`, those of the received model, `(B, d)`.
+        previous: `z_prev`, those of each earlier model, `(B, d)`.
+        tau: τ, the temperature.
+    """
+    cosines = F.cosine_similarity(now[:, None], torch.stack([received, *previous], dim=1), dim=2)
+    return F.cross_entropy(cosines / tau, torch.zeros(len(now), dtype=torch.long, device=now.device))
+
+
+class ModelContrast(LossTerm):
+    """`μ` times the model-contrastive loss of the encoder's output; the models it is compared with are in eval mode.
+
+    The client keeps the encoders that it ended its last rounds with to itself. In its first round it has none, and the
+    received one takes their place: the term is then `μ log 2` and has no gradient.
+
+    Args:
+        mu: μ, 0 or more; 0 switches the term off.
+        tau: τ, the temperature, above 0.
+        history: How many of its last models the client compares with, 1 or more.
+
+    Raises:
+        ConfigError: A number is out of its range, or a fit begins with a model that has no encoder.
+    """
+
+    def __init__(self, mu: float = 5.0, tau: float = 0.5, history: int = 1) -> None:
+        super().__init__()
+        if not mu >= 0:
+            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.1 to 10")
+        if not tau > 0:
+            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.5")
+        check_positive("algorithm.", history=history)
+        self.mu, self.tau, self.history, self.active = mu, tau, history, mu > 0
+        self._kept: list[Tensors] = []  # the newest first
+        self._received: list[nn.Module] = []  # in a list, as the next: they are no part of the client's module
+        self._previous: list[nn.Module] = []
+
+    def begin(self, module: ClientModule) -> None:
+        """Copy the received encoder, and take up those of the client's last rounds."""
+        if self.active:
+            self._received = [frozen_encoder(module.backbone)]
+            self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """The encoders that the client's last fits ended with, as `<rounds ago>/<name>`."""
+        if not self.active:
+            return {}
+        newest = with_encoder(module.backbone).encoder.state_dict()
+        kept = [newest, *self._kept][: self.history]
+        return {f"{age}/{name}": value for age, weights in enumerate(kept) for name, value in weights.items()}
+
+    def recall(self, kept: Tensors) -> None:
+        """The encoders of the client's last rounds."""
+        ages = len({name.partition("/")[0] for name in kept})
+        self._kept = [{} for _ in range(ages)]
+        for key, value in kept.items():
+            age, _, name = key.partition("/")
+            self._kept[int(age)][name] = value
+
+    def forward(self, step: Step) -> Tensor:
+        """The term on a batch; zero in a module whose fit was never begun."""
+        if not self._received or step.inputs is None or step.features is None:
+            return step.logits.new_zeros(())
+        with torch.no_grad():
+            received, *previous = (encoder(step.inputs).float() for encoder in (*self._received, *self._previous))
+        with torch.autocast(step.features.device.type, enabled=False):
+            return self.mu * contrastive_loss(step.features.float(), received, previous, self.tau)
+
+
+class MOON(Algorithm):
+    """FedAvg whose clients draw their features to the global model's and away from those of their own last model.
+
+    With `mu` 0 this is FedAvg, bit for bit; so is the first round of every client. The paper's network has a projection
+    before the classification layer: `model.head.projection: 256`. Without one, features are compared as they are.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        mu: μ, the weight of the term; 5 is the paper's for CIFAR-10, 1 for CIFAR-100.
+        tau: τ, the temperature.
+        history: How many of its last models a client compares with; the paper's buffer has one.
+        loss_terms: Loss terms of other papers, added to this one.
+        aggregator: Any paper's aggregator in place of the weighted mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A number is out of its range, or the model has no encoder.
+    """
+
+    def __init__(
+        self,
+        mu: float = 5.0,
+        tau: float = 0.5,
+        history: int = 1,
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__([ModelContrast(mu, tau, history), *(loss_terms or [])], aggregator, buffers)

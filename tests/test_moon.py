@@ -1,0 +1,225 @@
+"""MOON's loss against its equation, what a client remembers, and what it composes with (baselines: A6)."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from commands import rows, tiny
+from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
+from methods import assert_same_run
+from servers import assert_near, watched
+from test_stacked import compare
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import MOON, DistillingWeights, FedAvg, FedDW, ModelContrast
+from fl_lightning.algorithms.global_model.moon import contrastive_loss
+from fl_lightning.client import ClientModule, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP, Head, frozen_encoder
+
+PROJECTED = partial(MLP, hidden=(16,), head=Head(projection=8))
+BIAS_FREE = partial(MLP, hidden=(16,), head=Head(projection=8, classifier="bias_free"))
+
+
+def cosine(one, other):
+    return sum(a * b for a, b in zip(one, other, strict=True)) / math.hypot(*one) / math.hypot(*other)
+
+
+@pytest.mark.parametrize("history", [1, 3])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_loss_equals_a_brute_force_loop(history, batch):
+    tau, (now, received, *previous) = 0.3, torch.randn(2 + history, batch, 4, dtype=torch.float64)
+    total = 0.0
+    for b in range(batch):
+        drawn = math.exp(cosine(now[b].tolist(), received[b].tolist()) / tau)
+        pushed = sum(math.exp(cosine(now[b].tolist(), other[b].tolist()) / tau) for other in previous)
+        total -= math.log(drawn / (drawn + pushed))
+    assert contrastive_loss(now, received, previous, tau).item() == pytest.approx(total / batch, rel=1e-9)
+
+
+def test_the_received_model_in_the_previous_ones_place_is_log_2_and_has_no_gradient():
+    now, received = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
+    loss = contrastive_loss(now, received, [received], 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert not now.grad.any()
+
+
+def test_features_of_norm_zero_are_no_nan():
+    now = torch.zeros(2, 4, requires_grad=True)
+    loss = contrastive_loss(now, torch.randn(2, 4), [torch.zeros(2, 4)], 0.01)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert now.grad.isfinite().all()
+
+
+def test_a_frozen_encoder_is_a_copy_that_draws_and_learns_nothing():
+    model = NormMLP((4,), 3).train()
+    other = {name: value + 1 for name, value in model.encoder.state_dict().items()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    own, frozen = frozen_encoder(model), frozen_encoder(model, other)
+    assert same_bytes(dict(own.state_dict()), dict(model.encoder.state_dict()))
+    assert same_bytes(dict(frozen.state_dict()), other)
+    x = torch.randn(5, 4)
+    assert torch.equal(frozen(x), frozen(x))
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert same_bytes(dict(model.state_dict()), before)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_zero_in_a_module_whose_fit_was_never_begun():
+    step = Step(torch.zeros(2, 3), torch.zeros(2).long(), torch.randn(2, 4), torch.randn(2, 4))
+    assert ModelContrast()(step).item() == 0
+
+
+def test_a_model_without_an_encoder_is_refused():
+    module = ClientModule(nn.Linear(4, 3), [ModelContrast()])
+    with pytest.raises(ConfigError, match=r"model: this method looks at features"):
+        module.on_fit_start()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mu": -1.0}, r"algorithm.mu: -1.0 is below 0"),
+        ({"tau": 0.0}, r"algorithm.tau: 0.0 is not above 0; the paper uses 0.5"),
+        ({"history": 0}, r"algorithm.history: 0 is below 1"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MOON(**options)
+
+
+# --- Identities ---
+
+
+def test_mu_zero_is_fedavg_on_the_same_network_bit_for_bit(tmp_path):
+    zero, average = experiment(tmp_path / "zero", MOON(mu=0.0), model=PROJECTED), FedAvg()
+    zero.fit()
+    assert same_bytes(zero.state["model"], weights_after(tmp_path / "avg", average, model=PROJECTED))
+    assert not any(zero.memory.values())
+
+
+def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
+    run = experiment(tmp_path / "moon", MOON(mu=3.0), model=NormMLP, rounds=1)
+    run.fit()
+    assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", model=NormMLP, rounds=1))
+    assert run.csv.rows[0]["client/train_model_contrast"] == pytest.approx(3.0 * math.log(2))
+
+
+# --- Whole runs ---
+
+
+def test_a_run_by_hand(tmp_path):
+    """Full batches; two of six clients a round, of which some come for the first time after round 1."""
+    lr, mu, tau, epochs, rounds = 0.2, 2.0, 0.4, 2, 4
+    run = experiment(
+        tmp_path,
+        MOON(mu, tau),
+        rounds=rounds,
+        clients_per_round=2,
+        batch_size=10_000,
+        model=PROJECTED,
+        optimizer=partial(torch.optim.SGD, lr=lr),
+        trainer={"accelerator": "cpu", "max_epochs": epochs},
+    )
+    run.load()
+    model, last = copy.deepcopy(run.worker.template.backbone), {}
+    x, y = run.data.data.x_train, run.data.data.y_train
+    came_back = came_late = 0
+    for round in range(1, rounds + 1):
+        ends, sizes = [], []
+        for client in run.participants(round):
+            came_back += client in last
+            came_late += round > 1 and client not in last
+            local, own, previous = copy.deepcopy(model), run.data.shards[client].train, last.get(client, model)
+            for _ in range(epochs):
+                z = local.encoder(x[own])
+                with torch.no_grad():
+                    drawn, pushed = model.encoder(x[own]), previous.encoder(x[own])
+                drawn, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in (drawn, pushed))
+                loss = F.cross_entropy(local.head(z), y[own]) - mu * (drawn / (drawn + pushed)).log().mean()
+                with torch.no_grad():
+                    for p, g in zip(
+                        local.parameters(), torch.autograd.grad(loss, list(local.parameters())), strict=True
+                    ):
+                        p -= lr * g
+            last[client] = local
+            ends.append(local.state_dict())
+            sizes.append(len(own))
+        share = [size / sum(sizes) for size in sizes]
+        mean = {name: sum(a * end[name] for a, end in zip(share, ends, strict=True)) for name in ends[0]}
+        model = copy.deepcopy(model)
+        model.load_state_dict(mean)
+    assert came_back
+    assert came_late
+    run.fit()
+    assert_near(run.state["model"], model.state_dict(), 1e-5)
+
+
+def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
+    run, rounds = watched(tmp_path, MOON(history=2), rounds=4, model=NormMLP)
+    uploads = {client: [] for client in range(6)}
+    for _, arrived, _ in rounds:
+        for client, message in arrived:
+            encoder = {k: v for k, v in message.section("model").items() if k.startswith("encoder.")}
+            uploads[client].insert(0, encoder)
+    assert {len(theirs) for theirs in uploads.values()} >= {2, 3}  # one more than it keeps
+    for client, memory in run.memory.items():
+        kept, theirs = memory["term_model_contrast"], uploads[client][:2]
+        assert same_bytes(kept, {f"{age}/{k[8:]}": v for age, own in enumerate(theirs) for k, v in own.items()})
+        module = run.worker.received(task_of_round(run, 5, client))
+        module.on_fit_start()
+        (term,) = module.terms()
+        found = [dict(encoder.state_dict()) for encoder in term._previous]
+        wanted = [{k[8:]: v for k, v in own.items()} for own in theirs]
+        assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
+    runs = [
+        experiment(tmp_path / name, MOON(history=2), rounds=rounds, model=NormMLP)
+        for name, rounds in (("one", 4), ("two", 2), ("two", 4))
+    ]
+    for run, resume in zip(runs, (False, False, True), strict=True):
+        run.fit(resume=resume)
+    assert_same_run(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("history", [1, 2])
+def test_stacked_clients_contrast_each_with_its_own(tmp_path, history):
+    run = compare(tmp_path, MOON(history=history), model=NormMLP)
+    assert 0 < len(run.memory) < 6  # of the second round's clients some had a last model, some had none
+
+
+# --- MOON + DW ---
+
+
+def test_feddw_with_the_term_is_moon_with_dws(tmp_path):
+    options = {"model": BIAS_FREE, "trainer": {"accelerator": "cpu", "precision": "64-true", "max_epochs": 2}}
+    one = weights_after(tmp_path / "dw", FedDW(10.0, loss_terms=[ModelContrast(2.0)]), **options)
+    other = weights_after(tmp_path / "moon", MOON(2.0, loss_terms=[DistillingWeights(10.0)]), **options)
+    alone = weights_after(tmp_path / "alone", FedDW(10.0), **options)
+    assert_near(one, other, 1e-5)
+    assert max((one[name] - alone[name]).abs().max() for name in one) > 1e-3
+
+
+def test_moon_with_dw_from_yaml(tmp_path):
+    text = """rounds: 2
+batch_size: 16
+scenario: {dataset: Digits, partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 20}}, clients: 4}
+model: {class_path: MLP, init_args: {hidden: [8], head: {projection: 8}}}
+algorithm: {class_path: FedDW, init_args: {mu: 10, loss_terms: [ModelContrast]}}
+optimizer: {class_path: SGD, init_args: {lr: 0.1}}
+trainer: {max_epochs: 1, accelerator: cpu}
+logger: null
+"""
+    tiny(tmp_path / "run", text=text)
+    first, second = (float(row["client/train_model_contrast"]) for row in rows(tmp_path / "run"))
+    assert first == pytest.approx(5 * math.log(2))
+    assert second != pytest.approx(first)
+    assert float(rows(tmp_path / "run")[1]["client/train_dw"]) > 0
