@@ -13,6 +13,16 @@ from fl_lightning.message import Message, Upload
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
+def test_a_step_number_by_number(nesterov):
+    change, momentum, beta = torch.randn(7), torch.randn(7), 0.7
+    direction, new = momentum_step(change, momentum, beta, nesterov)
+    for i in range(7):
+        v = beta * momentum[i].item() + change[i].item()
+        assert new[i].item() == pytest.approx(v, abs=1e-6)
+        assert direction[i].item() == pytest.approx(change[i].item() + beta * v if nesterov else v, abs=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_beta_zero_is_fedavg_bit_for_bit(tmp_path, nesterov, weighting):
     off = FedAvgM(beta=0.0, nesterov=nesterov, weighting=weighting)
@@ -31,16 +41,6 @@ def test_round_1_is_fedavg_and_half_as_much_again_with_nesterov(tmp_path):
     start.load()
     for name, p in start.worker.template.backbone.named_parameters():
         torch.testing.assert_close(nesterov[name] - average[name], (average[name] - p.detach()) / 2)
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_a_step_number_by_number(nesterov):
-    change, momentum, beta = torch.randn(7), torch.randn(7), 0.7
-    direction, new = momentum_step(change, momentum, beta, nesterov)
-    for i in range(7):
-        v = beta * momentum[i].item() + change[i].item()
-        assert new[i].item() == pytest.approx(v, abs=1e-6)
-        assert direction[i].item() == pytest.approx(change[i].item() + beta * v if nesterov else v, abs=1e-6)
 
 
 @pytest.mark.parametrize(("nesterov", "weighting"), [(True, "samples"), (False, "uniform")])
