@@ -3,6 +3,7 @@
 from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
 from fl_lightning.algorithms.clustered.cfl import CFL, Splits
 from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
+from fl_lightning.algorithms.decentralized.dfedavgm import DFedAvgM
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
@@ -59,6 +60,7 @@ __all__ = [
     "Complete",
     "ControlVariates",
     "CwFedAvg",
+    "DFedAvgM",
     "DistillingWeights",
     "DualAggregation",
     "ErdosRenyi",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, State, load_weights, recall, to_cpu
+from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, State, Weighting, load_weights, recall, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Complete, Graph
@@ -25,11 +25,11 @@ LAID_OUT = "laid_out"
 
 
 class PeerAlgorithm(Algorithm):
-    """Gossip averaging: each client takes the mean, by samples, of its own model and its peers', then trains.
+    """Gossip averaging, FedAvg between peers: each client takes the mean of its own model and its peers', then trains.
 
     The base of peer-to-peer methods: they override `collect`, what of the peers' publications a client asks for, and
     `mix`, what it makes of them. Shared knowledge is merged by each client from its own and its peers'. The state's
-    `model` is the mean of all clients' models by samples; nobody holds it, it is there to be measured.
+    `model` is the mean of all clients' models; nobody holds it, it is there to be measured.
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 8)`, up `0`.
 
@@ -39,6 +39,7 @@ class PeerAlgorithm(Algorithm):
         loss_terms: Loss terms of any paper.
         buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
             `drop` them.
+        weighting: Weigh a client and its peers by their number of `samples`, or all the same (`uniform`).
 
     Raises:
         ConfigError: `n_com` is below 1, or above the number of other clients.
@@ -53,10 +54,12 @@ class PeerAlgorithm(Algorithm):
         graph: Graph | None = None,
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
+        weighting: Weighting = "samples",
     ) -> None:
         if n_com is not None and n_com < 1:
             raise ConfigError(f"algorithm.n_com: {n_com} is below 1")
         self.n_com, self.graph = n_com, graph or Complete()
+        self.weighting: Weighting = weighting
         super().__init__(loss_terms, buffers=buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
@@ -88,7 +91,11 @@ class PeerAlgorithm(Algorithm):
         """The weights that the client goes on from, made of its own and what it collected."""
         messages = [own, *(upload.message for upload in received)]
         models = (message.section("model") for message in messages)
-        return weighted_mean(models, (message.numbers["n_samples"] for message in messages))
+        return weighted_mean(models, map(self.weight, messages))
+
+    def weight(self, publication: Message) -> float:
+        """What a client's publication counts for in a mean."""
+        return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Mix, and merge the shared knowledge. Before round 1 there is nothing to take in."""
@@ -123,9 +130,9 @@ class PeerAlgorithm(Algorithm):
         for client, message in uploads:
             if not first:
                 old = publication(state, client)
-                mean.remove(old.section("model"), old.numbers["n_samples"])
+                mean.remove(old.section("model"), self.weight(old))
             model = message.section("model")
-            mean.add(model, message.numbers["n_samples"])
+            mean.add(model, self.weight(message))
         samples = {"total": torch.tensor(mean.weight, dtype=torch.float64)}
         untrained = {"untrained": model} if first else {}  # the same from every client
         return state | untrained | {"model": mean.value(), "sums": mean.sums, "samples": samples}

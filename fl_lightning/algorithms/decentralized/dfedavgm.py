@@ -1,0 +1,81 @@
+"""DFedAvgM: local SGD with momentum on a graph, then averaging with the neighbours by a mixing matrix.
+
+Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023, Algorithm 1; the mixing matrix by Xiao, Boyd, Kim:
+"Distributed Average Consensus with Least-Mean-Square Deviation", JPDC 2007 (Metropolis weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Buffers, State
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, section, unbundle
+from fl_lightning.client import LossTerm
+from fl_lightning.graphs import Graph
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import weighted_mean
+
+
+def metropolis_weights(links: Tensor) -> Tensor:
+    """`w_ij = 1/(1 + max(d_i, d_j))` for linked i and j, else 0, and `w_ii = 1 - Σ_j w_ij`; `(N, N)`, float64.
+
+    Rows sum to 1; of a graph that is linked both ways columns do, too, so that mixing preserves the mean.
+
+    Args:
+        links: Who hears whom, `(N, N)` bool, False on the diagonal.
+    """
+    degrees = links.sum(dim=1).double()
+    weights = links / (1 + torch.maximum(degrees[:, None], degrees))
+    return weights + torch.diag(1 - weights.sum(dim=1))
+
+
+class DFedAvgM(PeerAlgorithm):
+    """Local SGD with momentum, then x_i = Σ_j w_ij z_j over the neighbours, with Metropolis weights from the graph.
+
+    The momentum is the clients' optimizer's (`optimizer: SGD` with `momentum`), and starts from zero in every round.
+    What a client mixes after its round in the paper it mixes here at the start of its next one, which is the same: its
+    `z` is what its peers collect. With everybody linked the mean of all is FedAvg's with `weighting: uniform`, and with
+    nobody linked clients train alone. Clients' numbers of samples count for nothing.
+
+    Bytes a round, each participant: down `(n_com or N - 1) * (model + 16)`, up `0`.
+
+    Args:
+        n_com: Neighbours that a client collects from in a round, drawn anew each time, all with weight `1/(n_com + 1)`:
+            such a matrix does not preserve the mean. All neighbours, by Metropolis weights, by default.
+        graph: Who can hear whom, to be linked both ways; everybody by default.
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
+            `drop` them.
+    """
+
+    def __init__(
+        self,
+        n_com: int | None = None,
+        graph: Graph | None = None,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, who can hear whom, and the mixing matrix."""
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """The peers' models, each with its weight."""
+        collected = super().download(state, client, rng)
+        peers = [upload.client for upload in unbundle(collected)]
+        row = state["mixing"]["matrix"][client]
+        weights = {j: float(row[j]) if self.n_com is None else 1 / (len(peers) + 1) for j in peers}
+        return Message(collected.tensors, collected.numbers | {f"{section(j)}/weight": w for j, w in weights.items()})
+
+    def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
+        """`x_i = Σ_j w_ij z_j`; what the peers' weights leave of 1 is the client's own."""
+        weights = [upload.message.numbers["weight"] for upload in received]
+        models = [own.section("model"), *(upload.message.section("model") for upload in received)]
+        return weighted_mean(models, [1 - sum(weights), *weights])
