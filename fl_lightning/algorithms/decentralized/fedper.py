@@ -1,0 +1,45 @@
+"""FedPer without a server: peers average feature extractors, and each keeps its own head.
+
+Arivazhagan, Aggarwal, Singh, Choudhary: "Federated Learning with Personalization Layers", 2019, between peers as in the
+tables of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fl_lightning.algorithms.base import Buffers, Weighting
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
+from fl_lightning.client import LossTerm
+from fl_lightning.graphs import Graph
+
+
+class PeerFedPer(PeerAlgorithm):
+    """FedPer between peers: gossip averaging of all but the head, which never leaves its client.
+
+    With `personal` empty this is `PeerAlgorithm`, bit for bit.
+
+    Bytes a round, each participant: down `(n_com or N - 1) * (model - head + 8)`, up `0`.
+
+    Args:
+        personal: The personal layers, by the beginnings of their names in the state dict.
+        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
+        graph: Who can hear whom; everybody by default.
+        weighting: Weigh a client and its peers by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
+            `drop` them.
+    """
+
+    def __init__(
+        self,
+        personal: Sequence[str] = ("head.",),
+        n_com: int | None = None,
+        graph: Graph | None = None,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(n_com, graph, loss_terms, buffers, weighting)
+        self.personal = tuple(personal)
+        self.one_model = not self.personal

@@ -1,0 +1,65 @@
+"""FedPer between peers: heads never cross."""
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes
+from test_peers import model_of, published
+from test_stacked import compare
+
+from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Ring
+from fl_lightning.state import weighted_mean
+
+
+def test_with_nothing_personal_it_is_gossip_bit_for_bit(tmp_path):
+    one = experiment(tmp_path / "one", PeerFedPer(personal=(), n_com=2), model=NormMLP)
+    one.fit()
+    other = experiment(tmp_path / "other", PeerAlgorithm(n_com=2), model=NormMLP)
+    other.fit()
+    assert same_bytes(one.state["model"], other.state["model"])
+    assert all(same_bytes(published(one, k)[0], published(other, k)[0]) for k in range(6))
+    assert one.csv.rows[-1]["global/acc"] == other.csv.rows[-1]["global/acc"]
+
+
+def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
+    run = experiment(tmp_path, PeerFedPer(graph=Ring()), model=NormMLP, clients_per_round=6)
+    run.fit()
+    start = run.worker.template.backbone.state_dict()
+    encoder = sum(v.nbytes for name, v in start.items() if name.startswith("encoder."))
+    assert run.csv.rows[-1]["comm/down_bytes"] == 6 * 2 * (encoder + 8)
+    assert "global/acc" not in run.csv.rows[-1]
+    heads = []
+    for client in range(6):
+        message = run.download(4, client)
+        assert not [name for name in message.tensors if "head." in name]
+        tensors, _ = published(run, client)
+        assert not [name for name in tensors if "head." in name]
+        module = run.worker.received(run._task(3, client, message))
+        now = module.backbone.state_dict()
+        kept = run.memory[client]["personal"]
+        assert kept.keys() == {"head.weight", "head.bias"}
+        assert same_bytes({name: now[name] for name in kept}, kept)
+        heads.append(kept["head.weight"])
+        around = [client, *sorted([(client - 1) % 6, (client + 1) % 6])]
+        mean = weighted_mean([model_of(published(run, k)[0]) for k in around], [published(run, k)[1] for k in around])
+        assert same_bytes({name: now[name] for name in mean}, mean)
+    assert all(not torch.equal(heads[0], head) for head in [start["head.weight"], *heads[1:]])
+
+
+def test_any_layers_can_be_personal(tmp_path):
+    run = experiment(tmp_path, PeerFedPer(personal=["encoder."]), rounds=1)
+    run.fit()
+    names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
+    assert names == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "drop"])
+def test_statistics_go_where_they_are_told(tmp_path, buffers):
+    run = experiment(tmp_path, PeerFedPer(buffers=buffers), model=NormMLP, rounds=2, clients_per_round=6)
+    run.fit()
+    crossed = {name.split("/")[-1] for name in run.download(3, 0).tensors}
+    assert ("encoder.2.running_mean" in crossed) == (buffers == "average")
+    assert ("encoder.2.running_mean" in run.memory[0]["personal"]) == (buffers == "local")
+
+
+def test_stacked(tmp_path):
+    compare(tmp_path, PeerFedPer(n_com=2), model=NormMLP)
