@@ -205,8 +205,14 @@ def test_what_was_learnt_is_taken_up_again(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"layers": -1}, {"rand_percent": 0.0}, {"rand_percent": 101.0}, {"eta": -1.0}, {"threshold": -1.0}]
-    + [{"max_epochs": 0}],
+    [
+        {"layers": -1},
+        {"rand_percent": 0.0},
+        {"rand_percent": 101.0},
+        {"eta": -1.0},
+        {"threshold": -1.0},
+        {"max_epochs": 0},
+    ],
 )
 def test_bad_options_are_named(options):
     with pytest.raises(ConfigError, match=f"algorithm.{next(iter(options))}: .* is (below|not above)"):

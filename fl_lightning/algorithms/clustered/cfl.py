@@ -7,7 +7,6 @@ Constraints", IEEE TNNLS 2020, as the authors' code has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +17,9 @@ from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import flatten, weighted_mean
+
+START = "start"
+"""The section of a module's notes that holds the weights it was sent."""
 
 LAST = "last_update"
 """The section of a client's memory that holds its last update, which the server has seen too."""
@@ -211,9 +213,9 @@ class CFL(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Note the weights that the update is counted from."""
         super().receive(module, download, memory)
-        module.start = download.section("model")
+        module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """The client's update, for when its cluster is split without it."""
-        latest = update(cast(Tensors, module.start), upload.section("model")).float()
+        latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -7,7 +7,7 @@ model averaging.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean
+
+CHOICE = "choice"
+"""The section of a module's notes that tells which cluster it has chosen."""
 
 
 def mean_loss(module: nn.Module, batches: Batches) -> Tensor:
@@ -159,7 +162,7 @@ class IFCA(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Hold all models; the first, until the client has looked at its data."""
         super().receive(module, download, memory)
-        module.candidates = [download.section(section(j)) for j in range(self.clusters)]
+        module.notes = {section(j): download.section(section(j)) for j in range(self.clusters)}
         choose(module, 0)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
@@ -169,16 +172,16 @@ class IFCA(Algorithm):
             for cluster in range(self.clusters):
                 choose(module, cluster)
                 losses.append(mean_loss(module, batches))
-        choose(module, best_cluster(torch.stack(losses)))
-        module.candidates = []
+        chosen = best_cluster(torch.stack(losses))
+        choose(module, chosen)
+        module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """The weights, and which cluster they are for."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message(message.tensors, message.numbers | {"cluster": int(cast(Tensor, module.cluster))})
+        return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
 
 
 def choose(module: ClientModule, cluster: int) -> None:
     """Give a module one of the models it holds."""
-    load_weights(module.backbone, cast(list[Tensors], module.candidates)[cluster])
-    module.cluster = torch.tensor(cluster)  # a tensor: clients of different clusters can be stacked
+    load_weights(module.backbone, module.notes[section(cluster)])
