@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import lightning as L
@@ -34,6 +35,7 @@ class Step:
         features: `(B, d)` outputs of the encoder, where the model has one.
         inputs: The batch itself.
         backbone: The network that is being trained, for terms on its weights.
+        taps: What went into the layers that a term named in its `taps`, by their names.
     """
 
     logits: Tensor
@@ -41,6 +43,48 @@ class Step:
     features: Tensor | None = None
     inputs: Tensor | None = None
     backbone: nn.Module | None = None
+    taps: Tensors = field(default_factory=dict)
+
+
+@contextmanager
+def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
+    """Note what goes into layers of a network, while inside; of a layer that is called several times, the last.
+
+    Args:
+        backbone: The network.
+        names: The layers, by their dotted names.
+
+    Yields:
+        The layers' inputs by name, as they come. They are copies: a layer may write into its input.
+
+    Raises:
+        ConfigError: The network is compiled, which hides what is inside.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(inplace=True))
+        >>> _ = net[0].weight.data.fill_(-1.0)
+        >>> with tapped(net, ["1"]) as taps:
+        ...     _ = net(torch.ones(1, 1))
+        >>> taps["1"].tolist()
+        [[-1.0]]
+    """
+    taps: Tensors = {}
+    names = list(dict.fromkeys(names))
+    if names and any(part._compiled_call_impl for part in backbone.modules()):
+        raise ConfigError(f"compile: a loss term looks at {names[0]!r}, inside the compiled network; set compile false")
+
+    def tap(name: str, inputs: tuple[Any, ...]) -> None:
+        taps[name] = inputs[0].clone()
+
+    handles = [
+        backbone.get_submodule(name).register_forward_pre_hook(lambda _, inputs, name=name: tap(name, inputs))
+        for name in names
+    ]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class LossTerm(nn.Module):
@@ -54,10 +98,12 @@ class LossTerm(nn.Module):
         name: The term's name in logs, from the class name unless set.
         knowledge: The shared knowledge the term reads, which then travels with the weights.
         active: Whether the term counts in this fit; an inactive one is skipped, not multiplied by zero.
+        taps: Layers of the backbone, by name, of which the term wants to see the inputs in `Step.taps`.
     """
 
     name: str = ""
     active: bool = True
+    taps: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -180,12 +226,13 @@ class ClientModule(L.LightningModule):
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch."""
+        """Run the backbone on a batch, and note what the active terms want to see of it."""
         x, y = batch
-        if isinstance(self.backbone, Backbone):
-            features = self.backbone.encoder(x)
-            return Step(self.backbone.head(features), y, features, x, self.backbone)
-        return Step(self(x), y, None, x, self.backbone)
+        with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
+            if isinstance(self.backbone, Backbone):
+                features = self.backbone.encoder(x)
+                return Step(self.backbone.head(features), y, features, x, self.backbone, taps)
+            return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
         """Cross-entropy under `ce`, then each active term under its name."""

@@ -12,6 +12,7 @@ from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
 from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
 from fl_lightning.algorithms.global_model.fedopt import AdaptiveServer, FedAdagrad, FedAdam, FedYogi
 from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
+from fl_lightning.algorithms.global_model.fedrcl import FedRCL, RelaxedContrastive
 from fl_lightning.algorithms.global_model.fedsiam_da import (
     DualAggregation,
     FedSiamDA,
@@ -77,6 +78,7 @@ __all__ = [
     "FedPer",
     "FedProto",
     "FedProx",
+    "FedRCL",
     "FedRep",
     "FedSKC",
     "FedSiamDA",
@@ -100,6 +102,7 @@ __all__ = [
     "Prototypes",
     "Prototypical",
     "Proximal",
+    "RelaxedContrastive",
     "Ring",
     "ServerMomentum",
     "ServerStep",

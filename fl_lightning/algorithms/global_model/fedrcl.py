@@ -1,0 +1,195 @@
+"""FedRCL: a contrastive loss on every level of the network, relaxed where samples of a class are alike already.
+
+Seo, Kim, Kim, Han: "Relaxed Contrastive Learning for Federated Learning", CVPR 2024.
+
+The loss compares the samples of a local batch with one another; no other model takes part. What is here is what the
+authors' published code computes: the hardest pairs only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.models.base import with_encoder
+
+HARDEST = 2
+"""How many samples of other classes a sample is pushed away from, the most similar ones."""
+
+
+def similarities(features: Tensor) -> Tensor:
+    """`s_ij`, the cosines of a batch's features with one another, `(B, B)`.
+
+    Args:
+        features: `(B, d)`, or maps `(B, d, ...)`, which are averaged over their positions.
+    """
+    pooled = features.flatten(2).mean(dim=2) if features.ndim > 2 else features
+    unit = F.normalize(pooled, dim=1)
+    return unit @ unit.T
+
+
+def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
+    """SCL: the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
+
+    `s⁺` is the least similarity of i to a sample of its class, itself included; `k` are the two most similar of other
+    classes. A sample with no other class in the batch adds zero.
+
+    Args:
+        similar: `s_ij`, `(B, B)`.
+        targets: `(B,)` class indices.
+        tau: τ, the temperature.
+    """
+    same = targets[:, None] == targets
+    positive = torch.where(same, similar, torch.inf).amin(dim=1, keepdim=True)
+    negatives = torch.where(same, -torch.inf, similar).topk(min(HARDEST, len(targets)), dim=1).values
+    return F.cross_entropy(torch.cat([positive, negatives], dim=1) / tau, torch.zeros_like(targets))
+
+
+def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
+    """PEN: the mean over i of `log(1 + exp((q - 1)/τ))`, which pushes samples of a class apart that are too alike.
+
+    `q` is the least similarity of i to another sample of its class, if that is at least λ; else it is the constant -1,
+    as where there is no other.
+
+    Args:
+        similar: `s_ij`, `(B, B)`.
+        targets: `(B,)` class indices.
+        tau: τ, the temperature.
+        threshold: λ.
+    """
+    partners = (targets[:, None] == targets) & ~torch.eye(len(targets), dtype=torch.bool, device=targets.device)
+    least = torch.where(partners, similar, torch.inf).amin(dim=1)
+    q = torch.where((least >= threshold) & partners.any(dim=1), least, -1.0)
+    return F.softplus((q - 1) / tau).mean()
+
+
+def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
+    """The layers whose inputs are the features of each level: what a level's last ReLU is given.
+
+    Args:
+        backbone: The network.
+        levels: The levels, by the names of the network's modules; by default the encoder's parts that hold a ReLU: a
+            residual network's stem and stages, each hidden layer of a plain one. A level without a ReLU is itself the
+            layer.
+
+    Raises:
+        ConfigError: There is no such module, or no level.
+    """
+    modules = dict(backbone.named_modules())
+    if levels is None:
+        encoder = with_encoder(backbone).encoder
+        parts = [f"encoder.{name}" for name, _ in encoder.named_children()]
+        levels = [part for part in parts if relus(modules, part)]
+    for level in levels:
+        if level not in modules:
+            known = ", ".join(name for name in modules if name.count(".") == 1)
+            raise ConfigError(f"algorithm.levels: the model has no {level!r}; it has, for example, {known}")
+    if not levels:
+        raise ConfigError("algorithm.levels: the model has no ReLU layer to find levels by; name its layers")
+    return tuple((relus(modules, level) or [level])[-1] for level in levels)
+
+
+def relus(modules: dict[str, nn.Module], part: str) -> list[str]:
+    """Names of the ReLU layers in a part of a network, in order; the part's own if it is one."""
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.ReLU | nn.ReLU6) and f"{name}.".startswith(f"{part}.")
+    ]
+
+
+class RelaxedContrastive(LossTerm):
+    """`w_s · mean_l SCL_l + w_p · mean_l PEN_l` over the levels `l` of the network, in float32.
+
+    Args:
+        w_s: Weight of the contrastive loss, 0 or more.
+        w_p: Weight of the relaxation, 0 or more. With both 0 the term is off.
+        tau: τ, above 0.
+        threshold: λ: how alike samples of a class must be for the relaxation to act.
+        levels: Names of the network's modules to take for levels; see `level_taps`.
+
+    Raises:
+        ConfigError: A value is outside its range, or a fit begins and the model has not those levels.
+    """
+
+    def __init__(
+        self,
+        w_s: float = 1.0,
+        w_p: float = 1.0,
+        tau: float = 0.05,
+        threshold: float = 0.7,
+        levels: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, weight in (("w_s", w_s), ("w_p", w_p)):
+            if not weight >= 0:
+                raise ConfigError(f"algorithm.{name}: {weight} is below 0; the paper uses 1")
+        if not tau > 0:
+            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.05")
+        if levels == []:
+            raise ConfigError("algorithm.levels: [] is empty; name at least one, or leave it out")
+        self.w_s, self.w_p, self.tau, self.threshold = w_s, w_p, tau, threshold
+        self.levels, self.active = levels, w_s > 0 or w_p > 0
+
+    def begin(self, module: ClientModule) -> None:
+        """Find the levels."""
+        if self.active:
+            self.taps = level_taps(module.backbone, self.levels)
+
+    def forward(self, step: Step) -> Tensor:
+        """The term for what `Step.taps` holds, which `begin` has asked for."""
+        losses = [self._level(step.taps[name], step.targets) for name in self.taps]
+        return torch.stack(losses).mean()
+
+    def _level(self, features: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            similar = similarities(features.float())
+            parts = []
+            if self.w_s:
+                parts.append(self.w_s * contrastive_loss(similar, targets, self.tau))
+            if self.w_p:
+                parts.append(self.w_p * relaxation_loss(similar, targets, self.tau, self.threshold))
+            return torch.stack(parts).sum()
+
+
+class FedRCL(Algorithm):
+    """Clients contrast the samples of a batch on every level of the network, relaxed within classes; a plain mean.
+
+    With `w_s` and `w_p` 0 this is FedAvg's plain mean, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        w_s: Weight of the contrastive loss.
+        w_p: Weight of the relaxation, which keeps the samples of a class from collapsing into one.
+        tau: τ, the temperature of both.
+        threshold: λ: how alike samples of a class must be for the relaxation to act.
+        levels: Names of the network's modules whose last ReLU's inputs are contrasted; by default the encoder's parts
+            that hold a ReLU, a residual network's stem and stages.
+        weighting: Weigh clients all the same (`uniform`), or by their number of `samples`.
+        loss_terms: Loss terms of other papers, added to this one.
+        aggregator: Any paper's aggregator in place of the mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        w_s: float = 1.0,
+        w_p: float = 1.0,
+        tau: float = 0.05,
+        threshold: float = 0.7,
+        levels: list[str] | None = None,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        term = RelaxedContrastive(w_s, w_p, tau, threshold, levels)
+        super().__init__([term, *(loss_terms or [])], aggregator or WeightedMean(weighting), buffers)

@@ -1,0 +1,279 @@
+"""FedRCL's losses against brute force, its levels, and its identities (baselines: A8)."""
+
+from functools import partial
+from math import exp, log
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, weights_after
+from test_stacked import compare
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedRCL, RelaxedContrastive, WeightedMean
+from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
+from fl_lightning.client import ClientModule, LossTerm, Step, tapped
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import CNN, MLP, Backbone, FastText, ResNet8, ResNet18
+
+TAU, LAM = 0.05, 0.7
+
+
+def scl_by_hand(s, y, tau=TAU):
+    total = 0.0
+    for i in range(len(y)):
+        positive = min(float(s[i, j]) for j in range(len(y)) if y[j] == y[i])
+        negatives = sorted((float(s[i, k]) for k in range(len(y)) if y[k] != y[i]), reverse=True)[:2]
+        total += -positive / tau + log(exp(positive / tau) + sum(exp(n / tau) for n in negatives))
+    return total / len(y)
+
+
+def pen_by_hand(s, y, tau=TAU, threshold=LAM):
+    total = 0.0
+    for i in range(len(y)):
+        partners = [float(s[i, j]) for j in range(len(y)) if j != i and y[j] == y[i]]
+        q = min(partners) if partners and min(partners) >= threshold else -1.0
+        total += log(1 + exp((q - 1) / tau))
+    return total / len(y)
+
+
+def batch(classes, samples=12, width=6, spread=0.3):
+    """Features that lie in clusters by class, so that some partners are above the threshold and some below."""
+    y = torch.randint(0, classes, (samples,))
+    centres = torch.randn(classes, width, dtype=torch.float64)
+    return centres[y] + spread * torch.randn(samples, width, dtype=torch.float64), y
+
+
+# --- The two losses ---
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4, 30])
+@pytest.mark.parametrize("tau", [0.05, 0.5])
+def test_the_losses_equal_loops_over_pairs(classes, tau):
+    z, y = batch(classes)
+    s = similarities(z)
+    for i in range(len(y)):
+        for j in range(len(y)):
+            assert float(s[i, j]) == pytest.approx(float(z[i] @ z[j] / z[i].norm() / z[j].norm()), abs=1e-9)
+    assert contrastive_loss(s, y, tau).item() == pytest.approx(scl_by_hand(s, y, tau), rel=1e-9, abs=1e-12)
+    for threshold in (-1.0, 0.5, 0.95, 2.0):
+        expected = pen_by_hand(s, y, tau, threshold)
+        assert relaxation_loss(s, y, tau, threshold).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_one_class_batch_and_a_batch_of_one_add_no_contrast():
+    for z, y in (batch(1), batch(3, samples=1)):
+        z.requires_grad_()
+        loss = contrastive_loss(similarities(z), y, TAU)
+        assert loss.item() == pytest.approx(0, abs=1e-12)
+        loss.backward()
+        assert not z.grad.any()
+
+
+def test_one_sample_of_another_class_is_one_negative():
+    z, y = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 0, 1])
+    s = similarities(z)
+    first = -log(exp(float(s[0, 1]) / TAU) / (exp(float(s[0, 1]) / TAU) + exp(float(s[0, 2]) / TAU)))
+    second = -log(exp(float(s[0, 1]) / TAU) / (exp(float(s[0, 1]) / TAU) + exp(float(s[1, 2]) / TAU)))
+    alone = log(1 + (exp(float(s[0, 2]) / TAU) + exp(float(s[1, 2]) / TAU)) / exp(1 / TAU))
+    assert contrastive_loss(s, y, TAU).item() == pytest.approx((first + second + alone) / 3, abs=1e-9)
+
+
+def test_the_gradient_is_that_of_the_hardest_pairs_alone():
+    z, y = batch(3)
+    s = similarities(z).detach().requires_grad_()
+    (contrastive_loss(s, y, TAU) + relaxation_loss(s, y, TAU, LAM)).backward()
+    for i in range(len(y)):
+        mine = [j for j in range(len(y)) if y[j] == y[i]]
+        others = sorted((k for k in range(len(y)) if y[k] != y[i]), key=lambda k: -float(s[i, k].detach()))
+        hardest = min(mine, key=lambda j: float(s[i, j].detach()))
+        touched = set(s.grad[i].nonzero()[:, 0].tolist())
+        assert touched <= {hardest, *others[:2], min((j for j in mine if j != i), default=i, key=lambda j: s[i, j])}
+        assert s.grad[i, others[0]] > 0
+        for k in others[:2]:
+            at = torch.tensor([float(s[i, hardest].detach()), *(float(s[i, o].detach()) for o in others[:2])])
+            share = (at / TAU).softmax(dim=0)[1 + others.index(k)].item()
+            assert s.grad[i, k].item() == pytest.approx(share / TAU / len(y), rel=1e-4, abs=1e-6)
+
+
+def test_the_relaxation_acts_only_where_the_least_similar_partner_is_above_the_threshold():
+    near = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]], dtype=torch.float64)
+    far = torch.cat([near[:2], torch.tensor([[0.0, 1.0]], dtype=torch.float64)])
+    y = torch.zeros(3, dtype=torch.long)
+    for z, acts in ((near, True), (far, False)):
+        z = z.clone().requires_grad_()
+        loss = relaxation_loss(similarities(z), y, TAU, LAM)
+        loss.backward()
+        assert bool(z.grad.any()) is acts
+        assert acts or loss.item() == pytest.approx(log(1 + exp(-2 / TAU)))
+    stepped = (near - 0.1 * torch.func.grad(lambda z: relaxation_loss(similarities(z), y, TAU, LAM))(near)).detach()
+    assert similarities(stepped).min() < similarities(near).min()  # pushed apart
+    alone = near.clone().requires_grad_()
+    relaxation_loss(similarities(alone), torch.arange(3), TAU, LAM).backward()
+    assert not alone.grad.any()
+    exactly = torch.tensor([[1.0, 0.7], [0.7, 1.0]])
+    assert relaxation_loss(exactly, y[:2], TAU, 0.7).item() == pytest.approx(log(1 + exp(-0.3 / TAU)), rel=1e-4)
+
+
+def test_maps_are_averaged_over_their_positions():
+    maps = torch.randn(5, 3, 2, 4)
+    torch.testing.assert_close(similarities(maps), similarities(maps.mean(dim=(2, 3))))
+
+
+# --- The levels, and what a step shows of them ---
+
+
+def test_the_levels_of_residual_networks_are_stem_and_stages():
+    stages = [f"encoder.layer{i}.1.relu" for i in (1, 2, 3, 4)]
+    assert level_taps(ResNet18((3, 8, 8), 10)) == ("encoder.relu", *stages)
+    blocks = tuple(f"encoder.{i}.relu" for i in (3, 4, 5))
+    assert level_taps(ResNet8((3, 8, 8), 10)) == ("encoder.2", *blocks)
+
+
+def test_the_levels_of_plain_networks_are_their_hidden_layers():
+    assert level_taps(MLP((4,), 3, hidden=(5, 6, 7))) == ("encoder.2", "encoder.4", "encoder.6")
+    assert level_taps(CNN((1, 8, 8), 3)) == ("encoder.1", "encoder.4", "encoder.8")
+
+
+def test_levels_can_be_named():
+    net = ResNet18((3, 8, 8), 10)
+    assert level_taps(net, ["encoder.layer2", "encoder.conv1"]) == ("encoder.layer2.1.relu", "encoder.conv1")
+    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no 'layer2'; it has, for example, encoder"):
+        level_taps(net, ["layer2"])
+    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no ReLU layer"):
+        level_taps(FastText((5,), 3))
+
+
+def test_the_tap_of_a_residual_stage_is_its_map_before_the_last_relu():
+    net = ResNet8((3, 8, 8), 10, norm="group")
+    x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
+    term = RelaxedContrastive()
+    module = ClientModule(net, [term])
+    module.on_fit_start()
+    step = module.step((x, y))
+    hidden = net.encoder[1](net.encoder[0](x))
+    maps = [hidden]
+    for number in (3, 4, 5):
+        block, entering = net.encoder[number], F.relu(hidden)
+        inner = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(entering)))))
+        hidden = inner + (block.downsample(entering) if block.downsample else entering)
+        maps.append(hidden)
+    names = ["encoder.2", "encoder.3.relu", "encoder.4.relu", "encoder.5.relu"]
+    assert list(step.taps) == names
+    for name, expected in zip(names, maps, strict=True):
+        torch.testing.assert_close(step.taps[name], expected)
+        assert (expected < 0).any()
+    similar = [similarities(expected) for expected in maps]
+    values = [contrastive_loss(s, y, TAU) + relaxation_loss(s, y, TAU, LAM) for s in similar]
+    torch.testing.assert_close(term(step), sum(values) / 4)
+
+
+class Watches(LossTerm):
+    taps = ("encoder.2", "head")
+
+    def forward(self, step):
+        return step.taps["head"].square().mean() + step.taps["encoder.2"].mean()
+
+
+def test_only_active_terms_have_layers_tapped_and_no_hook_is_left():
+    net = MLP((4,), 3, hidden=(5,))
+    term = Watches()
+    module = ClientModule(net, [term])
+    x = torch.randn(6, 4)
+    step = module.step((x, torch.zeros(6, dtype=torch.long)))
+    assert step.taps.keys() == {"encoder.2", "head"}
+    torch.testing.assert_close(step.taps["encoder.2"], net.encoder[1](net.encoder[0](x)))
+    torch.testing.assert_close(step.taps["head"], step.features)
+    term(step).backward()
+    assert net.encoder[1].weight.grad is not None
+    term.active = False
+    assert module.step((x, torch.zeros(6, dtype=torch.long))).taps == {}
+    term.active = True
+    with pytest.raises(RuntimeError), tapped(net, term.taps):
+        net(torch.randn(6, 5))
+    assert not any(part._forward_pre_hooks for part in net.modules())
+
+
+def test_a_compiled_network_shows_nothing_of_its_inside():
+    net = MLP((4,), 3)
+    net.encoder.compile()
+    with tapped(net, []):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"compile: a loss term looks at 'encoder.2'.* set compile false"),
+        tapped(net, ["encoder.2"]),
+    ):
+        pass
+
+
+# --- The term and the method ---
+
+
+@pytest.mark.parametrize(("w_s", "w_p"), [(1.0, 1.0), (2.0, 0.0), (0.0, 3.0)])
+def test_the_term_is_the_weighted_mean_over_levels(w_s, w_p):
+    net = MLP((4,), 3, hidden=(5, 6))
+    term = RelaxedContrastive(w_s, w_p, tau=0.2, threshold=0.5)
+    module = ClientModule(net, [term])
+    module.on_fit_start()
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    losses = module.losses(module.step((x, y)))
+    first = net.encoder[1](x)
+    second = net.encoder[3](F.relu(first))
+    levels = [similarities(z.detach()) for z in (first, second)]
+    expected = sum(w_s * scl_by_hand(s, y, 0.2) + w_p * pen_by_hand(s, y, 0.2, 0.5) for s in levels) / 2
+    assert losses["relaxed_contrastive"].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_half_precision_is_computed_in_float32():
+    z, y = torch.randn(8, 64), torch.arange(8) % 3
+    term = RelaxedContrastive()
+    term.taps = ("level",)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = term(Step(torch.zeros(8, 3), y, taps={"level": z.bfloat16()}))
+    s = similarities(z.bfloat16().float())
+    assert loss.item() == pytest.approx(scl_by_hand(s, y) + pen_by_hand(s, y), rel=1e-4)
+
+
+def test_off_is_the_plain_mean_bit_for_bit(tmp_path):
+    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")))
+    assert same_bytes(weights_after(tmp_path / "off", FedRCL(w_s=0.0, w_p=0.0)), plain)
+    samples = weights_after(tmp_path / "samples", FedRCL(w_s=0.0, w_p=0.0, weighting="samples"))
+    assert same_bytes(samples, weights_after(tmp_path / "fedavg", FedAvg()))
+    on = [FedRCL(), FedRCL(w_p=0.0), FedRCL(w_s=0.0, threshold=-1.0)]
+    ends = [weights_after(tmp_path / str(i), method)["head.bias"] for i, method in enumerate(on)]
+    assert len({tuple(end.tolist()) for end in (plain["head.bias"], *ends)}) == 4
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 16}, {"model": NormMLP}])
+def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
+    compare(tmp_path, FedRCL(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"w_s": -1.0}, "algorithm.w_s: -1.0 is below 0"),
+        ({"w_p": -1.0}, "algorithm.w_p: -1.0 is below 0"),
+        ({"tau": 0.0}, "algorithm.tau: 0.0 is not above 0"),
+        ({"levels": []}, r"algorithm.levels: \[\] is empty"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedRCL(**options)
+
+
+def test_levels_that_are_not_there_are_refused_before_round_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no 'encoder.9'"):
+        experiment(tmp_path, FedRCL(levels=["encoder.9"])).fit()
+
+
+class NoReLU(Backbone):
+    def __init__(self, in_shape, num_classes):
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh()), nn.Linear(8, num_classes), 8)
+
+
+def test_a_level_without_a_relu_is_the_layer_itself(tmp_path):
+    run = experiment(tmp_path, FedRCL(levels=["encoder.2"]), model=partial(NoReLU), rounds=1)
+    run.fit()
+    assert run.csv.rows[0]["client/train_relaxed_contrastive"] > 0
