@@ -204,16 +204,9 @@ def test_what_was_learnt_is_taken_up_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"layers": -1},
-        {"rand_percent": 0.0},
-        {"rand_percent": 101.0},
-        {"eta": -1.0},
-        {"threshold": -1.0},
-        {"max_epochs": 0},
-    ],
+    ("name", "value"),
+    [("layers", -1), ("rand_percent", 0), ("rand_percent", 101), ("eta", -1), ("threshold", -1), ("max_epochs", 0)],
 )
-def test_bad_options_are_named(options):
-    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(options))}: .* is (below|not above)"):
-        FedALA(**options)
+def test_bad_options_are_named(name, value):
+    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|not above)"):
+        FedALA(**{name: value})

@@ -50,6 +50,7 @@ def test_no_gradient_reaches_the_mean_logits():
 def test_the_term_is_gamma_times_the_loss_and_zero_before_anything_is_known():
     term, step = LogitDistillation(gamma=3.0), Step(torch.randn(2, C), torch.tensor([0, 3]))
     assert term(step) == 0
+    assert not LogitDistillation(gamma=0.0).active  # skipped, not multiplied by zero
     teacher, known = torch.randn(C, C), torch.tensor([True, True, True, False])
     term.logits.load({"values": teacher, "known": known})
     torch.testing.assert_close(term(step), 3 * fd.distillation_loss(step.logits, step.targets, teacher, known))

@@ -71,6 +71,7 @@ def test_the_term_is_lam_times_the_distance_and_zero_before_anything_is_known():
     term = PrototypeAlignment(lam=3.0)
     step = Step(torch.zeros(2, C), torch.tensor([0, 3]), features=torch.randn(2, WIDTH))
     assert term(step) == 0
+    assert not PrototypeAlignment(lam=0.0).active  # skipped, not multiplied by zero
     prototypes, known = torch.randn(C, WIDTH), torch.tensor([True, True, True, False])
     term.prototypes.load({"values": prototypes, "known": known})
     expected = 3 * fp.prototype_distance(step.features, step.targets, prototypes, known)

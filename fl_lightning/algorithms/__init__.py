@@ -39,6 +39,7 @@ from fl_lightning.algorithms.personalized.feddistill import (
     LogitDistillation,
     MeanLogits,
 )
+from fl_lightning.algorithms.personalized.fedfomo import Affinities, FedFomo
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import FedRep
@@ -53,6 +54,7 @@ __all__ = [
     "UAPDFL",
     "AdaptiveServer",
     "Adjacency",
+    "Affinities",
     "Aggregator",
     "Algorithm",
     "ClassShares",
@@ -75,6 +77,7 @@ __all__ = [
     "FedDW",
     "FedDistill",
     "FedDistillPlus",
+    "FedFomo",
     "FedPer",
     "FedProto",
     "FedProx",

@@ -29,13 +29,8 @@ Rows = slice | Tensor
 
 BACKBONE = "client.backbone."
 
-_FIT = {
-    "optimizer_factory",
-    "scheduler_factory",
-    "optimizer_state",
-    "notes",
-    "_losses",
-}  # what a client's step does not read
+# What a client's step does not read.
+_FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "_losses"}
 _HIDDEN = {kind: vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule)}
 
 

@@ -1,0 +1,185 @@
+"""FedFomo: a client is sent other clients' models, and takes of each as much as it helps on data it has held back.
+
+Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized Federated Learning with First Order Model Optimization", ICLR 2021.
+Equations below are the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
+from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import evaluate
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import flatten, weighted_mean
+
+UPLOADED = "uploaded"
+"""The section of a client's memory that holds its last upload, which is its model."""
+
+PREVIOUS = "fomo_previous"
+"""The section that holds the model which its last training started from."""
+
+AFFINITY = "affinity"
+"""The section of the state that holds what models were worth to whom, and of uploads that holds what they are now."""
+
+
+def worth(previous_loss: float, loss: float, distance: float) -> float:
+    """Eq. 3: `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, what model n is worth to a client; 0 for its own copy.
+
+    Args:
+        previous_loss: `L(θ_prev)`, on the client's held back data.
+        loss: `L(θ_n)`, likewise.
+        distance: `||θ_n - θ_prev||_2`, over all parameters.
+    """
+    return (previous_loss - loss) / (distance + 1e-5)
+
+
+def shares(worths: Tensor) -> Tensor:
+    """Eq. 4: `w⁺ = max(w, 0)`, to a sum of 1; all 0 where none is above. `(M,)`."""
+    positive = worths.clamp(min=0)
+    total = positive.sum()
+    return positive / total if total > 0 else positive
+
+
+def chosen(row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator) -> list[int]:
+    """Whose models a client is sent: those that were worth most to it or, where it explores, any.
+
+    Args:
+        row: `(N,)`, the client's row of the affinity matrix; ties are broken at random.
+        others: Who can be chosen.
+        models: How many, at most.
+        explores: Whether the row does not count.
+        rng: The client's, for this round.
+    """
+    order = rng.permutation(np.asarray(others, dtype=np.int64)).tolist()
+    return sorted((order if explores else sorted(order, key=lambda j: -float(row[j])))[:models])
+
+
+class Affinities(Aggregator):
+    """Adds what clients found models worth to the affinity matrix, and notes who has a model. Nothing is averaged."""
+
+    def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
+        """What each client found."""
+        return [(client, message.section(AFFINITY)) for client, message in uploads]
+
+    def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
+        """`P_i += w`."""
+        matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
+        for client, found in folded:
+            trained[client] = True
+            matrix[client, found["peer"]] += found["worth"]
+        return {AFFINITY: {"matrix": matrix, "trained": trained, "rounds": before[AFFINITY]["rounds"] + 1}}
+
+
+class FedFomo(Algorithm):
+    """Clients are sent a few others' models and mix them with their own by how much each helps on held back data.
+
+    The server keeps everybody's last model and how much each was worth to whom. A client weighs its own model and those
+    it is sent by the gain over the model that its last training started from; where none gains it keeps its own. With
+    `models` 0 this is `Local` with a share `validation` of the training data held back, bit for bit.
+
+    Bytes a round, each participant, at most: down `models * (model + 8)`, up `model + 16 * models + 8`.
+
+    Args:
+        models: M, how many models a client is sent at most; of clients that have not trained there is none to send.
+        epsilon: ε, the chance in round 1 that a client is sent models drawn at random.
+        decay: What that chance loses with each round.
+        validation: Share of a client's training data that is held back; with 0 it goes by its training data.
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average` mixes them as the weights are, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    one_model = False
+    public = UPLOADED
+
+    def __init__(
+        self,
+        models: int = 5,
+        epsilon: float = 0.3,
+        decay: float = 0.05,
+        validation: float = 0.2,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if models < 0:
+            raise ConfigError(f"algorithm.models: {models} is below 0; 0 sends none")
+        for name, value in {"epsilon": epsilon, "decay": decay}.items():
+            if not 0 <= value <= 1:
+                raise ConfigError(f"algorithm.{name}: {value} is not between 0 and 1")
+        if not 0 <= validation < 1:
+            raise ConfigError(f"algorithm.validation: {validation} is not 0 or a share below 1")
+        self.models, self.epsilon, self.decay, self.validation = models, epsilon, decay, validation
+        super().__init__(loss_terms, Affinities(), buffers)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, and an affinity matrix that says that each client's own model is worth something."""
+        affinity = {
+            "matrix": torch.eye(clients, dtype=torch.float64),
+            "trained": torch.zeros(clients, dtype=torch.bool),
+            "rounds": torch.tensor(0),
+        }
+        return super().initial_state(backbone, num_classes, clients, rng) | {AFFINITY: affinity}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """The models that are worth most, or any, and shared knowledge."""
+        affinity = state[AFFINITY]
+        others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
+        explores = rng.random() < self.epsilon - self.decay * int(affinity["rounds"])
+        peers = chosen(affinity["matrix"][client], others, self.models, explores, rng)
+        models = bundle({j: restored(state[section(j)]) for j in peers})
+        known = super().download(state, client, rng).without("model")
+        return Message(known.tensors | models.tensors, models.numbers)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take up the client's own last model, and note those that it was sent."""
+        own = restored(memory.get(UPLOADED, {})).section("model")
+        super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
+        module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copied(module)}
+        module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
+
+    def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
+        """Eq. 3 and 4: weigh the client's own model and those it was sent, and load the mixture."""
+        previous, models = module.notes.pop(PREVIOUS), [self._copied(module), *module.notes.values()]
+        peers = [int(name) for name in module.notes]
+        worths = self._worths(module, previous, models, list(validation) or list(batches))
+        mixture = weighted_mean(models, shares(worths).tolist()) if (worths > 0).any() else models[0]
+        load_weights(module.backbone, mixture)
+        found = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": worths[1:]}
+        module.notes = {AFFINITY: found, PREVIOUS: self._copied(module)}
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The trained model, and what others' were worth."""
+        message = super().upload(module, batches, n_samples, num_classes)
+        return Message(message.tensors | Message.pack({AFFINITY: module.notes[AFFINITY]}).tensors, message.numbers)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The trained model, which the server hands out, and the one that training started from."""
+        model = Message.pack({"model": upload.section("model")}, n_samples=upload.numbers["n_samples"])
+        own = {UPLOADED: stored(model), PREVIOUS: module.notes[PREVIOUS]}
+        return super().remember(module, upload) | own
+
+    def _copied(self, module: ClientModule) -> Tensors:
+        """The model as it is, less what stays on the client."""
+        return to_cpu({"model": self._shared(module.backbone)})["model"]
+
+    def _worths(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
+        """What each model is worth to the client, `(M,)`; the module is left with any of them."""
+
+        def loss(model: Tensors) -> float:
+            load_weights(module.backbone, model)
+            return evaluate(module, batches).loss
+
+        with torch.no_grad():
+            before, start = loss(previous), flatten(previous)
+            gains = [worth(before, loss(model), float((flatten(model) - start).norm())) for model in models]
+        return torch.tensor(gains, dtype=torch.float64)

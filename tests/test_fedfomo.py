@@ -1,0 +1,232 @@
+"""FedFomo's equations against brute force, its identities, and who is sent what (baselines: B9)."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, task_of_round
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedFomo, Local
+from fl_lightning.algorithms.personalized import fedfomo as fomo
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP
+
+RECEIVED = {"evaluation": Evaluation(clients="received")}
+SMALL = partial(MLP, (6,), 4, hidden=(5,))
+X, Y = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 4
+
+
+def model(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: scale * torch.randn(v.shape, generator=generator) for n, v in SMALL().state_dict().items()}
+
+
+def loss_of(weights, x=X, y=Y):
+    backbone = SMALL()
+    backbone.load_state_dict(weights)
+    with torch.no_grad():
+        return float(F.cross_entropy(backbone(x), y))
+
+
+def prepared(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
+    """A client's module after it has mixed."""
+    method = FedFomo()
+    module = method.client_module(SMALL())
+    download = fomo.bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
+    memory = {fomo.UPLOADED: fomo.stored(Message.pack({"model": own}, n_samples=3)), fomo.PREVIOUS: previous}
+    method.receive(module, download, memory)
+    module.eval()
+    method.prepare(module, list(training), list(validation))
+    return module
+
+
+def by_hand(own, previous, sent):
+    """Eq. 3 and 4, number by number: what each model is worth, the client's own first, and the mixture."""
+    worths = []
+    for weights in [own, *sent.values()]:
+        distance = sum(float(((weights[n] - previous[n]).double() ** 2).sum()) for n in weights) ** 0.5
+        worths.append((loss_of(previous) - loss_of(weights)) / (distance + 1e-5))
+    positive = [max(w, 0.0) for w in worths]
+    if not sum(positive):
+        return worths, own
+    parts = list(zip(positive, [own, *sent.values()], strict=True))
+    return worths, {n: previous[n] + sum(w / sum(positive) * (m[n] - previous[n]) for w, m in parts) for n in own}
+
+
+# --- The equations ---
+
+
+@pytest.mark.parametrize("peers", [(), (4,), (1, 2, 5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mixture_is_the_one_written_out_by_hand(peers, seed):
+    own, previous = model(seed + 10, 0.5), model(seed + 20)
+    sent = {j: model(seed + j, 0.8 * j) for j in peers}
+    module = prepared(own, previous, sent)
+    worths, expected = by_hand(own, previous, sent)
+    assert len(peers) < 2 or (min(worths) < 0 < max(worths))
+    torch.testing.assert_close(dict(module.backbone.state_dict()), expected, rtol=1e-4, atol=1e-5)
+    found = module.notes[fomo.AFFINITY]
+    assert found["peer"].tolist() == list(peers)
+    assert found["worth"].tolist() == pytest.approx(worths[1:], rel=1e-4)
+    assert same_bytes(module.notes[fomo.PREVIOUS], dict(module.backbone.state_dict()))
+
+
+def test_where_no_model_gains_a_client_keeps_its_own_bit_for_bit():
+    best = model(0, 0.0)  # uniform outputs
+    own, worse = model(1, 3.0), model(2, 4.0)
+    module = prepared(own, best, {3: worse, 5: model(4, 5.0)})
+    assert (module.notes[fomo.AFFINITY]["worth"] < 0).all()
+    assert same_bytes(dict(module.backbone.state_dict()), own)
+
+
+def test_a_model_that_is_the_previous_one_is_worth_nothing():
+    own = model(1)
+    module = prepared(own, own, {3: own})
+    assert module.notes[fomo.AFFINITY]["worth"].tolist() == [0.0]
+    assert same_bytes(dict(module.backbone.state_dict()), own)
+    assert fomo.worth(1.0, 0.5, 0.0) == pytest.approx(5e4)
+
+
+def test_the_held_back_data_decide_and_the_training_data_where_there_are_none():
+    own, previous, sent = model(1, 0.5), model(2), {3: model(4, 0.3)}
+    other = X.flip(0) * 2, Y
+    one = prepared(own, previous, sent, validation=[(X[:20], Y[:20]), (X[20:], Y[20:])], training=[other])
+    without = prepared(own, previous, sent, validation=[], training=[(X, Y)])
+    worths, _ = by_hand(own, previous, sent)
+    for module in (one, without):
+        assert module.notes[fomo.AFFINITY]["worth"].tolist() == pytest.approx(worths[1:], rel=1e-4)
+
+
+def test_eq4_shares_what_is_above_zero():
+    assert fomo.shares(torch.tensor([3.0, -2.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
+    assert fomo.shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
+
+
+# --- Who is sent what ---
+
+
+def test_the_models_that_were_worth_most_are_chosen_and_ties_are_drawn():
+    row = torch.tensor([9.0, -1.0, 3.0, 0.0, 0.0, 0.0])
+    rngs = [np.random.default_rng(seed) for seed in range(40)]
+    picks = [fomo.chosen(row, [1, 2, 3, 4, 5], 2, False, rng) for rng in rngs]
+    assert all(2 in pick and 1 not in pick for pick in picks)
+    assert {j for pick in picks for j in pick} == {2, 3, 4, 5}
+    assert fomo.chosen(row, [1, 3], 5, False, rngs[0]) == [1, 3]
+    assert fomo.chosen(row, [], 5, True, rngs[0]) == []
+    explored = {j for rng in rngs for j in fomo.chosen(row, [1, 2, 3, 4, 5], 2, True, rng)}
+    assert explored == {1, 2, 3, 4, 5}
+
+
+def test_worths_add_up_in_the_clients_row_and_the_old_state_stays():
+    state = FedFomo().initial_state(SMALL(), 4, 4, np.random.default_rng(0))
+    state = {fomo.AFFINITY: state[fomo.AFFINITY]}
+    start = state[fomo.AFFINITY]["matrix"].clone()
+    assert torch.equal(start, torch.eye(4, dtype=torch.float64))
+    after = state
+    for _ in range(2):
+        found = {"peer": torch.tensor([0, 3]), "worth": torch.tensor([0.5, -2.0], dtype=torch.float64)}
+        upload = Upload(1, Message.pack({fomo.AFFINITY: found}, n_samples=3))
+        after = fomo.Affinities().finish(fomo.Affinities().fold([upload]), after, {})
+    assert after[fomo.AFFINITY]["matrix"][1].tolist() == [1.0, 1.0, 0.0, -4.0]
+    assert torch.equal(after[fomo.AFFINITY]["matrix"][[0, 2, 3]], start[[0, 2, 3]])
+    assert after[fomo.AFFINITY]["trained"].tolist() == [False, True, False, False]
+    assert int(after[fomo.AFFINITY]["rounds"]) == 2
+    assert torch.equal(state[fomo.AFFINITY]["matrix"], start)
+    assert not state[fomo.AFFINITY]["trained"].any()
+
+
+class Draws:
+    """Stands in for a generator whose next random number is known."""
+
+    def __init__(self, number):
+        self.number, self.rest = number, np.random.default_rng(0)
+
+    def random(self):
+        return self.number
+
+    def permutation(self, values):
+        return self.rest.permutation(values)
+
+
+@pytest.mark.parametrize(("rounds", "chance"), [(0, 0.3), (1, 0.25), (4, 0.1), (6, 0.0), (9, 0.0)])
+def test_the_chance_to_explore_falls_each_round(monkeypatch, rounds, chance):
+    method, seen = FedFomo(), []
+    state = method.initial_state(SMALL(), 4, 4, np.random.default_rng(0))
+    state[fomo.AFFINITY] |= {"rounds": torch.tensor(rounds)}
+    monkeypatch.setattr(fomo, "chosen", lambda row, others, models, explores, rng: seen.append(explores) or [])
+    for number in (chance - 1e-6, chance + 1e-6):
+        method.download(state, 0, Draws(max(number, 0.0)))
+    assert seen == [chance > 0, False]
+
+
+def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path):
+    run = experiment(tmp_path, FedFomo(models=3), rounds=2)
+    run.fit()
+    trained = {k for round in (1, 2) for k in run.participants(round)}
+    assert len(trained) < 6 or run.state[fomo.AFFINITY]["trained"].all()
+    for client in range(6):
+        sent = fomo.unbundle(run.download(3, client))
+        assert len(sent) == min(3, len(trained - {client}))
+        assert {j for j, _ in sent} <= trained - {client}
+        for j, message in sent:
+            last = run.worker.algorithm.public
+            held = fomo.restored(run.memory[j][last]).section("model")
+            assert same_bytes(message.section("model"), held)
+    assert "model" not in [name.split("/")[0] for name in run.download(3, 0).tensors]
+
+
+# --- Runs ---
+
+
+class Held(Local):
+    """Local on four fifths of the training data."""
+
+    validation = 0.2
+
+
+@pytest.mark.parametrize("shape", [MLP, NormMLP])
+def test_no_peers_is_local_with_less_data_bit_for_bit(tmp_path, shape):
+    none, alone = (
+        experiment(tmp_path / type(method).__name__, method, model=shape, **RECEIVED)
+        for method in (FedFomo(models=0), Held())
+    )
+    none.fit()
+    alone.fit()
+    assert none.memory.keys() == alone.memory.keys()
+    for k, memory in none.memory.items():
+        own = fomo.restored(memory[fomo.UPLOADED]).section("model")
+        assert same_bytes(dict(sorted(own.items())), dict(sorted(alone.memory[k]["personal"].items())))
+    for one, other in zip(none.csv.rows, alone.csv.rows, strict=True):
+        assert one["client/acc_mean"] == other["client/acc_mean"]
+        assert one["client/train_loss"] == other["client/train_loss"]
+    assert "global/acc" not in none.csv.rows[0]
+
+
+def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
+    run = experiment(tmp_path, FedFomo(models=3), model=NormMLP, rounds=2, clients_per_round=6)
+    run.fit()
+    task = task_of_round(run, 3, 0)
+    start = run.worker.received(task)
+    result = run.worker.run(task)
+    assert same_bytes(result.memory[fomo.PREVIOUS], start.notes[fomo.PREVIOUS])
+    assert same_bytes(result.memory[fomo.PREVIOUS], dict(start.backbone.state_dict()))
+    kept = fomo.restored(result.memory[fomo.UPLOADED])
+    assert same_bytes(kept.section("model"), result.upload.section("model"))
+    assert not same_bytes(kept.section("model"), result.memory[fomo.PREVIOUS])
+    assert same_bytes(result.upload.section(fomo.AFFINITY), start.notes[fomo.AFFINITY])
+    statistics = [n for n in kept.section("model") if n.endswith("running_mean")]
+    assert statistics
+    assert not torch.equal(result.memory[fomo.PREVIOUS][statistics[0]], torch.zeros(16))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("models", -1), ("epsilon", -0.1), ("epsilon", 1.1), ("decay", -0.1), ("validation", 1.0), ("validation", -0.1)],
+)
+def test_bad_options_are_named(name, value):
+    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|not)"):
+        FedFomo(**{name: value})
