@@ -70,6 +70,15 @@ def test_without_drops_one_section_and_leaves_the_original_alone() -> None:
     assert set(message.tensors) == {"model/w", "mean/m"}
 
 
+def test_plus_adds_sections_and_leaves_the_original_alone() -> None:
+    message = Message.pack({"model": {"w": torch.zeros(3)}}, n_samples=2)
+    more = message.plus({"mean": {"m": torch.zeros(5)}})
+    assert set(more.tensors) == {"model/w", "mean/m"}
+    assert more.numbers == {"n_samples": 2}
+    assert more.nbytes == 8 * 4 + 8
+    assert set(message.tensors) == {"model/w"}
+
+
 @pytest.mark.parametrize("value", [np.zeros(3), [1.0], 1.0, None, "w"])
 def test_only_tensors_travel_as_tensors(value: object) -> None:
     with pytest.raises(TypeError, match=r"Message.tensors\['model/w'\] is a \w+, not a tensor"):
