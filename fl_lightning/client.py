@@ -244,11 +244,15 @@ class ClientModule(L.LightningModule):
         """Sum of cross-entropy and the terms, each recorded."""
         step = self.step(batch)
         losses = self.losses(step)
+        self.note(step, losses)
+        return functools.reduce(torch.add, losses.values())
+
+    def note(self, step: Step, losses: dict[str, Tensor]) -> None:
+        """Record a step's losses, and let the shared knowledge that observes training see the step."""
         self._losses.add(losses)
         for piece in self.pieces():
             if piece.observes:
                 piece.observe(step, self.current_epoch)
-        return functools.reduce(torch.add, losses.values())
 
     def record(self, names: list[str], values: Tensor) -> None:
         """Record one step's losses, float32 `(T,)`, for whoever trains the module in another way than by itself."""
@@ -321,10 +325,20 @@ def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collec
         layer.training = not name or learns(f"{name}.")
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step of an optimizer beside the trainer's own."""
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, clip: Callable[[torch.optim.Optimizer], None] | None = None
+) -> None:
+    """One step of an optimizer beside the trainer's own.
+
+    Args:
+        optimizer: The optimizer.
+        loss: What it descends.
+        clip: Clips the gradients of the optimizer's parameters.
+    """
     optimizer.zero_grad()
     loss.backward()
+    if clip:
+        clip(optimizer)
     optimizer.step()
     torch.clear_autocast_cache()  # it may hold the weights from before the step
 

@@ -31,8 +31,10 @@ from fl_lightning.algorithms.global_model.moon import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
+from fl_lightning.algorithms.personalized.ditto import Ditto
 from fl_lightning.algorithms.personalized.fedala import FedALA
 from fl_lightning.algorithms.personalized.fedamp import FedAMP, HeurFedAMP, LastUploads
+from fl_lightning.algorithms.personalized.fedbabu import FedBABU
 from fl_lightning.algorithms.personalized.feddistill import (
     FedDistill,
     FedDistillPlus,
@@ -44,6 +46,7 @@ from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import FedRep
 from fl_lightning.algorithms.personalized.local import Local
+from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "CwFedAvg",
     "DFedAvgM",
     "DistillingWeights",
+    "Ditto",
     "DualAggregation",
     "ErdosRenyi",
     "FedALA",
@@ -74,6 +78,7 @@ __all__ = [
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBABU",
     "FedDW",
     "FedDistill",
     "FedDistillPlus",
@@ -101,6 +106,7 @@ __all__ = [
     "ModelContrast",
     "PeerAlgorithm",
     "PeerFedPer",
+    "PerFedAvg",
     "PrototypeAlignment",
     "Prototypes",
     "Prototypical",

@@ -1,0 +1,128 @@
+"""Ditto: beside the shared model each client trains one of its own, held near it.
+
+Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, WeightedMean, Weighting, to_cpu
+from fl_lightning.algorithms.global_model.fedprox import proximal_distance
+from fl_lightning.client import ClientModule, LossTerm, descend
+from fl_lightning.errors import ConfigError, NonFiniteError
+from fl_lightning.message import Message
+from fl_lightning.seeding import RandomStates
+from fl_lightning.state import first_non_finite
+
+PERSONAL_MODEL = "personal_model"
+"""The section of a client's memory that holds `v`."""
+
+
+class BesideShared(ClientModule):
+    """A client that trains two models on the same batches: the shared one, and one of its own held near it.
+
+    The own model, `v`, descends `f(v) + λ/2 ||v - w^t||²`, with `w^t` the weights that the fit starts from, by an
+    optimizer, a schedule and a bound on gradients like the shared one's. It draws the same random numbers and moves
+    none of the other's.
+
+    Args:
+        parts: What `ClientModule` takes.
+        lam: λ.
+    """
+
+    def __init__(self, *parts: Any, lam: float) -> None:
+        super().__init__(*parts)
+        self.lam, self.own = lam, copy.deepcopy(self.backbone)
+
+    def on_fit_start(self) -> None:
+        """Note the received weights, and make the own model's optimizer."""
+        super().on_fit_start()
+        self.received = [p.detach().clone() for p in self.backbone.parameters()]
+        self.own_optimizer = self.optimizer_for(self.own.parameters())
+        self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """A step of the own model, then the shared one's loss."""
+        draws = RandomStates(self.device)
+        descend(self.own_optimizer, self.own_loss(*batch), self.clip_gradients)
+        with draws.drawing():
+            return super().training_step(batch, batch_idx)
+
+    def own_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """`f(v) + λ/2 ||v - w^t||²` on a batch."""
+        loss = F.cross_entropy(self.own(x), y)
+        if not self.lam:
+            return loss
+        return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)
+
+    def on_train_epoch_end(self) -> None:
+        """Step the own model's schedule too."""
+        super().on_train_epoch_end()
+        if self.own_schedule:
+            self.own_schedule.step()
+
+
+def own_model(module: ClientModule) -> nn.Module:
+    """A client's own model, `v`."""
+    assert isinstance(module, BesideShared)
+    return module.own
+
+
+class Ditto(Algorithm):
+    """FedAvg, and beside it a model of each client's own, held near the shared one: that is what it is measured with.
+
+    The shared model is FedAvg's of the same weighting, bit for bit, whatever `lam` is; with `lam: 0` the own models are
+    those of `Local`.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        lam: λ, how much the own model is held; 0 lets it go.
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper, added to the shared model's cross-entropy.
+        aggregator: Any paper's aggregator in place of the mean.
+        buffers: BatchNorm's running statistics of the shared model: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: `lam` is below 0.
+    """
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        weighting: Weighting = "samples",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+        if not lam >= 0:
+            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper tries 0.05 to 2")
+        self.module_class = partial(BesideShared, lam=lam)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take in the shared model; the client's own goes on from its last round, or from the initial weights."""
+        super().receive(module, download, memory)
+        if PERSONAL_MODEL in memory:
+            own_model(module).load_state_dict(memory[PERSONAL_MODEL])
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The own model too.
+
+        Raises:
+            NonFiniteError: It holds NaN or Inf.
+        """
+        kept = to_cpu({PERSONAL_MODEL: own_model(module).state_dict()})
+        if bad := first_non_finite(kept[PERSONAL_MODEL]):
+            raise NonFiniteError(f"the own model's {bad!r} is NaN or Inf: lower the learning rate or algorithm.lam")
+        return super().remember(module, upload) | kept
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Put the own model in the shared one's place."""
+        module.backbone.load_state_dict(own_model(module).state_dict())

@@ -1,0 +1,189 @@
+"""Per-FedAvg: a shared model that one step of a client's own makes a good one for that client.
+
+Fallah, Mokhtari, Ozdaglar: "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
+Approach", NeurIPS 2020, Algorithm 1. Equations below are the paper's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, WeightedMean, Weighting
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Tensors
+from fl_lightning.seeding import RandomStates
+
+Order = Literal["first", "hessian_free"]
+Batch = TypeVar("Batch")
+
+
+def stepped(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
+    """`w - length · g`; weights that have no gradient stay."""
+    return weights | {name: weights[name] - length * g for name, g in gradient.items()}
+
+
+def meta_gradient(
+    gradient: Callable[[Tensors, Batch], Tensors],
+    weights: Tensors,
+    batches: Sequence[Batch],
+    alpha: float,
+    delta: float | None = None,
+) -> Tensors:
+    """An estimate of the gradient of `F(w) = f(w - α ∇f(w))`, which is `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5).
+
+    The first order leaves the Hessian out. The other has its product with `v = ∇f(w - α ∇f(w))` from a difference of
+    gradients (Eq. 10): `v - α (∇f(w + δ v) - ∇f(w - δ v)) / 2δ`.
+
+    Args:
+        gradient: `∇f` at some weights, on some batch; both of a difference draw the same random numbers.
+        weights: `w`.
+        batches: The batches `D`, `D'` and, where there is a δ, `D''`, one for each gradient.
+        alpha: α.
+        delta: δ; without it, the first order.
+    """
+    v = gradient(stepped(weights, gradient(weights, batches[0]), alpha), batches[1])
+    if delta is None:
+        return v
+    draws = RandomStates(next(iter(v.values())).device)
+    ahead = gradient(stepped(weights, v, -delta), batches[2])
+    with draws.drawing():  # other dropout masks would make more of a difference than δ does
+        behind = gradient(stepped(weights, v, delta), batches[2])
+    return {name: g - alpha / (2 * delta) * (ahead[name] - behind[name]) for name, g in v.items()}
+
+
+def split(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
+    """Cut a batch into parts, equal up to a sample; one too small to give two samples to each is each part itself."""
+    x, y = batch
+    if len(y) < 2 * parts:
+        return [batch] * parts
+    return list(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True))
+
+
+class MetaStep(ClientModule):
+    """A client whose step descends the meta-objective: the loss after one step of length α.
+
+    What is recorded, what the shared knowledge sees and what moves BatchNorm's statistics is the batch after that
+    step, `D'`. The trainer is handed a loss of that value whose gradient is the meta-gradient.
+
+    Args:
+        parts: What `ClientModule` takes.
+        alpha: α.
+        delta: δ, or None for the first order.
+    """
+
+    def __init__(self, *parts: Any, alpha: float, delta: float | None) -> None:
+        super().__init__(*parts)
+        self.alpha, self.delta = alpha, delta
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """A loss with the meta-gradient."""
+        seen: list[tuple[Step, dict[str, Tensor]]] = []
+        own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
+        start = {name: p.detach().clone() for name, p in own.items()}
+
+        def gradient(weights: Tensors, batch: tuple[Tensor, Tensor]) -> Tensors:
+            place(weights, own)
+            statistics = {buffer: buffer.clone() for buffer in self.backbone.buffers()}
+            exact = torch.autocast(self.device.type, enabled=False)  # a difference has no digits to spare
+            with exact if len(seen) > 1 else nullcontext():
+                step = self.step(batch)
+                losses = self.losses(step)
+            found = torch.autograd.grad(total(losses), list(own.values()), allow_unused=True)
+            seen.append((step, losses))
+            if len(seen) != 2:
+                for buffer, value in statistics.items():
+                    buffer.copy_(value)
+            return {name: g for name, g in zip(own, found, strict=True) if g is not None}
+
+        found = meta_gradient(gradient, start, split(batch, 2 if self.delta is None else 3), self.alpha, self.delta)
+        place(start, own)
+        self.note(*seen[1])
+        leaning = [(g * (own[name] - start[name])).sum() for name, g in found.items()]
+        return functools.reduce(torch.add, leaning, total(seen[1][1]).detach())
+
+
+def total(losses: dict[str, Tensor]) -> Tensor:
+    """The sum of a step's losses."""
+    return functools.reduce(torch.add, losses.values())
+
+
+def place(weights: Tensors, parameters: Tensors) -> None:
+    """Write weights into parameters."""
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+    torch.clear_autocast_cache()  # it may hold the weights from before
+
+
+def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
+    """`w - α ∇f(w)` in place, with the cross-entropy of all of a client's training data."""
+    optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        for x, y in batches:
+            F.cross_entropy(module(x), y, reduction="sum").backward()
+            n += len(y)
+    for group in optimizer.param_groups:
+        group["lr"] /= n
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.clear_autocast_cache()
+
+
+class PerFedAvg(Algorithm):
+    """Model-agnostic meta-learning: a global model that is good after one step of a client's own, of length alpha.
+
+    With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch, whatever the order.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        order: `first` leaves the Hessian out of the meta-gradient; `hessian_free` takes its product with a vector from
+            a difference of two gradients, which doubles the cost of a step.
+        alpha: α, the length of the step that adapts; β, that of the meta-step, is the optimizer's learning rate.
+        delta: δ of the difference.
+        adapt_steps: Steps that a client takes, each on all of its training data, before its model is measured or
+            handed out; 0 leaves it as it is.
+        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+        loss_terms: Loss terms of any paper, added to the cross-entropy.
+        aggregator: Any paper's aggregator in place of the mean.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: `alpha` or `adapt_steps` is below 0, or `delta` not above it.
+    """
+
+    def __init__(
+        self,
+        order: Order = "first",
+        alpha: float = 0.01,
+        delta: float = 0.001,
+        adapt_steps: int = 1,
+        weighting: Weighting = "uniform",
+        loss_terms: list[LossTerm] | None = None,
+        aggregator: Aggregator | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
+        if not alpha >= 0:
+            raise ConfigError(f"algorithm.alpha: {alpha} is below 0; the paper's experiments use 0.01")
+        if not delta > 0:
+            raise ConfigError(f"algorithm.delta: {delta} is not above 0; use 0.001")
+        if adapt_steps < 0:
+            raise ConfigError(f"algorithm.adapt_steps: {adapt_steps} is below 0; use 0 to measure without adapting")
+        self.alpha, self.adapt_steps = alpha, adapt_steps
+        self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
+
+    def personalize(self, module: ClientModule, batches: Batches) -> None:
+        """Adapt."""
+        for _ in range(self.adapt_steps):
+            adapt(module, batches, self.alpha)

@@ -1,0 +1,158 @@
+"""Ditto: two models on the same batches, neither of which disturbs the other (baselines: B11)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import SGD, NormMLP, experiment, same_bytes
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR
+
+from fl_lightning.algorithms import Ditto, FedAvg, Local
+from fl_lightning.data.loaders import Batches
+from fl_lightning.engines import StackedEngine
+from fl_lightning.errors import ClientFailure, ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+from fl_lightning.seeding import Stream, derive
+
+RECEIVED = Evaluation(clients="received")
+SMALL = partial(MLP, hidden=(16,))
+# Dropout, BatchNorm, momentum, a schedule in the fit and over rounds, clipping.
+ALL = {
+    "model": NormMLP,
+    "rounds": 2,
+    "clients_per_round": 2,
+    "lr_scheduler": partial(ExponentialLR, gamma=0.5),
+    "round_lr_scheduler": partial(ExponentialLR, gamma=0.9),
+    "trainer": {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 0.3},
+    "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+}
+
+
+def finished(folder, method, **options):
+    run = experiment(folder, method, **options)
+    run.fit()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("lam", "options", "buffers"),
+    [(0.0, {"rounds": 2}, "average"), (1.0, ALL, "average"), (5.0, ALL, "local")],
+)
+def test_the_shared_model_is_fedavgs_whatever_lambda_is(tmp_path, lam, options, buffers):
+    one = finished(tmp_path / "ditto", Ditto(lam, buffers=buffers), **options)
+    other = finished(tmp_path / "avg", FedAvg(buffers=buffers), **options)
+    assert same_bytes(one.state["model"], other.state["model"])
+    for mine, theirs in zip(one.csv.rows, other.csv.rows, strict=True):
+        for name in ("global/acc", "global/loss", "client/train_loss", "comm/total_bytes"):
+            assert mine[name] == theirs[name]
+
+
+@pytest.mark.parametrize("options", [{"rounds": 2}, ALL], ids=["plain", "all"])
+def test_lambda_zero_makes_own_models_those_of_local(tmp_path, options):
+    one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **options)
+    other = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **options)
+    assert one.memory.keys() == other.memory.keys()
+    for client in one.memory:
+        assert same_bytes(one.memory[client]["personal_model"], other.memory[client]["personal"])
+    for client in range(6):  # those never drawn too
+        mine, theirs = (run.client_module(client).backbone.state_dict() for run in (one, other))
+        assert same_bytes(dict(mine), dict(theirs))
+    for mine, theirs in zip(one.csv.rows, other.csv.rows, strict=True):
+        assert mine["client/acc_mean"] == theirs["client/acc_mean"]
+
+
+def test_rounds_by_hand(tmp_path):
+    lam, rounds = 3.0, 3
+    run = experiment(tmp_path, Ditto(lam), rounds=rounds, clients_per_round=3)
+    run.load()
+    initial = run.worker.template.backbone
+    shared, own = copy.deepcopy(initial), {}
+    x, y = run.data.data.x_train, run.data.data.y_train
+    for round in range(1, rounds + 1):
+        trained, weights = [], []
+        for client in run.participants(round):
+            w, v = copy.deepcopy(shared), own.setdefault(client, copy.deepcopy(initial))
+            index = run.data.shards[client].train
+            batches = Batches(x, y, index, 32, derive(0, Stream.BATCHES, round, client))
+            optimizers = [SGD(model.parameters()) for model in (w, v)]
+            for _ in range(2):
+                for chosen, labels in batches:
+                    for model, optimizer, strength in zip((w, v), optimizers, (0.0, lam), strict=True):
+                        optimizer.zero_grad()
+                        F.cross_entropy(model(chosen), labels).backward()
+                        for p, received in zip(model.parameters(), shared.parameters(), strict=True):
+                            p.grad += strength * (p.detach() - received.detach())
+                        optimizer.step()
+            trained.append(w.state_dict())
+            weights.append(len(index))
+        mean = {k: sum(n * w[k] for n, w in zip(weights, trained, strict=True)) / sum(weights) for k in trained[0]}
+        shared = copy.deepcopy(shared)
+        shared.load_state_dict(mean)
+    run.fit()
+    for name, value in shared.state_dict().items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-4, atol=1e-5)
+    assert run.memory.keys() == own.keys()
+    for client, v in own.items():
+        for name, value in v.state_dict().items():
+            torch.testing.assert_close(run.memory[client]["personal_model"][name], value, rtol=1e-4, atol=1e-5)
+        handed_out = run.client_module(client).backbone.state_dict()
+        assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
+
+
+def test_a_large_lambda_holds_the_own_model_at_the_received_one():
+    torch.manual_seed(0)
+    distances = []
+    for lam in (0.0, 1.0, 10.0):
+        torch.manual_seed(0)
+        module = Ditto(lam).client_module(MLP((4,), 3, (5,)), partial(torch.optim.SGD, lr=0.05)).train()
+        with torch.no_grad():
+            for p in module.own.parameters():
+                p += 1.0
+        vars(module)["clip_gradients"] = lambda optimizer: None  # there is no trainer
+        module.on_fit_start()
+        for _ in range(20):
+            module.training_step((torch.randn(6, 4), torch.arange(6) % 3), 0)
+        pairs = zip(module.own.parameters(), module.received, strict=True)
+        distances.append(sum((p - r).square().sum().item() for p, r in pairs))
+    assert distances[0] > 5 * distances[1] > 50 * distances[2] > 0
+
+
+@pytest.mark.parametrize("clients", ["trained", "received"])
+def test_the_own_model_is_what_is_measured(tmp_path, clients):
+    run = experiment(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(clients=clients))
+    run.fit()
+    scores = []
+    for client in run.participants(1) if clients == "trained" else range(6):
+        net = copy.deepcopy(run.worker.template.backbone).eval()
+        if client in run.memory:
+            net.load_state_dict(run.memory[client]["personal_model"])
+        own = run.data.shards[client].test
+        x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+        scores.append(float((net(x).argmax(dim=1) == y).float().mean()))
+    assert run.csv.rows[0]["client/acc_mean"] == pytest.approx(sum(scores) / len(scores))
+
+
+def test_the_uploads_are_the_shared_models_alone(tmp_path):
+    run = finished(tmp_path, Ditto(), model=NormMLP, rounds=1)
+    assert run.state["model"].keys() == run.worker.template.backbone.state_dict().keys()
+    for memory in run.memory.values():
+        assert memory.keys() == {"personal_model"}
+
+
+def test_an_own_model_that_diverges_is_named(tmp_path):
+    run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
+    with pytest.raises(ClientFailure, match=r"the own model's '.*' is NaN or Inf: lower .* algorithm.lam"):
+        run.fit()
+
+
+def test_the_stacked_engine_refuses_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot stack BesideShared .it has a training_step of its own"):
+        experiment(tmp_path, Ditto(), engine=StackedEngine()).fit()
+
+
+def test_lambda_below_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm.lam: -1 is below 0"):
+        Ditto(-1)

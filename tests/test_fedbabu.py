@@ -1,0 +1,163 @@
+"""FedBABU: the head is nobody's to train until the end (baselines: B3)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import SGD, NormMLP, experiment, same_bytes, task_of_round
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedBABU
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+
+HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class NormedHead(MLP):
+    """A head with BatchNorm."""
+
+    def __init__(self, in_shape, num_classes):
+        super().__init__(in_shape, num_classes, (8,))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), self.head)
+
+
+def weights(backbone, part=""):
+    return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+def test_nothing_frozen_is_fedavg_bit_for_bit(tmp_path, model):
+    one = experiment(tmp_path / "babu", FedBABU(frozen=[], tune_epochs=0), model=model)
+    other = experiment(tmp_path / "avg", FedAvg("uniform"), model=model)
+    for run in (one, other):
+        run.fit()
+    assert same_bytes(one.state["model"], other.state["model"])
+    assert [row["client/acc_mean"] for row in one.csv.rows] == [row["client/acc_mean"] for row in other.csv.rows]
+
+
+@pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
+def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, optimizer):
+    method, heads = FedBABU(tune_epochs=1), []
+    upload = method.upload
+    method.upload = lambda module, *rest: (heads.append(weights(module.backbone, "head.")), upload(module, *rest))[1]
+    run = experiment(tmp_path, method, optimizer=optimizer)
+    run.fit()
+    initial = weights(run.worker.template.backbone, "head.")
+    assert len(heads) == 12
+    assert all(same_bytes(head, initial) for head in heads)
+    assert same_bytes(weights(run.worker.shared_module(run.state["model"]).backbone, "head."), initial)
+    assert not any(name.startswith("head.") for name in run.state["model"])
+    left = torch.load(tmp_path / "final" / "model.pt")
+    assert same_bytes({n: v for n, v in left.items() if n.startswith("head.")}, initial)
+    assert not run.memory
+    assert "global/acc" in run.csv.rows[-1]
+
+
+def test_a_fit_by_hand(tmp_path):
+    """The gradient of the body alone, through the initial head."""
+    run = experiment(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
+    run.fit()
+    net = copy.deepcopy(run.worker.template.backbone)
+    own = run.data.shards[run.participants(1)[0]].train
+    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    body = list(net.encoder.parameters())
+    momentum = [torch.zeros_like(p) for p in body]
+    for _ in range(2):
+        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), body)
+        with torch.no_grad():
+            for p, m, g in zip(body, momentum, gradients, strict=True):
+                p -= 0.1 * m.mul_(0.9).add_(g + 0.1 * p)
+    for name, value in weights(net, "encoder.").items():
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_is_plain_unless_told_otherwise(tmp_path):
+    for weighting in (None, "samples"):
+        method = FedBABU(tune_epochs=0, **({"weighting": weighting} if weighting else {}))
+        run = experiment(tmp_path / str(weighting), method, rounds=1)
+        seen, aggregate = [], run.algorithm.aggregate
+        run.algorithm.aggregate = lambda state, uploads, seen=seen, own=aggregate: own(
+            state, [seen.append(u) or u for u in uploads]
+        )
+        run.fit()
+        n = torch.tensor([u.n_samples if weighting else 1.0 for u in seen], dtype=torch.float64)
+        for name, value in run.state["model"].items():
+            stacked = torch.stack([u.message.section("model")[name].double() for u in seen])
+            mean = torch.tensordot(n / n.sum(), stacked, dims=1)
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_path):
+    run = experiment(tmp_path, FedBABU(tune_epochs=0), model=NormedHead, rounds=1)
+    run.fit()
+    assert {name for name in run.state["model"] if name.startswith("head.")} == {
+        f"head.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert run.state["model"]["head.1.running_mean"].any()
+
+
+# --- Fine-tuning ---
+
+
+@pytest.mark.parametrize(("tune", "moves"), [("full", ("encoder.", "head.")), ("body", "encoder."), ("head", "head.")])
+def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tune, moves):
+    received = {"evaluation": Evaluation(clients="received"), "model": NormMLP, "optimizer": HEAVY}
+    plain = experiment(tmp_path / "plain", FedBABU(tune_epochs=0), rounds=1, **received)
+    tuned = experiment(tmp_path / "tuned", FedBABU(tune=tune, tune_epochs=2), rounds=1, **received)
+    for run in (plain, tuned):
+        run.fit()
+    assert same_bytes(plain.state["model"], tuned.state["model"])
+    assert plain.csv.rows[0]["global/acc"] == tuned.csv.rows[0]["global/acc"]
+    assert plain.csv.rows[0]["client/loss_mean"] > tuned.csv.rows[0]["client/loss_mean"]
+    before = weights(plain.client_module(0).backbone)
+    after = weights(tuned.client_module(0).backbone)
+    assert same_bytes(before, weights(plain.worker.shared_module(plain.state["model"]).backbone))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if name.startswith(moves)
+    }
+
+
+def test_fine_tuning_by_hand(tmp_path):
+    run = experiment(tmp_path, FedBABU(tune_epochs=3), batch_size=16)
+    run.load()
+    module = run.worker.received(task_of_round(run, 1, 1))
+    net = copy.deepcopy(module.backbone).requires_grad_(True)
+    own = run.data.shards[1].train
+    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    optimizer = SGD(net.parameters())
+    state = torch.get_rng_state()
+    for _ in range(3):
+        for chosen in torch.randperm(len(own)).split(16):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+    torch.set_rng_state(state)
+    with run.worker.inference(module):
+        run.algorithm.personalize(module, run.worker.training_batches(1))
+    assert same_bytes(weights(module.backbone), weights(net))
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tune_epochs": -1}, "algorithm.tune_epochs: -1 is below 0"),
+        ({"tune": "head", "frozen": []}, "algorithm.tune: head, and nothing is frozen"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedBABU(**options)
+
+
+def test_a_part_that_is_not_there_is_refused_before_round_1(tmp_path):
+    run = experiment(tmp_path, FedBABU(frozen=["tail"]))
+    with pytest.raises(ConfigError, match=r"algorithm.frozen: 'tail' is no part of MLP"):
+        run.fit()
+    assert not run.round
