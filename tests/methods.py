@@ -16,6 +16,7 @@ from fl_lightning.algorithms import (
     ErdosRenyi,
     FedAvg,
     FedDW,
+    FedRep,
     FedSKC,
     PeerAlgorithm,
     Prototypical,
@@ -39,7 +40,8 @@ class Episodes(Digits):
 
 NAMES = {name: getattr(algorithms, name) for name in algorithms.__all__}
 CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issubclass(c, Algorithm)} | {
-    "UAPDFL": partial(UAPDFL, n_com=2)
+    "FedRep": partial(FedRep, head_epochs=0),  # some tests have one epoch alone, and that is the body's
+    "UAPDFL": partial(UAPDFL, n_com=2),
 }
 OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # what a class cannot do without
 EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
