@@ -288,15 +288,19 @@ class ClientModule(L.LightningModule):
         self.log_dict({f"{stage}_loss": F.cross_entropy(logits, y), f"{stage}_acc": accuracy}, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over the backbone's parameters, at this round's learning rate, and its scheduler."""
-        optimizer = self.optimizer_for(self.backbone.parameters())
+        """The optimizer over the `trainables`, at this round's learning rate, and its scheduler."""
+        optimizer = self.optimizer_for(self.trainables())
         if self.optimizer_state:
             load_optimizer_tensors(optimizer, self.optimizer_state)
         if self.scheduler_factory is None:
             return optimizer
         return [optimizer], [self.scheduler_factory(optimizer)]
 
-    def optimizer_for(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def trainables(self) -> Iterable[Any]:
+        """What the fit's optimizer is over, parameters or groups of them: the backbone's."""
+        return self.backbone.parameters()
+
+    def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """An optimizer like the client's own, at this round's learning rate, for other parameters."""
         optimizer = (
             self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)

@@ -382,6 +382,7 @@ class FederatedOrchestrator:
         with blame("round_lr_scheduler"):
             self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
+        self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
         self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 
     def _publish(self) -> None:

@@ -146,7 +146,7 @@ def test_nothing_is_learnt_while_both_models_are_the_same():
 @pytest.mark.parametrize("model", [MLP, NormMLP])
 def test_no_mixed_tensors_is_fedavg_bit_for_bit(tmp_path, model):
     zero, plain = (
-        experiment(tmp_path / type(method).__name__, method, model=model, **RECEIVED)
+        experiment(tmp_path / type(method).__name__, method, model=model, rounds=2, **RECEIVED)
         for method in (FedALA(layers=0), FedAvg())
     )
     zero.fit()
@@ -157,8 +157,8 @@ def test_no_mixed_tensors_is_fedavg_bit_for_bit(tmp_path, model):
 
 
 def test_no_learning_rate_is_fedavg_but_for_rounding(tmp_path):
-    still = weights_after(tmp_path / "still", FedALA(eta=0.0))
-    torch.testing.assert_close(still, weights_after(tmp_path / "avg", FedAvg()), rtol=1e-4, atol=1e-5)
+    still = weights_after(tmp_path / "still", FedALA(eta=0.0), rounds=2)
+    torch.testing.assert_close(still, weights_after(tmp_path / "avg", FedAvg(), rounds=2), rtol=1e-4, atol=1e-5)
 
 
 def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(tmp_path):
@@ -191,13 +191,13 @@ def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(t
 
 
 def test_what_was_learnt_is_taken_up_again(tmp_path):
-    run = experiment(tmp_path, FedALA(eta=0.5), rounds=3, clients_per_round=6)
+    run = experiment(tmp_path, FedALA(eta=0.5), rounds=2, clients_per_round=6)
     run.fit()
     before = run.memory[0]
-    later = run.worker.received(task_of_round(run, 4, 0)).notes[ala.WEIGHTS]
+    later = run.worker.received(task_of_round(run, 3, 0)).notes[ala.WEIGHTS]
     fewer = {name: w for name, w in before[ala.WEIGHTS].items() if (w < 1).any()}
     assert fewer
-    gone = task_of_round(run, 4, 0)
+    gone = task_of_round(run, 3, 0)
     vars(gone)["memory"] = {ala.LOCAL: before[ala.LOCAL]}
     anew = run.worker.received(gone).notes[ala.WEIGHTS]
     assert any(not torch.equal(later[name], anew[name]) for name in later)

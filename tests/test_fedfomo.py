@@ -191,7 +191,7 @@ class Held(Local):
 @pytest.mark.parametrize("shape", [MLP, NormMLP])
 def test_no_peers_is_local_with_less_data_bit_for_bit(tmp_path, shape):
     none, alone = (
-        experiment(tmp_path / type(method).__name__, method, model=shape, **RECEIVED)
+        experiment(tmp_path / type(method).__name__, method, model=shape, rounds=2, **RECEIVED)
         for method in (FedFomo(models=0), Held())
     )
     none.fit()

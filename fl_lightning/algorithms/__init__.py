@@ -30,6 +30,7 @@ from fl_lightning.algorithms.global_model.feduv import ClassifierVariance, FedUV
 from fl_lightning.algorithms.global_model.moon import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
+from fl_lightning.algorithms.personalized.apple import APPLE, Cores
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
 from fl_lightning.algorithms.personalized.ditto import Ditto
 from fl_lightning.algorithms.personalized.fedala import FedALA
@@ -50,6 +51,7 @@ from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg
 from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
+    "APPLE",
     "CFL",
     "IFCA",
     "MOON",
@@ -66,6 +68,7 @@ __all__ = [
     "ClusterMeans",
     "Complete",
     "ControlVariates",
+    "Cores",
     "CwFedAvg",
     "DFedAvgM",
     "DistillingWeights",

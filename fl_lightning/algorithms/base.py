@@ -181,6 +181,8 @@ class Algorithm:
             round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
         validation: Share of a client's training data that it does not train on, for `prepare` to look at.
         module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
+        samples: How many training samples each client holds, by id, as a server can ask before round 1; the
+            orchestrator sets it before it asks for the initial state.
     """
 
     server: bool = True
@@ -191,6 +193,7 @@ class Algorithm:
     personal: tuple[str, ...] = ()
     validation: float = 0.0
     module_class: Callable[..., ClientModule] = ClientModule
+    samples: Sequence[int] = ()
 
     def __init__(
         self,

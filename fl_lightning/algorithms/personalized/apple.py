@@ -1,0 +1,240 @@
+"""APPLE: every client has a core model, and its own model is a mixture of all cores, in ratios that it learns.
+
+Luo, Wu: "Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning", IJCAI 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, State, to_cpu
+from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
+from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+
+Schedule = Literal["epsilon", "cosine"]
+
+CORE, RATIOS, CORES = "core", "ratios", "cores"
+"""The sections of a client's memory with its last upload and its ratios; the section of the state about all cores."""
+
+EPSILON = 1e-3
+"""ε of the schedule: what λ comes down to."""
+
+
+def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """`w_i = Σ_j p_ij c_j`, parameter by parameter.
+
+    So with `g = ∂L/∂w_i` the core's gradient is `∂L/∂c_i = p_ii g`, and a ratio's the sum over all parameters
+    `∂L/∂p_ij = ⟨g, c_j⟩`.
+
+    Args:
+        ratios: `p_i`, `(N,)`.
+        client: i.
+        core: `c_i`, each parameter.
+        others: All clients' cores, each parameter `(N, ...)`; the client's own are zero.
+    """
+    pairs = zip(core, others, strict=True)
+    return [ratios[client] * own + torch.tensordot(ratios, rest, dims=1) for own, rest in pairs]
+
+
+def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
+    """`λ(r)`: `ε^(r/L)`, or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
+
+    Args:
+        round: r, from 0.
+        length: L.
+        schedule: `epsilon` or `cosine`.
+    """
+    if round >= length:
+        return 0.0
+    return EPSILON ** (round / length) if schedule == "epsilon" else (math.cos(math.pi * round / length) + 1) / 2
+
+
+class MixedModule(ClientModule):
+    """A client whose network is a mixture of cores, and which trains its own core and the ratios of the mixture.
+
+    The backbone always holds the mixture: it is made anew after each step, and the gradient in its weights is handed on
+    to the core and the ratios. By itself, without others' cores, it trains as a `ClientModule` does.
+
+    Args:
+        parts: What `ClientModule` takes.
+        dr_lr: The learning rate of the ratios.
+        mu: μ, the weight of their distance to what they were first.
+        length: L of `penalty_weight`.
+        schedule: Its kind.
+    """
+
+    def __init__(
+        self, *parts: Any, dr_lr: float = 1e-3, mu: float = 0.1, length: float = 16, schedule: Schedule = "epsilon"
+    ) -> None:
+        super().__init__(*parts)
+        self.dr_lr, self.mu, self.length, self.schedule = dr_lr, mu, length, schedule
+        self._mixture: list[Tensor] = []
+        alone = [torch.zeros_like(p)[None] for p in self.backbone.parameters()]
+        self.set_mixture(0, torch.ones(1), torch.ones(1), list(self.backbone.parameters()), alone)
+
+    def set_mixture(
+        self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
+        """Take up a core, others' cores and ratios, and load the mixture; arguments as `personal_model`'s.
+
+        Args:
+            client: i.
+            ratios: `p_i`.
+            first: `p^0`, what they were first.
+            core: `c_i`.
+            others: The other clients' cores.
+        """
+        like = next(self.backbone.parameters())
+        self.client = client
+        self.core = nn.ParameterList([nn.Parameter(value.detach().to(like, copy=True)) for value in core])
+        self.ratios = nn.Parameter(ratios.detach().to(like, copy=True))
+        self.first: Tensor
+        self.register_buffer("first", first.to(like), persistent=False)
+        self.others = [value.to(like) for value in others]
+        self.mix()
+
+    def mix(self) -> list[Tensor]:
+        """Load the mixture; each of its parameters as it was made, for the gradients."""
+        mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
+        with torch.no_grad():
+            for weights, value in zip(self.backbone.parameters(), mixture, strict=True):
+                weights.copy_(value)
+        return mixture
+
+    def trainables(self) -> Iterable[Any]:
+        """The core, and the ratios at a learning rate of their own."""
+        return [{"params": list(self.core)}, {"params": [self.ratios], "lr": self.dr_lr}]
+
+    def on_fit_start(self) -> None:
+        """Begin on the training device."""
+        self.others = [value.to(self.device) for value in self.others]
+        self._mixture = self.mix()
+        super().on_fit_start()
+
+    def losses(self, step: Step) -> dict[str, Tensor]:
+        """The losses, and `μ λ(r) ||p_i - p^0||²`."""
+        losses = super().losses(step)
+        if scale := self.mu * penalty_weight(self.round - 1, self.length, self.schedule):
+            losses["ratios"] = scale * (self.ratios - self.first).square().sum()
+        return losses
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hand the gradient in the mixture on to what it was made of."""
+        pairs = [(value, p.grad) for value, p in zip(self._mixture, self.backbone.parameters(), strict=True)]
+        made, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
+        torch.autograd.backward(made, gradients)
+        self.backbone.zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Make the mixture anew."""
+        with torch.enable_grad():
+            self._mixture = self.mix()
+
+    def on_train_end(self) -> None:
+        """Let go of how it was made."""
+        self._mixture = []
+
+
+class Cores(Aggregator):
+    """Notes who has trained a core. Nothing is averaged: cores stay what they are."""
+
+    def fold(self, uploads: Iterable[Upload]) -> list[int]:
+        """Who has uploaded."""
+        return [client for client, _ in uploads]
+
+    def finish(self, folded: list[int], before: State, knowledge: State) -> State:
+        """The old ones and the new ones."""
+        trained = before[CORES]["trained"].clone()
+        trained[folded] = True
+        return {CORES: before[CORES] | {"trained": trained}}
+
+
+class APPLE(Algorithm):
+    """Clients train a core model each; their own models mix all cores, in ratios that they learn and keep.
+
+    The server keeps everybody's last core and averages nothing. A core that its client has not trained yet is the
+    initial model. With ratios that stay at 1 for the client's own core this is `Local`, bit for bit.
+
+    Bytes a round, each participant, at most: down `(N - 1) * (model - buffers + 8) + 4 * N + 8`, up
+    `model - buffers + 8`.
+
+    Args:
+        dr_lr: The learning rate of the ratios; that of the cores is the optimizer's. With 0 the ratios stay.
+        mu: μ, the weight of the squared distance of the ratios to what they were first, the clients' shares of all
+            training samples.
+        length: L, the rounds after which that distance does not count any more; the paper has a tenth of all rounds.
+        schedule: How its weight falls until then: `epsilon`, down to a thousandth, or `cosine`.
+        loss_terms: Loss terms of any paper, on the mixture.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    one_model = False
+    public = CORE
+
+    def __init__(
+        self,
+        dr_lr: float = 1e-3,
+        mu: float = 0.1,
+        length: float = 16,
+        schedule: Schedule = "epsilon",
+        loss_terms: list[LossTerm] | None = None,
+    ) -> None:
+        for name, value in {"dr_lr": dr_lr, "mu": mu, "length": length}.items():
+            if not value >= 0:
+                raise ConfigError(f"algorithm.{name}: {value} is below 0")
+        super().__init__(loss_terms, Cores(), buffers="local")
+        self.module_class = partial(MixedModule, dr_lr=dr_lr, mu=mu, length=length, schedule=schedule)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, who has trained, and what the ratios are first, `p^0_j = n_j / Σ n`."""
+        samples = torch.tensor(self.samples or [1] * clients, dtype=torch.float64)
+        cores = {"trained": torch.zeros(clients, dtype=torch.bool), "ratios": (samples / samples.sum()).float()}
+        return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """All other clients' cores, what the ratios are first, and shared knowledge."""
+        others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
+        cores = bundle({j: restored(state[section(j)]) for j in others})
+        first = Message.pack({RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}})
+        known = super().download(state, client, rng).without("model")
+        return Message(known.tensors | first.tensors | cores.tensors, cores.numbers)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take up the client's core and ratios, and mix."""
+        assert isinstance(module, MixedModule)
+        initial = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+        super().receive(module, download, memory)
+        told = download.section(RATIOS)
+        client, first = int(told["client"]), told["first"]
+        trained = {j: message.section("model") for j, message in unbundle(download)}
+        zero = {name: torch.zeros_like(value) for name, value in initial.items()}
+        cores = [zero if j == client else trained.get(j, initial) for j in range(len(first))]
+        own = restored(memory.get(CORE, {})).section("model") or initial
+        ratios = memory[RATIOS]["values"] if RATIOS in memory else first
+        others = [torch.stack([one[name] for one in cores]) for name in initial]
+        module.set_mixture(client, ratios, first, [own[name] for name in initial], others)
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The core, not the mixture."""
+        assert isinstance(module, MixedModule)
+        names = [name for name, _ in module.backbone.named_parameters()]
+        core = to_cpu({"model": dict(zip(names, module.core, strict=True))})
+        message = super().upload(module, batches, n_samples, num_classes).without("model")
+        return Message(message.tensors | Message.pack(core).tensors, message.numbers)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """The core, which the server hands out, and the ratios, which it never sees."""
+        assert isinstance(module, MixedModule)
+        core: Tensors = stored(Message.pack({"model": upload.section("model")}, **upload.numbers))
+        return super().remember(module, upload) | {CORE: core} | to_cpu({RATIOS: {"values": module.ratios}})

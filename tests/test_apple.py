@@ -1,0 +1,240 @@
+"""APPLE's formulas against brute force, its identities, and a whole run by hand (baselines: B10)."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
+from fl_lightning.algorithms.decentralized.peers import restored, unbundle
+from fl_lightning.algorithms.personalized import apple
+from fl_lightning.client import ClientModule
+from fl_lightning.engines import StackedEngine
+from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.message import Message
+from fl_lightning.models import MLP
+
+RECEIVED = {"evaluation": Evaluation(clients="received")}
+PLAIN = partial(torch.optim.SGD, lr=0.5)
+WHOLE = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}, "optimizer": PLAIN}
+
+
+class From(APPLE):
+    """Ratios that start elsewhere: row i of a matrix for client i."""
+
+    def __init__(self, rows, **options):
+        super().__init__(**options)
+        self.rows = rows
+
+    def receive(self, module, download, memory):
+        row = self.rows[int(download.section(apple.RATIOS)["client"])]
+        super().receive(module, Message(download.tensors | {"ratios/first": row}, download.numbers), memory)
+
+
+FROZEN = {"dr_lr": 0.0, "mu": 0.0}
+
+
+# --- The formulas ---
+
+
+def test_a_ratios_gradient_is_a_sum_over_all_parameters_and_the_cores_is_scaled():
+    torch.manual_seed(0)
+    module = apple.MixedModule(MLP((6,), 4, hidden=(5,)), mu=0.0)
+    shapes = [p.shape for p in module.backbone.parameters()]
+    cores = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    ratios, me = torch.tensor([0.5, -0.2, 0.8]), 1
+    others = [torch.stack([c * (j != me) for j, c in enumerate(values)]) for values in zip(*cores, strict=True)]
+    module.set_mixture(me, ratios, ratios, cores[me], others)
+    module._mixture = module.mix()
+    for k, weights in enumerate(module.backbone.parameters()):
+        torch.testing.assert_close(weights.detach(), sum(p * cores[j][k] for j, p in enumerate(ratios)))
+    batch = torch.randn(9, 6), torch.arange(9) % 4
+    loss = F.cross_entropy(module(batch[0]), batch[1])
+    g = torch.autograd.grad(loss, list(module.backbone.parameters()))
+    module.training_step(batch, 0).backward()
+    module.on_before_optimizer_step(None)
+    for own, gradient in zip(module.core, g, strict=True):
+        torch.testing.assert_close(own.grad, ratios[me] * gradient)
+    for j in range(3):
+        inner = sum(float((gradient * c).sum()) for gradient, c in zip(g, cores[j], strict=True))
+        assert float(module.ratios.grad[j]) == pytest.approx(inner, rel=1e-4, abs=1e-6)
+    assert all(p.grad is None for p in module.backbone.parameters())
+
+
+def test_the_schedules_fall_from_one_to_nothing():
+    for r in range(5):
+        assert apple.penalty_weight(r, 5, "epsilon") == pytest.approx(0.001 ** (r / 5))
+        assert apple.penalty_weight(r, 5, "cosine") == pytest.approx((math.cos(math.pi * r / 5) + 1) / 2)
+    for schedule in ("epsilon", "cosine"):
+        assert apple.penalty_weight(0, 5, schedule) == 1
+        assert apple.penalty_weight(5, 5, schedule) == 0
+        assert apple.penalty_weight(0, 0, schedule) == 0
+
+
+def test_the_penalty_is_mu_lambda_times_the_squared_distance_of_the_ratios():
+    module = apple.MixedModule(MLP((6,), 4), mu=0.3, length=4, schedule="cosine")
+    like = list(module.backbone.parameters())
+    ratios, first = torch.tensor([0.5, -0.2]), torch.tensor([0.25, 0.75])
+    module.set_mixture(0, ratios, first, like, [torch.zeros(2, *p.shape) for p in like])
+    step = module.step((torch.randn(3, 6), torch.tensor([0, 1, 2])))
+    for round, weight in ((1, 1.0), (3, 0.5)):
+        module.round = round
+        expected = 0.3 * weight * (0.25**2 + 0.95**2)
+        assert module.losses(step)["ratios"].item() == pytest.approx(expected, rel=1e-5)
+    module.round = 5
+    assert list(module.losses(step)) == ["ce"]
+
+
+def test_a_module_by_itself_trains_as_a_client_module_does():
+    data = TensorDataset(torch.randn(40, 6), torch.arange(40) % 4)
+    trained = []
+    for kind in (ClientModule, partial(apple.MixedModule, dr_lr=0.0)):
+        torch.manual_seed(0)
+        module = kind(MLP((6,), 4), [], [], PLAIN)
+        with lightning_at_ease():
+            quiet_trainer({"max_epochs": 2, "accelerator": "cpu"}).fit(module, DataLoader(data, 8))
+        trained.append(module.backbone.state_dict())
+    assert same_bytes(*trained)
+    copy.deepcopy(module)
+
+
+# --- The spec's two facts ---
+
+
+@pytest.mark.parametrize("model", [MLP, NormMLP])
+def test_ratios_that_stay_at_the_clients_own_are_local_bit_for_bit(tmp_path, model):
+    own, alone = (
+        experiment(tmp_path / type(method).__name__, method, model=model, rounds=2, **RECEIVED)
+        for method in (From(torch.eye(6), **FROZEN), Local())
+    )
+    own.fit()
+    alone.fit()
+    assert own.memory.keys() == alone.memory.keys()
+    for k, memory in own.memory.items():
+        model = restored(memory[apple.CORE]).section("model") | memory.get("personal", {})
+        assert same_bytes(dict(sorted(model.items())), dict(sorted(alone.memory[k]["personal"].items())))
+        assert same_bytes(
+            dict(sorted(own.client_module(k).backbone.state_dict().items())),
+            dict(sorted(alone.client_module(k).backbone.state_dict().items())),
+        )
+    for one, other in zip(own.csv.rows, alone.csv.rows, strict=True):
+        assert one["client/acc_mean"] == other["client/acc_mean"]
+
+
+def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_path):
+    """One full-batch step a round, no momentum, everybody takes part; FedAvg's plain mean, for the sizes differ."""
+    one_step = {
+        "rounds": 4,
+        "clients_per_round": 6,
+        "batch_size": 10_000,
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "precision": "64-true"},
+    }
+    mixed = experiment(tmp_path / "apple", From(torch.full((6, 6), 1 / 6), **FROZEN), optimizer=PLAIN, **one_step)
+    mixed.fit()
+    slow = partial(torch.optim.SGD, lr=0.5 / 6)
+    average = experiment(tmp_path / "avg", FedAvg(weighting="uniform"), optimizer=slow, **one_step)
+    average.fit()
+    for client in range(6):
+        w = dict(mixed.client_module(client).backbone.state_dict())
+        torch.testing.assert_close(w, average.state["model"], rtol=1e-6, atol=1e-7)
+
+
+# --- A run ---
+
+
+def test_a_run_is_the_one_written_out_by_hand(tmp_path):
+    """Partial participation: absent clients' last cores count, untrained ones are the initial model."""
+    mu, length, lr, dr_lr = 0.5, 2.5, 0.5, 0.05
+    run = experiment(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **WHOLE)
+    run.fit()
+    data, n = run.data.data, 6
+    sizes = [len(shard.train) for shard in run.data.shards]
+    first = torch.tensor([size / sum(sizes) for size in sizes])
+    backbone = copy.deepcopy(run.worker.template.backbone)
+    cores = {k: [p.detach().clone() for p in run.worker.template.backbone.parameters()] for k in range(n)}
+    ratios = {k: first.clone() for k in range(n)}
+    for round in range(1, 5):
+        seen = copy.deepcopy(cores)
+        for k in run.participants(round):
+            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            theirs = [cores[k] if j == k else seen[j] for j in range(n)]
+            for _ in range(2):
+                with torch.no_grad():
+                    for i, p in enumerate(backbone.parameters()):
+                        p.copy_(sum(ratios[k][j] * theirs[j][i] for j in range(n)))
+                g = torch.autograd.grad(F.cross_entropy(backbone(x), y), list(backbone.parameters()))
+                weight = mu * (0.001 ** ((round - 1) / length) if round - 1 < length else 0.0)
+                slope = torch.stack([sum((a * c).sum() for a, c in zip(g, core, strict=True)) for core in theirs])
+                share = float(ratios[k][k])
+                for c, gradient in zip(cores[k], g, strict=True):
+                    c -= lr * share * gradient
+                ratios[k] = ratios[k] - dr_lr * (slope + 2 * weight * (ratios[k] - first))
+    names = [name for name, _ in backbone.named_parameters()]
+    assert len(run.memory) > 3
+    for k, memory in run.memory.items():
+        held = restored(memory[apple.CORE]).section("model")
+        torch.testing.assert_close([held[name] for name in names], cores[k], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(memory[apple.RATIOS]["values"], ratios[k], rtol=1e-4, atol=1e-5)
+        for j, message in unbundle(run.download(5, k)):
+            assert j != k
+            assert same_bytes(message.section("model"), restored(run.memory[j][apple.CORE]).section("model"))
+        own = run.client_module(k).backbone
+        for i, p in enumerate(own.parameters()):
+            torch.testing.assert_close(
+                p.detach(), sum(ratios[k][j] * cores[j][i] for j in range(n)), rtol=1e-3, atol=1e-4
+            )
+
+
+def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
+    run = experiment(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
+    run.fit()
+    task = task_of_round(run, 3, run.participants(1)[0])
+    module = run.worker.received(task)
+    result = run.worker.run(task)
+    sent = result.upload.section("model")
+    parameters = dict(module.backbone.named_parameters())
+    assert sent.keys() == parameters.keys()  # BatchNorm's statistics stay
+    assert same_bytes(sent, restored(result.memory[apple.CORE]).section("model"))
+    assert all(not torch.equal(sent[name], parameters[name]) for name in sent)
+    assert not any("ratios" in name for name in result.upload.tensors)
+    assert not torch.equal(result.memory[apple.RATIOS]["values"], run.memory[task.client][apple.RATIOS]["values"])
+    assert set(result.memory["personal"]) == set(module.backbone.state_dict()) - set(parameters)
+
+
+def test_loss_terms_and_clipping_see_the_mixture_and_what_is_trained(tmp_path):
+    trainer = {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 1e-9}
+    run = experiment(tmp_path, APPLE(loss_terms=[Proximal(1.0)]), rounds=1, trainer=trainer, optimizer=PLAIN)
+    run.fit()
+    start = dict(run.worker.template.backbone.named_parameters())
+    for memory in run.memory.values():
+        core = restored(memory[apple.CORE]).section("model")
+        assert all(torch.allclose(core[name], start[name].detach(), atol=1e-7) for name in core)
+    assert run.csv.rows[0]["client/train_proximal"] < 1e-9
+
+
+def test_the_ratios_start_from_the_clients_shares_of_all_samples(tmp_path):
+    run = experiment(tmp_path, APPLE(), scenario=digits(4), clients_per_round=2, rounds=1)
+    run.load()
+    sizes = [len(shard.train) for shard in run.data.shards]
+    assert run.state[apple.CORES]["ratios"].tolist() == pytest.approx([size / sum(sizes) for size in sizes])
+
+
+def test_the_stacked_engine_refuses_it_in_one_line(tmp_path):
+    run = experiment(tmp_path, APPLE(), engine=StackedEngine())
+    with pytest.raises(
+        ConfigError, match=r"engine: StackedEngine cannot stack MixedModule \(it has a \w+ of its own\)"
+    ):
+        run.fit()
+
+
+@pytest.mark.parametrize("name", ["dr_lr", "mu", "length"])
+def test_bad_options_are_named(name):
+    with pytest.raises(ConfigError, match=f"algorithm.{name}: -1 is below 0"):
+        APPLE(**{name: -1})
