@@ -9,11 +9,11 @@ from commands import TINY, rows, tiny
 from experiments import SGD, NormMLP, digits, experiment, same_bytes
 from test_stacked import compare
 
-from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, PeerAlgorithm
+from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, LastUploads, PeerAlgorithm
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
 from fl_lightning.client import Step
 from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message
+from fl_lightning.message import Message, Upload
 
 ALL = {"clients_per_round": 6}
 
@@ -63,6 +63,17 @@ def test_a_cloud_model_mixes_the_last_rounds_participants_and_the_clients_own(ki
         wanted = (1 - weights.sum()) * own.double() + sum(w * o.double() for w, o in zip(weights, others, strict=True))
         torch.testing.assert_close(method.cloud_model(state, client)["w"], wanted.float())
         assert 0 < weights.sum() < 1
+
+
+def test_the_server_knows_who_uploaded_last_and_who_ever_did():
+    before = {"heard": {"last": torch.zeros(4, dtype=torch.bool), "ever": torch.tensor([True, False, False, False])}}
+    uploads = (Upload(k, Message({}, {"n_samples": 1})) for k in (1, 3))
+    notes = LastUploads()
+    after = notes.finish(notes.fold(uploads), before, {})["heard"]
+    assert after["last"].tolist() == [False, True, False, True]
+    assert after["ever"].tolist() == [True, True, False, True]
+    assert before["heard"]["ever"].tolist() == [True, False, False, False]
+    assert not before["heard"]["last"].any()
 
 
 def test_no_other_participant_leaves_a_client_its_own_model():

@@ -4,6 +4,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, Stat
 from fl_lightning.algorithms.clustered.cfl import CFL, Splits
 from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
 from fl_lightning.algorithms.decentralized.dfedavgm import DFedAvgM
+from fl_lightning.algorithms.decentralized.dispfl import DisPFL
 from fl_lightning.algorithms.decentralized.fedper import PeerFedPer
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
@@ -71,6 +72,7 @@ __all__ = [
     "Cores",
     "CwFedAvg",
     "DFedAvgM",
+    "DisPFL",
     "DistillingWeights",
     "Ditto",
     "DualAggregation",

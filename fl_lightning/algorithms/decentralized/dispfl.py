@@ -1,0 +1,282 @@
+"""DisPFL: peers with sparse models of their own, each on a mask of its own that it searches as it trains.
+
+Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
+Sparse Training", ICML 2022, Algorithms 1 and 2. Densities of layers by ERK: Evci, Gale, Menick, Castro, Elsen:
+"Rigging the Lottery: Making All Tickets Winners", ICML 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Batches, Buffers, State
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.errors import ConfigError
+from fl_lightning.graphs import Graph
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import weighted_mean
+
+Regrow = Literal["gradient", "random", "none"]
+
+NEXT = "next_masks"
+"""The section of a client's memory that holds the mask of its next round."""
+
+# --- Masks -------------------------------------------------------------------------------------------------------
+
+
+def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[str, float]:
+    """ERK: each tensor's density is `ε Σ shape / Π shape`, at most 1, with ε such that the whole has `dense_ratio`."""
+    sizes = {name: shape.numel() for name, shape in shapes.items()}
+    if dense_ratio >= 1:
+        return dict.fromkeys(sizes, 1.0)
+    raw = {name: (sum(shape) or 1) / sizes[name] for name, shape in shapes.items()}
+    full: set[str] = set()
+    while True:
+        budget = dense_ratio * sum(sizes.values()) - sum(sizes[name] for name in full)
+        epsilon = budget / sum(raw[name] * sizes[name] for name in sizes if name not in full)
+        over = {name for name in sizes if name not in full and epsilon * raw[name] > 1}
+        if not over:
+            return {name: 1.0 if name in full else epsilon * raw[name] for name in sizes}
+        full |= over
+
+
+def random_mask(shape: torch.Size, density: float) -> Tensor:
+    """A mask with that share of ones, one at least, drawn by torch's generator."""
+    mask = torch.zeros(shape.numel(), dtype=torch.bool)
+    mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
+    return mask.view(shape)
+
+
+def search_rate(round: int, prune_rate: float, rounds: int) -> float:
+    """`α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
+    return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
+
+
+def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
+    """Algorithm 2: drop the `⌈α nnz⌉` smallest weights of a mask, then take in as many entries with the highest scores.
+
+    What was just dropped can come back; as many entries are in the mask as before.
+
+    Args:
+        weights: `(...)`, zero where the mask is.
+        mask: `(...)` bool.
+        score: Likewise, what entries are taken in by.
+        rate: α.
+    """
+    kept, few = mask.flatten().clone(), math.ceil(rate * int(mask.sum()))
+    size = weights.abs().flatten().where(kept, torch.inf)
+    kept[size.topk(few, largest=False).indices] = False
+    kept[score.flatten().where(~kept, -torch.inf).topk(few).indices] = True
+    return kept.view(mask.shape)
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as it travels: 8 entries a byte, `(⌈n/8⌉,)`."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask that `packed` made bytes of."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
+
+
+def spread(values: Tensor, mask: Tensor) -> Tensor:
+    """The weights whose values in a mask, `(nnz,)`, are given; zero elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
+
+
+def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """Eq. 4: `w̄ = Σ_j w_j / Σ_j m'_j`, entry by entry; 0 where nobody has one.
+
+    Args:
+        weights: Of each client, zero where its mask is.
+        masks: The masks they were trained with.
+    """
+    total = torch.stack([one.double() for one in weights]).sum(dim=0)
+    count = torch.stack(list(masks)).sum(dim=0)
+    return (total / count.clamp(min=1)).to(weights[0].dtype)
+
+
+# --- The method --------------------------------------------------------------------------------------------------
+
+
+class MaskedModule(ClientModule):
+    """A client's module of which only what is in a mask is trained.
+
+    Attributes:
+        masks: For each parameter of the backbone, by name, a mask of its shape; what has none is trained.
+        next_masks: Likewise, those of the client's next round, once they are searched.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.masks: Tensors = {}
+        self.next_masks: Tensors = {}
+
+    def on_fit_start(self) -> None:
+        """Cut the weights to the mask, and begin."""
+        self.masks = {name: mask.to(self.device) for name, mask in self.masks.items()}
+        cut(self.backbone, self.masks)
+        super().on_fit_start()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Algorithm 1, line 9: `g ⊙ m`."""
+        for name, parameter in self.backbone.named_parameters():
+            if parameter.grad is not None and name in self.masks:
+                parameter.grad.mul_(self.masks[name])
+
+
+def cut(backbone: nn.Module, masks: Tensors) -> None:
+    """Set what is not in a mask to zero, in place."""
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if name in masks:
+                parameter.mul_(masks[name].to(parameter.device))
+
+
+class DisPFL(PeerAlgorithm):
+    """Peers with sparse personal models: means where masks meet, training within a mask, which is searched each round.
+
+    Each round a client takes, for each of its mask's entries, the mean over itself and those peers that have it, trains
+    within the mask, drops its smallest weights and takes in other entries for the next round. Layers' densities are
+    ERK's. With `dense_ratio` 1 this is `PeerAlgorithm` with `weighting: uniform`. There is no global model.
+
+    Bytes a round, each participant, at most: down
+    `(n_com or N - 1) * (4 * dense_ratio * P + P / 8 + 5 * T + buffers + 8)`, up `0`.
+
+    Args:
+        dense_ratio: Share of the parameters that are in a mask; 1 or more is all.
+        prune_rate: a, the share of a tensor's entries that is exchanged at first.
+        search_rounds: T, the rounds over which that share falls to 0, by a cosine: the experiment's `rounds`, say.
+        regrow: What is taken in: the entries with the largest `gradient` of the cross-entropy over a batch of the
+            client's data, `random` ones, or `none`, and nothing dropped: masks stay as they were drawn.
+        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
+        graph: Who can hear whom; everybody by default.
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average` them, keep each client's own (`local`), or `drop` them.
+
+    Raises:
+        ConfigError: `dense_ratio` is not above 0, `prune_rate` outside [0, 1], or `search_rounds` below 1.
+    """
+
+    one_model = False
+
+    def __init__(
+        self,
+        dense_ratio: float = 0.5,
+        prune_rate: float = 0.5,
+        search_rounds: int = 500,
+        regrow: Regrow = "gradient",
+        n_com: int | None = None,
+        graph: Graph | None = None,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if not dense_ratio > 0:
+            raise ConfigError(f"algorithm.dense_ratio: {dense_ratio} is not above 0; the paper uses 0.5")
+        if not 0 <= prune_rate <= 1:
+            raise ConfigError(f"algorithm.prune_rate: {prune_rate} is outside [0, 1]; the paper uses 0.5")
+        if search_rounds < 1:
+            raise ConfigError(f"algorithm.search_rounds: {search_rounds} is below 1")
+        self.dense_ratio, self.prune_rate = min(dense_ratio, 1.0), prune_rate
+        self.search_rounds, self.regrow = search_rounds, regrow
+        super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """A module that trains within a mask."""
+        made = super().client_module(backbone)
+        return MaskedModule(backbone, list(made.terms()), list(made.pieces()), optimizer, lr_scheduler)
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Line 5-6: the means where masks meet, cut to the client's new mask; before round 1, draw a mask.
+
+        Where nothing was collected the weights stay as they were trained, until the next fit begins.
+        """
+        assert isinstance(module, MaskedModule)
+        super().receive(module, download, memory)
+        shapes = {name: parameter.shape for name, parameter in module.backbone.named_parameters()}
+        if NEXT in memory:
+            module.masks = {name: unpacked(memory[NEXT][name], shape) for name, shape in shapes.items()}
+        else:
+            densities = erk_densities(shapes, self.dense_ratio)
+            module.masks = {name: random_mask(shape, densities[name]) for name, shape in shapes.items()}
+        if download.numbers or NEXT not in memory:
+            cut(module.backbone, module.masks)
+
+    def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
+        """Eq. 4, and the plain mean of BatchNorm's statistics."""
+        messages = [own, *(upload.message for upload in received)]
+        shapes = {name: value.shape for name, value in own.section("model").items()}
+        masks = [message.section("masks") for message in messages]
+        values = [message.section("values") for message in messages]
+        mixed: Tensors = {}
+        for name in masks[0]:
+            theirs = [unpacked(mask[name], shapes[name]) for mask in masks]
+            mixed[name] = intersection_mean([spread(v[name], m) for v, m in zip(values, theirs, strict=True)], theirs)
+        statistics = [message.section("model") for message in messages]
+        statistics[0] = {name: value for name, value in statistics[0].items() if name not in mixed}
+        return mixed | weighted_mean(statistics, [1.0] * len(messages))
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The weights in the mask they were trained with, and that mask; then search the next one."""
+        assert isinstance(module, MaskedModule)
+        message = super().upload(module, batches, n_samples, num_classes)
+        model = message.section("model")
+        masks = {name: mask.cpu() for name, mask in module.masks.items()}
+        sections = {
+            "model": {name: value for name, value in model.items() if name not in masks},
+            "values": {name: model[name][mask] for name, mask in masks.items()},
+            "masks": {name: packed(mask) for name, mask in masks.items()},
+        }
+        module.next_masks = self.searched(module, batches)
+        return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """What peers collect, and the mask of the next round."""
+        assert isinstance(module, MaskedModule)
+        masks = {name: packed(mask) for name, mask in module.next_masks.items()}
+        return super().remember(module, upload) | {NEXT: masks}
+
+    def searched(self, module: MaskedModule, batches: Batches) -> Tensors:
+        """The mask of the next round, as the weights stand; before round 1 there is nothing to go by."""
+        rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
+        if not module.round or not rate or self.regrow == "none":
+            return module.masks
+        weights = {name: parameter.detach() for name, parameter in module.backbone.named_parameters()}
+        scores = gradient_sizes(module, batches) if self.regrow == "gradient" else random_scores(weights)
+        return {
+            name: next_mask(weights[name].cpu(), mask.cpu(), scores[name].cpu(), rate)
+            for name, mask in module.masks.items()
+        }
+
+
+def random_scores(weights: Tensors) -> Tensors:
+    """A random number for each entry."""
+    return {name: torch.rand(weight.shape) for name, weight in weights.items()}
+
+
+def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
+    """`|g|` of the sum of the cross-entropy over all batches, for every entry, in a mask or not."""
+    parameters = dict(module.backbone.named_parameters())
+    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    for x, y in batches:
+        with torch.enable_grad():
+            loss = F.cross_entropy(module(x), y, reduction="sum")
+            parts = torch.autograd.grad(loss, [parameters[name] for name in trained], materialize_grads=True)
+        for name, part in zip(trained, parts, strict=True):
+            sums[name] += part
+    return {name: total.abs() for name, total in sums.items()}

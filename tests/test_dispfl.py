@@ -1,0 +1,289 @@
+"""DisPFL against its algorithms (baselines: D1)."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment
+from test_peers import model_of, published
+
+from fl_lightning.algorithms import DisPFL, ErdosRenyi, PeerAlgorithm, Ring
+from fl_lightning.algorithms.decentralized.dispfl import (
+    erk_densities,
+    intersection_mean,
+    next_mask,
+    packed,
+    random_mask,
+    search_rate,
+    spread,
+    unpacked,
+)
+from fl_lightning.engines import StackedEngine
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+
+PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
+SHAPES = {
+    "conv": torch.Size([8, 3, 3, 3]),
+    "norm": torch.Size([8]),
+    "weight": torch.Size([64, 200]),
+    "bias": torch.Size([200]),
+    "scale": torch.Size([]),
+}
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 0.9, 0.999])
+def test_erk_keeps_the_ratio_and_goes_by_the_shapes(ratio):
+    densities = erk_densities(SHAPES, ratio)
+    sizes = {name: shape.numel() for name, shape in SHAPES.items()}
+    assert sum(densities[n] * sizes[n] for n in sizes) == pytest.approx(ratio * sum(sizes.values()))
+    raw = {n: sum(s) / s.numel() if s else 1.0 for n, s in SHAPES.items()}
+    sparse = {n: densities[n] / raw[n] for n in sizes if densities[n] < 1}
+    assert max(sparse.values()) == pytest.approx(min(sparse.values()))
+    assert all(max(sparse.values()) * raw[n] > 1 for n in sizes if densities[n] == 1)
+    assert all(0 < d <= 1 for d in densities.values())
+
+
+def test_erk_of_random_shapes_never_crashes_and_density_one_is_all():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shapes = {str(i): torch.Size(rng.integers(1, 30, rng.integers(1, 5)).tolist()) for i in range(5)}
+        for ratio in (1.0, 1.5):
+            assert set(erk_densities(shapes, ratio).values()) == {1.0}
+        assert max(erk_densities(shapes, 1 - 1e-9).values()) <= 1
+
+
+def test_random_masks_have_their_share_and_never_nothing():
+    one, other = (random_mask(torch.Size([20, 10]), 0.3) for _ in range(2))
+    assert one.sum() == other.sum() == 60
+    assert not torch.equal(one, other)
+    assert random_mask(torch.Size([5]), 0.01).sum() == 1
+    assert random_mask(torch.Size([]), 1.0).item()
+
+
+def test_the_rate_falls_by_a_cosine_to_nothing():
+    assert [search_rate(t, 0.4, 10) for t in (0, 5, 10, 99)] == pytest.approx([0.4, 0.2, 0.0, 0.0])
+    assert search_rate(3, 0.4, 10) == pytest.approx(0.2 * (1 + math.cos(0.3 * math.pi)))
+
+
+def test_the_next_mask_drops_the_smallest_and_takes_in_the_highest_scores():
+    weights = torch.tensor([[5.0, -0.1, 3.0, 0.2], [-4.0, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
+    score = torch.tensor([[0.0, 7.0, 0.0, 1.0], [9.0, 2.0, 8.0, 1.5]])
+    # of 5, ceil(0.3 * 5) = 2 go: -0.1 and 0.2; the best of what is out are 8 and 7, the latter has just been dropped
+    assert next_mask(weights, mask, score, 0.3).tolist() == [[True, True, True, False], [True, False, True, False]]
+    assert torch.equal(next_mask(weights, mask, score, 0.0), mask)
+    full = torch.ones(3, 3, dtype=torch.bool)
+    assert next_mask(torch.randn(3, 3), full, torch.rand(3, 3), 0.5).all()
+    zeros = next_mask(torch.zeros(6), torch.tensor([True, False] * 3), torch.tensor([0.0, 1, 0, 1, 0, 1]), 1.0)
+    assert zeros.tolist() == [False, True] * 3
+
+
+def test_means_are_over_those_who_have_an_entry():
+    w = torch.randn(3, 4, 5)
+    m = torch.rand(3, 4, 5) < 0.4
+    mean = intersection_mean([a * b for a, b in zip(w, m, strict=True)], list(m))
+    for i, j in np.ndindex(4, 5):
+        held = [w[k, i, j].item() for k in range(3) if m[k, i, j]]
+        assert mean[i, j].item() == pytest.approx(sum(held) / len(held) if held else 0.0, rel=1e-6)
+    assert torch.equal(intersection_mean([w[0] * m[0]], [m[0]]), w[0] * m[0])
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 8)])
+def test_a_mask_travels_as_bits(shape):
+    mask = torch.rand(shape) < 0.5
+    bits = packed(mask)
+    assert bits.dtype == torch.uint8
+    assert bits.numel() == math.ceil(mask.numel() / 8)
+    assert torch.equal(unpacked(bits, mask.shape), mask)
+    weights = torch.randn(shape) * mask
+    assert torch.equal(spread(weights[mask], mask), weights)
+
+
+def laid_out(run, client):
+    """A client's weights and the mask it trained with, as its peers see them."""
+    tensors, _ = published(run, client)
+    shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
+    masks = {name: unpacked(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
+    return {name: spread(tensors[f"values/{name}"], mask) for name, mask in masks.items()}, masks
+
+
+def searched(run, client):
+    shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
+    return {name: unpacked(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
+
+
+def test_before_round_1_everybody_has_the_initial_weights_in_a_mask_of_its_own(tmp_path):
+    run = experiment(tmp_path, DisPFL(dense_ratio=0.3))
+    run._set_up(False, None)
+    run._publish()
+    start = run.worker.template.backbone.state_dict()
+    size = sum(value.numel() for value in start.values())
+    seen = []
+    for client in range(6):
+        weights, masks = laid_out(run, client)
+        assert sum(int(m.sum()) for m in masks.values()) == pytest.approx(0.3 * size, abs=len(masks))
+        for name, value in start.items():
+            assert torch.equal(weights[name], value * masks[name])
+        now = searched(run, client)
+        assert all(torch.equal(now[name], masks[name]) for name in masks)
+        seen.append(masks["encoder.1.weight"])
+    assert not any(torch.equal(seen[0], other) for other in seen[1:])
+    module = run.worker.received(run._task(1, 0, run.download(1, 0)))
+    for name, p in module.backbone.named_parameters():  # all have the same weights, so means are those
+        assert torch.equal(p.detach(), start[name] * laid_out(run, 0)[1][name])
+
+
+@pytest.mark.parametrize("regrow", ["gradient", "random", "none"])
+def test_a_round_is_the_algorithm(tmp_path, regrow):
+    lr, rate, cpu = 0.1, 0.4, {"accelerator": "cpu", "max_epochs": 2}
+    method = DisPFL(0.4, rate, 10, regrow, graph=Ring())
+    run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
+    run._set_up(False, None)
+    run._publish()
+    x, y = run.data.data.x_train, run.data.data.y_train
+    for round in (1, 2):
+        before = {k: laid_out(run, k) for k in range(6)}
+        masks = {k: searched(run, k) for k in range(6)}
+        run._run_round(round)
+        for k in (0, 3):
+            own = run.data.shards[k].train
+            around = [k, (k - 1) % 6, (k + 1) % 6]
+            network = run.worker.module().backbone
+            with torch.no_grad():
+                for name, p in network.named_parameters():
+                    total = sum(before[j][0][name].double() for j in around)
+                    count = sum(before[j][1][name].double() for j in around)
+                    p.copy_(torch.where(count > 0, total / count, 0.0) * masks[k][name])
+            for _ in range(2):
+                network.zero_grad()
+                torch.nn.functional.cross_entropy(network(x[own]), y[own]).backward()
+                with torch.no_grad():
+                    for name, p in network.named_parameters():
+                        p -= lr * (p.grad + 0.01 * p)
+                        p *= masks[k][name]
+            weights, trained_in = laid_out(run, k)
+            network.zero_grad()
+            torch.nn.functional.cross_entropy(network(x[own]), y[own]).backward()
+            alpha = rate / 2 * (1 + math.cos(math.pi * (round - 1) / 10))
+            for name, p in network.named_parameters():
+                assert torch.equal(trained_in[name], masks[k][name])
+                torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-6)
+                following = searched(run, k)[name]
+                assert following.sum() == trained_in[name].sum()
+                few = math.ceil(alpha * int(following.sum()))
+                if regrow == "none":
+                    assert torch.equal(following, trained_in[name])
+                    continue
+                smallest = sorted(p.detach().abs()[trained_in[name]].tolist())[few - 1]
+                stays = trained_in[name] & (p.detach().abs() > smallest + 1e-5)
+                assert following[stays].all()
+                taken = following & ~(trained_in[name] & (p.detach().abs() > smallest + 1e-5))
+                left = ~following
+                if regrow == "gradient" and left.any():
+                    assert p.grad.abs()[taken].min() >= p.grad.abs()[left].max() - 1e-4
+    if regrow == "random":
+        assert not torch.equal(searched(run, 0)["encoder.1.weight"], masks[0]["encoder.1.weight"])
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+def test_with_everything_in_the_mask_it_is_gossip(tmp_path, model):
+    options = {"model": model, "rounds": 3}
+    run = experiment(tmp_path / "one", DisPFL(dense_ratio=1.0, n_com=2), **options)
+    run.fit()
+    other = experiment(tmp_path / "other", PeerAlgorithm(n_com=2, weighting="uniform"), **options)
+    other.fit()
+    for client in range(6):
+        weights, masks = laid_out(run, client)
+        assert all(mask.all() for mask in masks.values())
+        assert all(mask.all() for mask in searched(run, client).values())
+        theirs = model_of(published(other, client)[0])
+        ours = weights | model_of(published(run, client)[0])
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_on_the_complete_graph_everybody_has_the_same_mean_in_its_own_mask(tmp_path):
+    run = experiment(tmp_path, DisPFL(0.5), rounds=2, clients_per_round=6)
+    run.fit()
+    starts = [run.worker.received(run._task(2, k, run.download(3, k))).backbone.state_dict() for k in range(6)]
+    for name in starts[0]:
+        both = searched(run, 0)[name] & searched(run, 4)[name]
+        torch.testing.assert_close(starts[0][name][both], starts[4][name][both])
+        assert (starts[4][name][~searched(run, 4)[name]] == 0).all()
+
+
+def test_momentum_decay_clipping_and_adam_leave_what_is_not_in_the_mask_zero(tmp_path):
+    adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for name, optimizer in (("adam", adam), ("sgd", sgd)):
+        cpu = {"accelerator": "cpu", "max_epochs": 1, "gradient_clip_val": 1.0}
+        run = experiment(
+            tmp_path / name, DisPFL(0.3), rounds=2, optimizer=optimizer, trainer=cpu, optimizer_state="kept"
+        )
+        run.fit()
+        module = run.client_module(run.participants(2)[0])
+        masks = laid_out(run, run.participants(2)[0])[1]
+        for key, p in module.backbone.named_parameters():
+            assert (p[~masks[key]] == 0).all()
+            assert (p[masks[key]] != 0).any()
+
+
+def test_the_model_that_is_measured_and_handed_out_is_the_one_that_was_trained(tmp_path):
+    run = experiment(tmp_path, DisPFL(0.3), rounds=2, clients_per_round=6)
+    run.fit()
+    assert "global/acc" not in run.csv.rows[-1]
+    assert run.test()["client/acc_mean"] == pytest.approx(run.csv.rows[-1]["client/acc_mean"])
+    weights, _ = laid_out(run, 2)
+    module = run.client_module(2)
+    assert all(torch.equal(p.detach(), weights[name]) for name, p in module.backbone.named_parameters())
+    module.masks = searched(run, 2)
+    module.on_fit_start()
+    for name, p in module.backbone.named_parameters():
+        assert torch.equal(p.detach(), weights[name] * searched(run, 2)[name])
+
+
+def test_what_crosses_is_sparse_and_its_bytes_are_counted(tmp_path):
+    run = experiment(tmp_path, DisPFL(0.3, n_com=2), rounds=1)
+    run.fit()
+    sizes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
+    densities = erk_densities(sizes, 0.3)
+    values = sum(max(1, round(densities[n] * s.numel())) for n, s in sizes.items())
+    bits = sum(math.ceil(s.numel() / 8) for s in sizes.values())
+    assert run.csv.rows[-1]["comm/down_bytes"] == 4 * 2 * (4 * values + bits + 8)
+
+
+def test_received_models_are_measured_in_the_new_mask(tmp_path):
+    run = experiment(tmp_path, DisPFL(0.3, graph=Ring()), rounds=2, evaluation=Evaluation(clients="received"))
+    run.fit()
+    assert run.csv.rows[-1]["client/acc_mean"] > 0.3
+
+
+def test_with_nobody_linked_masks_are_searched_all_the_same(tmp_path):
+    run = experiment(tmp_path, DisPFL(0.3, graph=ErdosRenyi(0.0)), model=NormMLP, clients_per_round=6)
+    run.fit()
+    trained_in, following = laid_out(run, 1)[1], searched(run, 1)
+    assert any(not torch.equal(trained_in[name], following[name]) for name in following)
+
+
+def test_it_cannot_be_stacked(tmp_path):
+    run = experiment(tmp_path, DisPFL(), engine=StackedEngine(), scenario=digits(6))
+    with pytest.raises(ConfigError, match="StackedEngine cannot stack MaskedModule"):
+        run.fit()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense_ratio": 0.0}, "algorithm.dense_ratio: 0.0 is not above 0"),
+        ({"prune_rate": 1.5}, r"algorithm.prune_rate: 1.5 is outside \[0, 1\]"),
+        ({"search_rounds": 0}, "algorithm.search_rounds: 0 is below 1"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DisPFL(**options)
