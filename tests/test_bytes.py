@@ -45,7 +45,7 @@ def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
     run.fit()
     assert (run.data.class_counts() > 0).all()
     down, up, bound = formulas(type(algorithm))
-    names = known(run) | {name: value for name, value in vars(algorithm).items() if not name.startswith("_")}
+    names = {name: value for name, value in vars(algorithm).items() if not name.startswith("_")} | known(run)
     counted = [int(run.csv.rows[-1][f"comm/{way}_bytes"]) for way in ("down", "up")]
     wanted = [run.clients_per_round * eval(formula, {}, names) for formula in (down, up)]
     assert counted == wanted or (bound and counted[0] <= wanted[0] and counted[1] <= wanted[1])
