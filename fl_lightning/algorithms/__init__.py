@@ -11,6 +11,7 @@ from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment,
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
 from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
 from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
+from fl_lightning.algorithms.global_model.fednh import FedNH, PrototypeAveraging
 from fl_lightning.algorithms.global_model.fedopt import AdaptiveServer, FedAdagrad, FedAdam, FedYogi
 from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
 from fl_lightning.algorithms.global_model.fedrcl import FedRCL, RelaxedContrastive
@@ -88,6 +89,7 @@ __all__ = [
     "FedDistill",
     "FedDistillPlus",
     "FedFomo",
+    "FedNH",
     "FedPer",
     "FedProto",
     "FedProx",
@@ -113,6 +115,7 @@ __all__ = [
     "PeerFedPer",
     "PerFedAvg",
     "PrototypeAlignment",
+    "PrototypeAveraging",
     "Prototypes",
     "Prototypical",
     "Proximal",

@@ -1,0 +1,184 @@
+"""FedNH: a classification layer of class prototypes on the unit sphere, which the server moves and no client trains.
+
+Dai, Chen, Li, Heinecke, Sun, Xu: "Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023,
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, to_cpu
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.errors import ConfigError
+from fl_lightning.knowledge import class_sums_over
+from fl_lightning.message import Message, Upload
+from fl_lightning.models.base import Backbone, with_encoder
+from fl_lightning.models.heads import CosineLinear
+from fl_lightning.state import RunningMean
+
+PROTOTYPES = "prototypes"
+"""The section of an upload that holds a client's prototypes and its samples a class."""
+
+
+def uniform_prototypes(classes: int, width: int) -> Tensor:
+    """`W^0`, `(C, d)`: random unit rows, orthogonal to one another where `C <= d`."""
+    return F.normalize(nn.init.orthogonal_(torch.empty(classes, width)), dim=1)
+
+
+def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
+    """`μ_c`, `(C, d)`: the mean of a client's normalised features of class c, normalised again; 0 for one it lacks.
+
+    Args:
+        sums: `(C, d)`, the features' sums a class.
+        counts: `(C,)` samples a class.
+    """
+    return F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
+
+
+def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
+    """`W_c ← norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`; a class that nobody holds keeps its prototype.
+
+    Args:
+        prototypes: `W`, `(C, d)`, unit rows.
+        sums: `Σ_k n_kc μ_kc`, `(C, d)`.
+        counts: `Σ_k n_kc`, `(C,)`.
+        rho: ρ; with 1 they stay as they are, to the bit.
+    """
+    target = F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
+    moved = F.normalize(rho * prototypes.double() + (1 - rho) * target, dim=1).to(prototypes.dtype)
+    moves = (counts > 0) & (rho < 1)
+    return torch.where(moves[:, None], moved, prototypes)
+
+
+class Seen(NamedTuple):
+    """What the server keeps of a round's uploads.
+
+    Args:
+        mean: The clients' weights, all the same.
+        sums: `Σ_k n_kc μ_kc`, `(C, d)`, float64.
+        counts: `Σ_k n_kc`, `(C,)`, float64.
+    """
+
+    mean: RunningMean
+    sums: Tensor
+    counts: Tensor
+
+
+class PrototypeAveraging(Aggregator):
+    """The plain mean of what clients train, and class prototypes that follow theirs, by samples a class.
+
+    The prototypes are the one entry of the shared model that clients do not send: they send `values` `(C, d)` and
+    `counts` `(C,)` in the section `prototypes`.
+
+    Args:
+        rho: ρ, how much of the old prototypes stays in a round.
+
+    Raises:
+        ConfigError: `rho` is not within [0, 1].
+    """
+
+    def __init__(self, rho: float = 0.9) -> None:
+        if not 0 <= rho <= 1:
+            raise ConfigError(f"algorithm.rho: {rho} is not between 0 and 1; the paper uses 0.9")
+        self.rho = rho
+
+    def fold(self, uploads: Iterable[Upload]) -> Seen:
+        """Add each client's weights and prototypes to running sums."""
+        mean, sums, counts = RunningMean(), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for upload in uploads:
+            mean.add(upload.message.section("model"), 1)
+            own = upload.message.section(PROTOTYPES)
+            sums = sums + own["counts"].double()[:, None] * own["values"].double()
+            counts = counts + own["counts"].double()
+        return Seen(mean, sums, counts)
+
+    def finish(self, folded: Seen, before: State, knowledge: State) -> State:
+        """The mean, with the prototypes moved."""
+        model = folded.mean.value()
+        (name,) = before["model"].keys() - model.keys()
+        model[name] = moved_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
+        return {"model": model}
+
+
+class FedNH(Algorithm):
+    """The classification layer holds class prototypes, spread on the sphere at first, which only the server moves.
+
+    The model's classification layer, whatever it was, is replaced by one of scaled cosines. With `rho` 1 this is
+    FedAvg's plain mean under a layer that stays as it was drawn, bit for bit.
+
+    Bytes a round, each participant: down `model`, up `model + 4 * C + 8`.
+
+    Args:
+        rho: ρ, how much of the old prototypes stays in a round.
+        scale: What the factor on the cosines starts from; the authors' code has 1 for a CNN and 20 for a ResNet.
+        learn_scale: Train the factor and average it with the weights; off, it stays at `scale`.
+        loss_terms: Loss terms of other papers.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        rho: float = 0.9,
+        scale: float = 1.0,
+        learn_scale: bool = True,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        if not scale > 0:
+            raise ConfigError(f"algorithm.scale: {scale} is not above 0; the authors' code uses 1 to 30")
+        self.scale, self.learn_scale = scale, learn_scale
+        super().__init__(loss_terms, PrototypeAveraging(rho), buffers)
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> ClientModule:
+        """A client's module whose classification layer is made of prototypes that it does not train."""
+        name, layer = prototype_layer(backbone)
+        classes, width = layer.weight.shape
+        head = CosineLinear(width, classes, self.scale)
+        head.weight = nn.Parameter(uniform_prototypes(classes, width), requires_grad=False)
+        head.scale.requires_grad_(self.learn_scale)
+        backbone.set_submodule(name, head)
+        return super().client_module(backbone, optimizer, lr_scheduler)
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The weights less the prototypes it was sent, and its own prototypes and samples a class."""
+        backbone = with_encoder(module.backbone)
+        name, _ = prototype_layer(backbone)
+        sums, counts = class_sums_over(batches, lambda x: directions(backbone, x), num_classes)
+        own = to_cpu({PROTOTYPES: {"values": class_prototypes(sums, counts), "counts": counts}})
+        message = super().upload(module, batches, n_samples, num_classes)
+        sent = {key: value for key, value in message.tensors.items() if key != f"model/{name}.weight"}
+        return Message(sent | Message.pack(own).tensors, message.numbers)
+
+
+def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]:
+    """The classification layer and its name.
+
+    Raises:
+        ConfigError: The model ends with something else.
+    """
+    whole = with_encoder(backbone)
+    layer = whole.classifier
+    if not isinstance(layer, nn.Linear | CosineLinear):
+        kind = type(layer).__name__
+        raise ConfigError(f"model: FedNH puts prototypes in a linear classification layer's place, not in a {kind}'s")
+    return next((name, layer) for name, module in whole.named_modules() if module is layer)
+
+
+def directions(backbone: Backbone, x: Tensor) -> Tensor:
+    """`z / |z|`, `(B, d)`, of what goes into the classification layer."""
+    before = backbone.head[:-1] if isinstance(backbone.head, nn.Sequential) else nn.Identity()
+    return F.normalize(before(backbone.encoder(x)).float(), dim=1)

@@ -1,0 +1,224 @@
+"""FedNH's prototypes against brute force, its identities, and a round by hand (baselines: A7)."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from test_stacked import compare
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import FedAvg, FedNH, PrototypeAveraging
+from fl_lightning.algorithms.global_model.fednh import class_prototypes, moved_prototypes, uniform_prototypes
+from fl_lightning.client import ClientModule
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP, Head
+from fl_lightning.models.heads import CosineLinear
+
+C, D = 4, 6
+
+
+def unit(*shape):
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+def upload(client, values, counts, weight):
+    sections = {"model": {"w": torch.tensor(weight)}, "prototypes": {"values": values, "counts": counts}}
+    return Upload(client, Message.pack(sections, n_samples=int(counts.sum())))
+
+
+# --- The prototypes ---
+
+
+def test_the_first_prototypes_are_unit_and_orthogonal_where_there_is_room():
+    few = uniform_prototypes(4, 6)
+    torch.testing.assert_close(few @ few.T, torch.eye(4), atol=1e-6, rtol=1e-5)
+    many = uniform_prototypes(6, 4)
+    torch.testing.assert_close(many.norm(dim=1), torch.ones(6))
+    assert not torch.equal(uniform_prototypes(4, 6), few)
+
+
+def test_a_clients_prototypes_are_the_normalised_means_of_its_classes():
+    z, y = unit(12, D), torch.randint(0, C - 1, (12,))  # nobody of class C - 1
+    sums = torch.stack([sum((z[i] for i in range(12) if y[i] == c), torch.zeros(D)) for c in range(C)])
+    counts = torch.tensor([float(sum(y == c)) for c in range(C)])
+    own = class_prototypes(sums, counts)
+    for c in range(C - 1):
+        if counts[c]:
+            mean = torch.stack([z[i] for i in range(12) if y[i] == c]).mean(dim=0)
+            torch.testing.assert_close(own[c], mean / mean.norm())
+    assert not own[C - 1].any()
+
+
+@given(st.integers(1, 4), st.floats(0, 0.99), st.data())
+def test_the_server_equals_a_loop_over_classes_and_clients(clients, rho, data):
+    counts = [
+        torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=C, max_size=C))).float() for _ in range(clients)
+    ]
+    values = [unit(C, D) * (n > 0)[:, None] for n in counts]
+    before = {"model": {"w": torch.tensor(0.0), "head.weight": unit(C, D)}}
+    weights = [float(k) for k in range(clients)]
+    aggregator = PrototypeAveraging(rho)
+    folded = aggregator.fold(
+        upload(k, v, n, w) for k, (v, n, w) in enumerate(zip(values, counts, weights, strict=True))
+    )
+    kept = before["model"]["head.weight"].clone()
+    after = aggregator.finish(folded, before, {})["model"]
+    assert torch.equal(before["model"]["head.weight"], kept)
+    assert after["w"].item() == pytest.approx(sum(weights) / clients)  # a plain mean, whatever the samples
+    for c in range(C):
+        total = sum(float(n[c]) for n in counts)
+        if not total:
+            assert torch.equal(after["head.weight"][c], kept[c])
+            continue
+        mean = sum(n[c] * v[c] for v, n in zip(values, counts, strict=True)) / total
+        moved = rho * kept[c] + (1 - rho) * mean / mean.norm()
+        torch.testing.assert_close(after["head.weight"][c], moved / moved.norm(), rtol=1e-4, atol=1e-5)
+
+
+def test_rho_of_one_leaves_the_prototypes_alone_to_the_bit():
+    prototypes = unit(50, D)
+    assert torch.equal(moved_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 1.0), prototypes)
+    assert not torch.equal(moved_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 0.999), prototypes)
+
+
+# --- The layer ---
+
+
+@pytest.mark.parametrize("head", [{}, {"classifier": "bias_free"}, {"classifier": "cosine"}, {"mapping": (5, 9)}])
+def test_the_classification_layer_is_replaced_by_untrained_prototypes(head):
+    backbone = FedNH(scale=3.0).client_module(MLP((4,), C, hidden=(8,), head=Head(**head))).backbone
+    layer = backbone.classifier
+    assert isinstance(layer, CosineLinear)
+    assert not layer.weight.requires_grad
+    assert layer.scale.item() == 3.0
+    assert layer.scale.requires_grad
+    torch.testing.assert_close(layer.weight @ layer.weight.T, torch.eye(C), atol=1e-6, rtol=1e-5)
+    x = torch.randn(5, 4)
+    z = backbone.encoder(x)
+    for part in backbone.head[:-1] if head.get("mapping") else []:
+        z = part(z)
+    torch.testing.assert_close(backbone(x), 3.0 * (z / z.norm(dim=1)[:, None]) @ layer.weight.T)
+    fixed = FedNH(learn_scale=False).client_module(MLP((4,), C)).backbone.classifier
+    assert not fixed.scale.requires_grad
+
+
+@pytest.mark.parametrize("mapping", [(), (5, 6)])
+def test_an_upload_has_the_directions_of_what_enters_the_layer_and_not_the_prototypes(mapping):
+    method = FedNH()
+    backbone = MLP((4,), C, hidden=(8,), head=Head(mapping=mapping))
+    module = method.client_module(backbone).eval()
+    x, y = torch.randn(9, 4), torch.tensor([0, 0, 1, 1, 1, 2, 2, 0, 1])
+    with torch.no_grad():
+        message = method.upload(module, [(x[:5], y[:5]), (x[5:], y[5:])], 9, C)
+        z = backbone.encoder(x)
+        for part in backbone.head[:-1] if mapping else []:
+            z = part(z)
+    own = message.section("prototypes")
+    assert own["counts"].tolist() == [3, 4, 2, 0]
+    for c in range(3):
+        mean = (z[y == c] / z[y == c].norm(dim=1)[:, None]).mean(dim=0)
+        torch.testing.assert_close(own["values"][c], mean / mean.norm())
+    assert not own["values"][3].any()
+    name = "head.3.weight" if mapping else "head.weight"
+    assert message.section("model").keys() == backbone.state_dict().keys() - {name}
+    assert message.numbers == {"n_samples": 9}
+
+
+# --- The method ---
+
+
+def test_rho_one_is_the_plain_mean_under_a_fixed_layer_bit_for_bit(tmp_path):
+    class UnderPrototypes(FedAvg):
+        def client_module(self, backbone, optimizer=None, lr_scheduler=None):
+            replaced = FedNH().client_module(backbone).backbone
+            return super().client_module(replaced, optimizer, lr_scheduler)
+
+    one = experiment(tmp_path / "nh", FedNH(rho=1.0))
+    other = experiment(tmp_path / "avg", UnderPrototypes(weighting="uniform"))
+    one.fit()
+    other.fit()
+    assert same_bytes(one.state["model"], other.state["model"])
+    assert torch.equal(one.state["model"]["head.weight"], one.worker.template.backbone.head.weight)
+    moved = experiment(tmp_path / "moved", FedNH())
+    moved.fit()
+    assert not torch.equal(moved.state["model"]["head.weight"], one.state["model"]["head.weight"])
+
+
+class WithoutDropout(NormMLP):
+    def __init__(self, in_shape, num_classes):
+        super().__init__(in_shape, num_classes)
+        self.encoder[4].p = 0.0
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), WithoutDropout])
+def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
+    """Full-batch steps of four of six clients, the server's move, and again; classes are missing."""
+    rho, lr = 0.6, 0.5
+    trainer = {"accelerator": "cpu", "max_epochs": 2}
+    sgd = partial(torch.optim.SGD, lr=lr, weight_decay=0.1)
+    options = {"model": model, "rounds": 2, "batch_size": 10_000, "optimizer": sgd, "trainer": trainer}
+    run = experiment(tmp_path, FedNH(rho), **options)
+    run.fit()
+    net = copy.deepcopy(run.worker.template.backbone)
+    x, y = run.data.data.x_train, run.data.data.y_train
+    shared = {k: v.clone() for k, v in net.state_dict().items()}
+    for round in (1, 2):
+        ends, sums, counts = [], torch.zeros(10, 16), torch.zeros(10)
+        for client in run.participants(round):
+            own = run.data.shards[client].train
+            net.load_state_dict(shared)
+            net.train()
+            for _ in range(2):
+                trained = [p for p in net.parameters() if p.requires_grad]
+                gradients = torch.autograd.grad(F.cross_entropy(net(x[own]), y[own]), trained)
+                with torch.no_grad():
+                    for p, g in zip(trained, gradients, strict=True):
+                        p -= lr * (g + 0.1 * p)
+            assert torch.equal(net.head.weight, shared["head.weight"])
+            net.eval()
+            with torch.no_grad():
+                z = F.normalize(net.encoder(x[own]), dim=1)
+            for c in y[own].unique().tolist():
+                sums[c] += (y[own] == c).sum() * F.normalize(z[y[own] == c].mean(dim=0), dim=0)
+                counts[c] += (y[own] == c).sum()
+            ends.append({k: v.clone() for k, v in net.state_dict().items()})
+        assert len(ends) == 4
+        target = F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
+        moved = F.normalize(rho * shared["head.weight"] + (1 - rho) * target, dim=1)
+        shared = {k: torch.stack([e[k].double() for e in ends]).mean(dim=0).to(v.dtype) for k, v in shared.items()} | {
+            "head.weight": torch.where((counts > 0)[:, None], moved, shared["head.weight"])
+        }
+    for name, value in run.state["model"].items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, shared[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"model": NormMLP}])
+def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
+    compare(tmp_path, FedNH(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": -0.1}, "algorithm.rho: -0.1 is not between 0 and 1"),
+        ({"rho": 1.5}, "algorithm.rho: 1.5 is not between 0 and 1"),
+        ({"scale": 0.0}, "algorithm.scale: 0.0 is not above 0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FedNH(**options)
+
+
+def test_a_model_that_ends_with_no_linear_layer_is_refused():
+    net = MLP((4,), 3)
+    net.head = torch.nn.Sequential(torch.nn.Linear(64, 3), torch.nn.ReLU())
+    with pytest.raises(ConfigError, match=r"model: FedNH puts prototypes in a linear .*, not in a ReLU's"):
+        FedNH().client_module(net)
+    assert isinstance(FedNH().client_module(MLP((4,), 3)), ClientModule)
