@@ -100,7 +100,11 @@ def test_the_server_divides_by_those_that_arrived_and_controls_by_all_clients(ar
         model = {n: torch.randn_like(v) if v.is_floating_point() else v + client for n, v in state["model"].items()}
         control = {name: torch.randn_like(value) for name, value in state["control"].items()}
         uploads.append(Upload(client, Message.pack({"model": model, "control": control}, n_samples=10 + client)))
+    seen, fold = [], method.aggregator.fold
+    method.aggregator.fold = lambda arriving: fold(seen.append(upload.message) or upload for upload in arriving)
     after = method.aggregate(state, iter(uploads))
+    assert len(seen) == arrived
+    assert not any(message.section("control") for message in seen)  # nothing holds them all at once
     for name, value in state["model"].items():
         theirs = [upload.message.section("model")[name] for upload in uploads]
         wanted = sum(theirs) / arrived if value.is_floating_point() else max(theirs)

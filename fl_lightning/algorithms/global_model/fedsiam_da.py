@@ -154,9 +154,7 @@ class HistoryContrast(LossTerm):
         """Eq. 10 on a batch; zero while there is no earlier model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
-        with torch.no_grad():
-            earlier = self._earlier[0](step.inputs)
-        return self.mu * self.factor * positive_similarity(earlier, step.features)
+        return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
 
 
 def checked(mu: float) -> float:

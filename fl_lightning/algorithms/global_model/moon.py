@@ -86,8 +86,7 @@ class ModelContrast(LossTerm):
         """The term on a batch; zero in a module whose fit was never begun."""
         if not self._received or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
-        with torch.no_grad():
-            received, *previous = (encoder(step.inputs).float() for encoder in (*self._received, *self._previous))
+        received, *previous = (encoder(step.inputs).float() for encoder in (*self._received, *self._previous))
         with torch.autocast(step.features.device.type, enabled=False):
             return self.mu * contrastive_loss(step.features.float(), received, previous, self.tau)
 

@@ -136,10 +136,9 @@ def learning_rate(module: ClientModule) -> float:
         ConfigError: Another fit is asked for; names the key.
     """
     optimizer, trainer = module.optimizer_for(module.backbone.parameters()), module.trainer
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    plain = type(optimizer) is torch.optim.SGD and not any(
-        g["momentum"] or g["maximize"] for g in optimizer.param_groups
-    )
+    groups = optimizer.param_groups
+    rates = {float(group["lr"]) for group in groups}
+    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] or group["maximize"] for group in groups)
     wrong = {
         "optimizer: SCAFFOLD needs plain SGD with one learning rate; set momentum 0": not plain or len(rates) > 1,
         "lr_scheduler: SCAFFOLD needs one learning rate within a fit; use round_lr_scheduler": module.scheduler_factory,
