@@ -79,7 +79,7 @@ def reduced(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
         words.append("--scenario.partition.min_samples=4")
     if "clients_per_round" in given:
         words.append("--clients_per_round=1")
-    if name_of(given["algorithm"]) == "UAPDFL":
+    if name_of(given["algorithm"]) == "UAPDFL" or "n_com" in str(given["algorithm"]):
         words.append("--algorithm.n_com=1")
     if name_of(given["model"]) == "ResNet50":
         words.append("--model=ResNet18")  # a ResNet-50 takes its time without a GPU
