@@ -60,6 +60,7 @@ def test_an_absent_client_goes_with_the_group_whose_least_similar_member_is_near
     groups = torch.tensor([False, False, True, True])
     assert not nearer(torch.tensor([1.0, 1.0]), updates, groups)  # 0.7 and 0.8 against 0.7 and -0.6
     assert nearer(torch.tensor([-0.5, 1.0]), updates, groups)
+    assert not nearer(torch.tensor([0.2, 1.0]), updates, groups)  # 0.2 and 0.3 against 0.98 and 0
     assert not nearer(torch.zeros(2), updates, groups)
 
 
@@ -111,24 +112,22 @@ def test_a_split_gives_each_part_the_mean_of_its_own():
     ("options", "splits"),
     [
         ({}, True),
-        ({"eps1": 0.5}, False),  # the mean update's norm
-        ({"eps1": 0.5001}, True),
-        ({"eps2": 1.5}, False),  # the largest update's
+        ({"eps1": 0.75}, False),  # the norm of the mean update
+        ({"eps1": 0.7501}, True),
+        ({"eps2": 1.5}, False),  # of the largest update
         ({"eps2": 1.4999}, True),
         ({"min_rounds": 1}, False),
-        ({"min_size": 3}, False),
-        ({"eps1": 0.75001, "weighting": "samples"}, True),  # weighed, the mean is (-1.5 + 3 · 1.5) / 4
-        ({"eps1": 0.75, "weighting": "samples"}, False),
+        ({"min_size": 3}, True),
+        ({"min_size": 4}, False),
+        ({"eps1": 0.3751, "weighting": "samples"}, True),  # weighed, the mean is 1.5 · (1 + 2 + 2 - 3) / 8
+        ({"eps1": 0.375, "weighting": "samples"}, False),
     ],
 )
 def test_when_a_cluster_is_split(options, splits):
-    aggregator = Splits(**{"eps1": 0.6, "eps2": 1.0, "min_rounds": 0, "min_size": 2, "weighting": "uniform"} | options)
-    ends = {0: [1.5, 0.0, 0.0], 1: [1.5, 0.0, 0.0], 3: [-1.5, 0.0, 0.0]}
-    samples = {0: 1, 1: 2, 3: 1}
-    after = finished(
-        aggregator, state_of(4, cluster_0=[0.0] * 3), {k: torch.tensor(w) for k, w in ends.items()}, samples
-    )
-    assert after["assignment"]["cluster"].tolist() == ([0, 0, 0, 1] if splits else [0] * 4)
+    aggregator = Splits(**{"eps1": 0.8, "eps2": 1.0, "min_rounds": 0, "min_size": 2, "weighting": "uniform"} | options)
+    ends = {k: torch.tensor([-1.5 if k == 3 else 1.5, 0.0, 0.0]) for k in range(4)}
+    after = finished(aggregator, state_of(5, cluster_0=[0.0] * 3), ends, {0: 1, 1: 2, 2: 2, 3: 3})
+    assert after["assignment"]["cluster"].tolist() == ([0, 0, 0, 1, 0] if splits else [0] * 5)
 
 
 def test_who_is_absent_goes_by_its_last_update_and_who_was_never_there_stays():
@@ -207,6 +206,8 @@ def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
         for client in members:
             sent = run.download(rounds + 1, client).section("model")
             assert same_bytes(sent, run.state[f"cluster_{cluster}"])
+    for client, wanted in last.items():
+        torch.testing.assert_close(run.memory[client]["last_update"]["update"], wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_norms_are_logged_to_set_the_thresholds_from(tmp_path):

@@ -75,6 +75,8 @@ def test_the_next_mask_drops_the_smallest_and_takes_in_the_highest_scores():
     score = torch.tensor([[0.0, 7.0, 0.0, 1.0], [9.0, 2.0, 8.0, 1.5]])
     # of 5, ceil(0.3 * 5) = 2 go: -0.1 and 0.2; the best of what is out are 8 and 7, the latter has just been dropped
     assert next_mask(weights, mask, score, 0.3).tolist() == [[True, True, True, False], [True, False, True, False]]
+    assert mask.sum() == 5  # the old one is left as it is
+    assert mask[0].all()
     assert torch.equal(next_mask(weights, mask, score, 0.0), mask)
     full = torch.ones(3, 3, dtype=torch.bool)
     assert next_mask(torch.randn(3, 3), full, torch.rand(3, 3), 0.5).all()

@@ -188,7 +188,7 @@ class DisPFL(PeerAlgorithm):
             raise ConfigError(f"algorithm.search_rounds: {search_rounds} is below 1")
         self.dense_ratio, self.prune_rate = min(dense_ratio, 1.0), prune_rate
         self.search_rounds, self.regrow = search_rounds, regrow
-        super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
+        super().__init__(n_com, graph, loss_terms, buffers)
 
     def client_module(
         self,
