@@ -132,6 +132,8 @@ def test_the_levels_of_residual_networks_are_stem_and_stages():
 
 def test_the_levels_of_plain_networks_are_their_hidden_layers():
     assert level_taps(MLP((4,), 3, hidden=(5, 6, 7))) == ("encoder.2", "encoder.4", "encoder.6")
+    many = level_taps(MLP((4,), 3, hidden=(5,) * 5))
+    assert many == ("encoder.2", "encoder.4", "encoder.6", "encoder.8", "encoder.10")  # encoder.1 is no part of 10
     assert level_taps(CNN((1, 8, 8), 3)) == ("encoder.1", "encoder.4", "encoder.8")
 
 

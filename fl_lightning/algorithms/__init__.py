@@ -8,6 +8,7 @@ from fl_lightning.algorithms.decentralized.dispfl import DisPFL
 from fl_lightning.algorithms.decentralized.fedper import PeerFedPer
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
+from fl_lightning.algorithms.global_model.criticalfl import CriticalFL, EntryMean
 from fl_lightning.algorithms.global_model.fedavg import FedAvg
 from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
 from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
@@ -71,12 +72,14 @@ __all__ = [
     "Complete",
     "ControlVariates",
     "Cores",
+    "CriticalFL",
     "CwFedAvg",
     "DFedAvgM",
     "DisPFL",
     "DistillingWeights",
     "Ditto",
     "DualAggregation",
+    "EntryMean",
     "ErdosRenyi",
     "FedALA",
     "FedAMP",

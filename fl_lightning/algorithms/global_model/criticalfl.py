@@ -1,0 +1,302 @@
+"""CriticalFL: more clients, each sending only its largest changes, while the model is in a critical learning period.
+
+Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
+Federated Learning", KDD 2023.
+
+Clients report how large their gradients were (the federated gradient norm, FGN). While its mean grows from round to
+round the training is in a critical period: the number of participants doubles, and each sends the entries of its model
+that changed most. Afterwards the number falls again and whole models are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, buffer_names
+from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import RunningMean
+
+MASK, VALUES = "entries/mask", "entries/values"
+"""Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""
+
+DETECTOR = "critical"
+"""The section of the state that says whether the next round is in a critical period, and why."""
+
+
+# --- The critical period -----------------------------------------------------------------------------------------
+
+
+def growth(norms: Tensor, window: int) -> float:
+    """How much the mean of the last norms is above the mean of as many up to the one before, as a share of that.
+
+    Args:
+        norms: `(window + 1,)`, the last FGN at the end.
+        window: How many make a mean.
+    """
+    old = max(float(norms[:window].mean()), 1e-7)
+    return (float(norms[1 : window + 1].mean()) - old) / old
+
+
+@dataclass(frozen=True)
+class CriticalPeriods:
+    """The server's detector: it looks at the FGN of every second round, say, and sets the number of participants.
+
+    Args:
+        delta: δ, how much the norms must grow for the period to be critical.
+        window: How many norms make a mean; before the first there were zeros.
+        every: Rounds between looks.
+        sure: The first so many looks find a critical period, whatever the norms.
+    """
+
+    delta: float = 0.01
+    window: int = 10
+    every: int = 2
+    sure: int = 5
+
+    def initial(self) -> Tensors:
+        """Before round 1: critical, with as many participants as the experiment asks for."""
+        return {
+            "norms": torch.zeros(self.window + 1, dtype=torch.float64),
+            "round": torch.tensor(0),
+            "critical": torch.tensor(True),
+            "participants": torch.tensor(0),
+            "achieved": torch.tensor(False),
+        }
+
+    def after(self, before: Tensors, norm: float, participants: int) -> Tensors:
+        """What follows a round.
+
+        Args:
+            before: What was known before it.
+            norm: The mean FGN of its participants.
+            participants: How many they were, `M`.
+        """
+        after = before | {"round": before["round"] + 1}
+        if int(after["round"]) % self.every:
+            return after
+        norms = torch.cat([before["norms"][1:], torch.tensor([norm], dtype=torch.float64)])
+        most, achieved = int(before["most"]), bool(before["achieved"]) or participants >= int(before["most"])
+        critical = growth(norms, self.window) > self.delta or int(after["round"]) // self.every <= self.sure
+        if critical and not achieved:
+            participants = min(most, 2 * participants)
+        elif not critical:
+            participants -= max(participants // 2, 1)
+        return after | {
+            "norms": norms,
+            "critical": torch.tensor(critical),
+            "participants": torch.tensor(participants),
+            "achieved": torch.tensor(achieved),
+        }
+
+
+# --- Single entries of a model -----------------------------------------------------------------------------------
+
+
+def largest_changes(changes: Tensor, keep: float) -> Tensor:
+    """Which entries changed by at least the `1 - keep` quantile of all, `(P,)` bool.
+
+    Args:
+        changes: `θ_i - θ^t`, `(P,)`.
+        keep: The share to keep; more are kept where several changed alike.
+    """
+    sizes = changes.abs().double()
+    return sizes >= float(np.quantile(sizes.numpy(), 1 - keep))
+
+
+def flat(model: Tensors, names: Iterable[str]) -> Tensor:
+    """Some entries of a model as one vector, `(P,)`."""
+    return torch.cat([model[name].flatten() for name in names])
+
+
+def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
+    """A model of which some parameters are there in single entries only.
+
+    Args:
+        model: The whole model.
+        names: Names of those parameters.
+        chosen: Which of all their entries, `(P,)` bool.
+    """
+    whole = {name: value for name, value in model.items() if name not in names}
+    bits = torch.from_numpy(np.packbits(chosen.numpy()))
+    return whole | {MASK: bits, VALUES: flat(model, names)[chosen]}
+
+
+class EntryMean(Aggregator):
+    """The weighted mean of each entry over the clients that sent it; one that nobody sent stays as it was.
+
+    Clients send whole models, or in one round all of them `only_entries` of theirs.
+    """
+
+    def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
+        """Add what is whole to a running mean, and single entries, with their weights, to sums `(2, P)`."""
+        mean, sums = RunningMean(), None
+        for upload in uploads:
+            model, weight = upload.message.section("model"), upload.n_samples
+            if MASK in model:
+                bits, values = model.pop(MASK), model.pop(VALUES)
+                chosen = torch.from_numpy(np.unpackbits(bits.numpy())).bool()
+                if sums is None:
+                    sums = torch.zeros(2, len(chosen), dtype=torch.float64)
+                sums[0, chosen] += weight * values.double()
+                sums[1, chosen] += weight
+            mean.add(model, weight)
+        return mean, sums
+
+    def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
+        """The means; `Σ n_i θ_i / Σ n_i` over those who sent an entry."""
+        mean, sums = folded
+        model = mean.value()
+        if sums is None:
+            return {"model": model}
+        names = [name for name in before["model"] if name not in model]
+        old = flat(before["model"], names).double()
+        total, weight = sums[:, : len(old)]
+        new = torch.where(weight > 0, total / weight, old).split([before["model"][name].numel() for name in names])
+        for name, values in zip(names, new, strict=True):
+            model[name] = values.view_as(before["model"][name]).to(before["model"][name].dtype)
+        return {"model": {name: model[name] for name in before["model"]}}
+
+
+# --- The method --------------------------------------------------------------------------------------------------
+
+
+class MeasuredModule(ClientModule):
+    """A client's module that notes how large the gradients of its fit are.
+
+    Attributes:
+        critical: Whether the round is in a critical period.
+        received: The weights that the client was sent.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.critical = False
+        self.received: Tensors = {}
+        self._squares: Tensor | None = None
+        self._epochs, self._lr = 1, 0.0
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as asked for, then add the squares of all gradients up; on the device, so that no step waits for it."""
+        super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        squares = [p.grad.float().square().sum() for p in self.backbone.parameters() if p.grad is not None]
+        step = torch.stack(squares).sum()
+        self._squares = step if self._squares is None else self._squares + step
+        self._epochs, self._lr = self.current_epoch + 1, optimizer.param_groups[0]["lr"]
+
+    @property
+    def gradient_norm(self) -> float:
+        """FGN: the learning rate times the mean over epochs of the sum over steps of `|g|²`, `g` as clipped."""
+        return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
+
+
+class CriticalFL(Algorithm):
+    """More clients, each sending only its largest changes, while gradient norms say that the period is critical.
+
+    The experiment's `clients_per_round` is the number to begin with, and the least. With `max_share` 0 and `keep` 1
+    this is FedAvg, bit for bit; with `keep` 1 alone only the number of participants changes.
+
+    Bytes a round, each participant, at most: down `model + 8`, up `model + P // 8 + 17`.
+
+    Args:
+        delta: δ, the growth of the gradients' norm above which a period is critical.
+        window: How many norms make a mean; before the first there were zeros.
+        every: Rounds between the server's looks at the norms.
+        sure: The first so many looks find a critical period, whatever the norms.
+        max_share: The largest share of all clients that takes part in a round, unless the experiment asks for more.
+        keep: Share of the parameters' entries that a client sends in a critical period; 1 sends whole models.
+        loss_terms: Loss terms of other papers.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are always sent whole.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    def __init__(
+        self,
+        delta: float = 0.01,
+        window: int = 10,
+        every: int = 2,
+        sure: int = 5,
+        max_share: float = 0.75,
+        keep: float = 0.2,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        for name, count, least in (("window", window, 1), ("every", every, 1), ("sure", sure, 0)):
+            if count < least:
+                raise ConfigError(f"algorithm.{name}: {count} is below {least}")
+        if not 0 <= max_share <= 1:
+            raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
+        if not 0 < keep <= 1:
+            raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
+        self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
+        super().__init__(loss_terms, EntryMean(), buffers)
+
+    def client_module(
+        self,
+        backbone: nn.Module,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+    ) -> MeasuredModule:
+        """A client's module that measures its gradients."""
+        plain = super().client_module(backbone, optimizer, lr_scheduler)
+        return MeasuredModule(backbone, list(plain.terms()), list(plain.pieces()), optimizer, lr_scheduler)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """The initial weights, and a critical period."""
+        most = torch.tensor(int(self.max_share * clients))
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        return state | {DETECTOR: self.periods.initial() | {"most": most}}
+
+    def cohort(self, state: State, participants: int, clients: int) -> int:
+        """As many as the detector says, and no fewer than the experiment does."""
+        return max(participants, int(state[DETECTOR]["participants"]))
+
+    def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
+        """The model, and whether the period is critical."""
+        message = super().download(state, client, rng)
+        return Message(message.tensors, {"critical": int(state[DETECTOR]["critical"])})
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Take in the model, and keep what it was to see what changes."""
+        super().receive(module, download, memory)
+        assert isinstance(module, MeasuredModule)
+        module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The model, or the entries of it that changed most, and the gradients' norm."""
+        assert isinstance(module, MeasuredModule)
+        message = super().upload(module, batches, n_samples, num_classes)
+        numbers = message.numbers | {"gradient_norm": module.gradient_norm}
+        if not module.critical or self.keep == 1:
+            return Message(message.tensors, numbers)
+        model, buffers = message.section("model"), buffer_names(module.backbone)
+        names = [name for name in model if name not in buffers]
+        chosen = largest_changes(flat(model, names) - flat(module.received, names), self.keep)
+        sent = Message.pack({"model": only_entries(model, names, chosen)})
+        return Message(message.without("model").tensors | sent.tensors, numbers)
+
+    def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
+        """The mean of what was sent, and what the gradients' norms say of the next round."""
+        norms: list[float] = []
+
+        def arriving() -> Iterator[Upload]:
+            for upload in uploads:
+                norms.append(upload.message.numbers["gradient_norm"])
+                yield upload
+
+        after = super().aggregate(state, arriving())
+        return after | {DETECTOR: self.periods.after(state[DETECTOR], sum(norms) / len(norms), len(norms))}

@@ -1,0 +1,270 @@
+"""CriticalFL's detector, its single entries and its rounds, by hand (baselines: A10)."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import CriticalFL, EntryMean, FedAvg
+from fl_lightning.algorithms.global_model.criticalfl import (
+    MASK,
+    VALUES,
+    CriticalPeriods,
+    growth,
+    largest_changes,
+    only_entries,
+)
+from fl_lightning.engines import StackedEngine
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.models import MLP
+
+CRITICAL = "critical"
+
+
+# --- The detector ---
+
+
+class ByHand:
+    """The authors' server, with its list of norms as it grows, and its number of participants."""
+
+    def __init__(self, least, most, delta):
+        self.norms, self.m, self.least, self.most, self.delta = [0.0] * 12, least, least, most, delta
+        self.looks, self.achieved, self.critical = 0, False, True
+
+    def look(self, norm):
+        self.looks += 1
+        self.norms.append(norm)
+        old, new = max(float(np.mean(self.norms[-11:-1])), 1e-7), float(np.mean(self.norms[-10:]))
+        self.critical = (new - old) / old > self.delta or self.looks <= 5
+        if self.m == self.most:
+            self.achieved = True
+        if self.critical and not self.achieved:
+            self.m = min(self.most, 2 * self.m)
+        if not self.critical:
+            self.m = max(self.least, self.m - max(self.m // 2, 1))
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.sampled_from([0.01, 0.2, -0.5]),
+    st.lists(st.floats(0, 10), min_size=20, max_size=60),
+)
+def test_the_detector_equals_the_authors_list(least, most, delta, norms):
+    periods, server = CriticalPeriods(delta), ByHand(least, most, delta)
+    state = periods.initial() | {"most": torch.tensor(most)}
+    method = CriticalFL(delta)
+    for round, norm in enumerate(norms, start=1):
+        m = method.cohort({CRITICAL: state}, least, 100)
+        assert m == server.m
+        assert bool(state["critical"]) is server.critical
+        before = {name: value.clone() for name, value in state.items()}
+        after = periods.after(state, norm, m)
+        assert all(
+            torch.equal(state[name], value) for name, value in before.items()
+        )  # new tensors, the old as they were
+        state = after
+        if round % 2 == 0:
+            server.look(norm)
+
+
+def test_critical_rounds_double_the_participants_once_and_others_halve_them():
+    periods = CriticalPeriods(sure=2, every=1)
+    state, method, seen = periods.initial() | {"most": torch.tensor(24)}, CriticalFL(), []
+    for norm in [1.0, 1.0, 9.0, 0.0, 0.0, *([0.0] * 12), 5.0, 50.0, 500.0]:
+        seen.append((method.cohort({CRITICAL: state}, 5, 32), bool(state["critical"])))
+        state = periods.after(state, norm, seen[-1][0])
+    assert [m for m, _ in seen[:4]] == [5, 10, 20, 24]  # doubled, and no more than 24
+    assert seen[-1] == (5, True)  # critical again after a while, but 24 was reached once
+    assert not seen[-3][1]
+    falls = [m for m, _ in seen if m < 24][3:7]
+    assert falls[:3] == [12, 6, 5]
+
+
+def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
+    norms = torch.tensor([0.0, 2.0, 4.0, 9.0], dtype=torch.float64)
+    assert growth(norms, 3) == pytest.approx((5.0 - 2.0) / 2.0)
+    assert growth(torch.tensor([0.0, 0.0, 3.0]), 2) == pytest.approx((1.5 - 1e-7) / 1e-7)
+
+
+# --- Single entries ---
+
+
+@given(st.integers(1, 60), st.floats(0.01, 1.0))
+def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
+    changes = torch.randn(size).round(decimals=1)
+    kept = largest_changes(changes, keep)
+    threshold = np.percentile(changes.abs().double().numpy(), 100 * (1 - keep))
+    for change, chosen in zip(changes.tolist(), kept.tolist(), strict=True):
+        if abs(abs(change) - threshold) > 1e-6:
+            assert chosen == (abs(change) > threshold)
+    assert kept.sum() >= keep * (size - 1)
+    assert kept[changes.abs().argmax()]
+
+
+def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
+    model = {"a": torch.randn(70, 10), "n": torch.tensor(3), "b": torch.randn(303)}
+    chosen = largest_changes(torch.randn(1003), 0.2)
+    sent = only_entries(model, ["a", "b"], chosen)
+    assert sent.keys() == {"n", MASK, VALUES}
+    assert int(chosen.sum()) == 201
+    assert Message.pack({"model": sent}).nbytes == 8 + 126 + 4 * 201
+    assert torch.equal(sent[VALUES], torch.cat([model["a"].flatten(), model["b"]])[chosen])
+
+
+@given(st.integers(1, 4), st.integers(0, 1000))
+def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
+    torch.manual_seed(seed)
+    shapes = {"w": (3, 4), "b": (5,)}
+    before = {name: torch.randn(shape) for name, shape in shapes.items()} | {"stat": torch.zeros(2)}
+    before = {name: before[name] for name in ("w", "stat", "b")}
+    models = [{name: torch.randn_like(value) for name, value in before.items()} for _ in range(clients)]
+    chosen = torch.rand(clients, 17) < 0.4
+    samples = torch.randint(1, 50, (clients,)).tolist()
+    uploads = [
+        Upload(k, Message.pack({"model": only_entries(model, ["w", "b"], chosen[k])}, n_samples=samples[k]))
+        for k, model in enumerate(models)
+    ]
+    mean = EntryMean()
+    held = {name: value.clone() for name, value in before.items()}
+    after = mean.finish(mean.fold(uploads), {"model": before}, {})["model"]
+    assert list(after) == list(before)
+    assert same_bytes(before, held)
+    flat = [torch.cat([model["w"].flatten(), model["b"]]) for model in models]
+    own, old = torch.cat([after["w"].flatten(), after["b"]]), torch.cat([before["w"].flatten(), before["b"]])
+    for e in range(17):
+        senders = [k for k in range(clients) if chosen[k, e]]
+        if not senders:
+            assert own[e] == old[e]
+        elif len(senders) == 1:
+            assert own[e] == flat[senders[0]][e]
+        else:
+            total = sum(samples[k] * float(flat[k][e]) for k in senders)
+            assert float(own[e]) == pytest.approx(total / sum(samples[k] for k in senders), rel=1e-5, abs=1e-6)
+    stat = sum(n * model["stat"].double() for n, model in zip(samples, models, strict=True)) / sum(samples)
+    torch.testing.assert_close(after["stat"], stat.float())
+
+
+def test_whole_models_are_averaged_as_ever():
+    models = [{"w": torch.randn(4)} for _ in range(3)]
+    uploads = [Upload(k, Message.pack({"model": m}, n_samples=k + 1)) for k, m in enumerate(models)]
+    own, plain = EntryMean(), FedAvg().aggregator
+    before = {"model": {"w": torch.zeros(4)}}
+    assert same_bytes(
+        own.finish(own.fold(uploads), before, {})["model"], plain.finish(plain.fold(uploads), before, {})["model"]
+    )
+
+
+# --- The method ---
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+def test_as_many_participants_and_whole_models_are_fedavg_bit_for_bit(tmp_path, model):
+    one = experiment(tmp_path / "one", CriticalFL(max_share=0.0, keep=1.0), model=model, rounds=4)
+    other = experiment(tmp_path / "other", FedAvg(), model=model, rounds=4)
+    one.fit()
+    other.fit()
+    assert same_bytes(one.state["model"], other.state["model"])
+    sent, plain = (run.csv.rows[-1]["comm/up_bytes"] for run in (one, other))
+    assert sent == plain + 4 * 8
+
+
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+def test_whole_models_of_more_participants_change_their_number_alone(tmp_path, model):
+    method = CriticalFL(max_share=1.0, keep=1.0)
+    run = experiment(tmp_path / "run", method, model=model, clients_per_round=3, rounds=3)
+    run.fit()
+    assert [row["comm/up_bytes"] // run.csv.rows[0]["comm/up_bytes"] for row in run.csv.rows] == [1, 1, 2]
+    six = experiment(tmp_path / "six", method, model=model, rounds=2)
+    avg = experiment(tmp_path / "avg", FedAvg(), model=model, rounds=2)
+    six.fit()
+    avg.fit()
+    assert same_bytes(six.state["model"], avg.state["model"])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
+    """Full-batch steps, the gradients' norms, the entries that changed most, and their means; then two clients more."""
+    lr, keep = 0.5, 0.3
+    trainer = {"accelerator": "cpu", "max_epochs": 3, "gradient_clip_val": clip}
+    options = {"rounds": 2, "batch_size": 10_000, "optimizer": partial(torch.optim.SGD, lr=lr), "trainer": trainer}
+    decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    run = experiment(tmp_path, CriticalFL(every=1, keep=keep), clients_per_round=2, round_lr_scheduler=decay, **options)
+    run.fit()
+    net = copy.deepcopy(run.worker.template.backbone)
+    x, y = run.data.data.x_train, run.data.data.y_train
+    shared, participants, norms = {k: v.clone() for k, v in net.state_dict().items()}, 2, [0.0] * 11
+    for round, rate in ((1, lr), (2, lr / 2)):
+        total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
+        weight = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
+        seen = []
+        ended, run.state = run.state, {CRITICAL: {"participants": torch.tensor(participants)}}
+        clients, run.state = run.participants(round), ended
+        assert len(clients) == participants
+        for client in clients:
+            own = run.data.shards[client].train
+            net.load_state_dict(shared)
+            squares = 0.0
+            for _ in range(3):
+                gradients = torch.autograd.grad(F.cross_entropy(net(x[own]), y[own]), list(net.parameters()))
+                norm = torch.cat([g.flatten() for g in gradients]).norm()
+                factor = min(1.0, float(clip / (norm + 1e-6))) if clip else 1.0
+                squares += float((norm * factor) ** 2)
+                with torch.no_grad():
+                    for p, g in zip(net.parameters(), gradients, strict=True):
+                        p -= rate * factor * g
+            seen.append(rate * squares / 3)
+            changes = torch.cat([(v - shared[k]).abs().flatten() for k, v in net.state_dict().items()])
+            threshold = float(np.quantile(changes.numpy(), 1 - keep))
+            n = len(own)
+            for k, v in net.state_dict().items():
+                sent = (v - shared[k]).abs() >= threshold
+                total[k] += n * sent * v
+                weight[k] += n * sent
+        shared = {k: torch.where(weight[k] > 0, total[k] / weight[k], v).float() for k, v in shared.items()}
+        norms = [*norms[1:], sum(seen) / len(seen)]
+        participants = 4  # twice 2, of at most 4 of 6
+    for name, value in run.state["model"].items():
+        close = (value - shared[name]).abs() < 1e-4
+        assert close.float().mean() > 0.99, name  # an entry at the threshold may fall on either side by rounding
+    torch.testing.assert_close(
+        run.state[CRITICAL]["norms"], torch.tensor(norms, dtype=torch.float64), rtol=1e-3, atol=0
+    )
+
+
+def test_a_critical_round_sends_a_fifth_and_a_bit_an_entry(tmp_path):
+    run = experiment(tmp_path, CriticalFL(), model=NormMLP, rounds=1)
+    run.fit()
+    p = sum(t.numel() for t in run.worker.template.backbone.parameters())
+    buffers = 4 * (16 + 16) + 8
+    kept = run.csv.rows[0]["comm/up_bytes"] / 4 - buffers - 16 - -(-p // 8)
+    assert kept == 4 * -(-p // 5)
+    assert run.csv.rows[0]["comm/down_bytes"] / 4 == 4 * p + buffers + 8
+
+
+def test_the_stacked_engine_refuses_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot stack MeasuredModule \(it has a configure_gradient_clip"):
+        experiment(tmp_path, CriticalFL(), engine=StackedEngine()).fit()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "algorithm.window: 0 is below 1"),
+        ({"every": 0}, "algorithm.every: 0 is below 1"),
+        ({"sure": -1}, "algorithm.sure: -1 is below 0"),
+        ({"max_share": 1.5}, "algorithm.max_share: 1.5 is not between 0 and 1"),
+        ({"keep": 0.0}, "algorithm.keep: 0.0 is not above 0 and at most 1"),
+        ({"keep": 1.1}, "algorithm.keep: 1.1 is not above 0 and at most 1"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CriticalFL(**options)
