@@ -15,7 +15,6 @@ import pytest
 import torch
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping
-from methods import CLASSES, METHODS, assert_same_run
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
 from fl_lightning.cli import main
@@ -52,17 +51,6 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method, checkpoint_every
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
     model = Path("final") / "model.pt"
     assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
-def test_every_method_goes_on_with_all_that_it_keeps(tmp_path, name):
-    method, options = METHODS[name]
-    whole = experiment(tmp_path / "whole", method(), rounds=3, **options)
-    whole.fit()
-    experiment(tmp_path / "parts", method(), rounds=2, **options).fit()
-    rest = experiment(tmp_path / "parts", method(), rounds=3, **options)
-    rest.fit(resume=True)
-    assert_same_run(whole, rest)
 
 
 def test_early_stopping_keeps_its_patience_over_a_resume(tmp_path):
