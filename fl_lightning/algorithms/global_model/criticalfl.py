@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, buffer_names
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean
@@ -224,6 +224,8 @@ class CriticalFL(Algorithm):
         ConfigError: A value is outside its range.
     """
 
+    module_class = MeasuredModule
+
     def __init__(
         self,
         delta: float = 0.01,
@@ -244,16 +246,6 @@ class CriticalFL(Algorithm):
             raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
         self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
         super().__init__(loss_terms, EntryMean(), buffers)
-
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> MeasuredModule:
-        """A client's module that measures its gradients."""
-        plain = super().client_module(backbone, optimizer, lr_scheduler)
-        return MeasuredModule(backbone, list(plain.terms()), list(plain.pieces()), optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """The initial weights, and a critical period."""
