@@ -19,6 +19,7 @@ from fl_lightning.algorithms import (
     FedRep,
     FedSKC,
     PeerAlgorithm,
+    PeerCriticalFL,
     Prototypical,
     Proximal,
     WeightedMean,
@@ -41,6 +42,7 @@ class Episodes(Digits):
 NAMES = {name: getattr(algorithms, name) for name in algorithms.__all__}
 CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issubclass(c, Algorithm)} | {
     "FedRep": partial(FedRep, head_epochs=0),  # some tests have one epoch alone, and that is the body's
+    "PeerCriticalFL": partial(PeerCriticalFL, n_com=2),
     "UAPDFL": partial(UAPDFL, n_com=2),
 }
 OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # what a class cannot do without

@@ -46,7 +46,7 @@ def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
 
 
 def test_any_layers_can_be_personal(tmp_path):
-    run = experiment(tmp_path, PeerFedPer(personal=["encoder."]), rounds=1)
+    run = experiment(tmp_path, PeerFedPer(personal=["encoder"]), rounds=1)
     run.fit()
     names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
     assert names == {"head.weight", "head.bias"}

@@ -3,6 +3,7 @@
 from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
 from fl_lightning.algorithms.clustered.cfl import CFL, Splits
 from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
+from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL
 from fl_lightning.algorithms.decentralized.dfedavgm import DFedAvgM
 from fl_lightning.algorithms.decentralized.dispfl import DisPFL
 from fl_lightning.algorithms.decentralized.fedper import PeerFedPer
@@ -115,6 +116,7 @@ __all__ = [
     "MeanLogits",
     "ModelContrast",
     "PeerAlgorithm",
+    "PeerCriticalFL",
     "PeerFedPer",
     "PerFedAvg",
     "PrototypeAlignment",

@@ -227,7 +227,12 @@ class Algorithm:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """A client's LightningModule around a backbone; it works under a plain `Trainer.fit` too."""
+        """A client's LightningModule around a backbone; it works under a plain `Trainer.fit` too.
+
+        Raises:
+            ConfigError: A personal part is none of the backbone's.
+        """
+        require_parts("personal", self.personal, backbone)
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fl_lightning.algorithms.base import Buffers, Weighting
+from fl_lightning.algorithms.base import Buffers, Weighting, beginnings
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client import LossTerm
 from fl_lightning.graphs import Graph
@@ -22,18 +22,21 @@ class PeerFedPer(PeerAlgorithm):
     Bytes a round, each participant: down `(n_com or N - 1) * (model - head + 8)`, up `0`.
 
     Args:
-        personal: The personal layers, by the beginnings of their names in the state dict.
+        personal: Parts of the model that stay on their client: `head`, `encoder.2`, ...
         n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
         graph: Who can hear whom; everybody by default.
         weighting: Weigh a client and its peers by their number of `samples`, or all the same (`uniform`).
         loss_terms: Loss terms of any paper.
         buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
             `drop` them.
+
+    Raises:
+        ConfigError: A personal part is none of the model's.
     """
 
     def __init__(
         self,
-        personal: Sequence[str] = ("head.",),
+        personal: Sequence[str] = ("head",),
         n_com: int | None = None,
         graph: Graph | None = None,
         weighting: Weighting = "samples",
@@ -41,5 +44,5 @@ class PeerFedPer(PeerAlgorithm):
         buffers: Buffers = "average",
     ) -> None:
         super().__init__(n_com, graph, loss_terms, buffers, weighting)
-        self.personal = tuple(personal)
+        self.personal = beginnings(personal)
         self.one_model = not self.personal

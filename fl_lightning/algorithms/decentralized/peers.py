@@ -72,10 +72,16 @@ class PeerAlgorithm(Algorithm):
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """What a client collects from this round's peers, each peer's in a section of its own."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
-        few = len(linked) if self.n_com is None else min(self.n_com, len(linked))
+        own = publication(state, client)
+        wanted = self.hears(own)
+        few = len(linked) if wanted is None else min(wanted, len(linked))
         peers = sorted(rng.choice(linked, few, replace=False).tolist()) if few else []
         published = {peer: publication(state, peer) for peer in peers}
-        return bundle(self.collect(publication(state, client), published, rng))
+        return bundle(self.collect(own, published, rng))
+
+    def hears(self, own: Message) -> int | None:
+        """How many peers a client collects from, by its own publication; None is all that it is linked to."""
+        return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
         """What of the peers' publications a client asks for; everything here.

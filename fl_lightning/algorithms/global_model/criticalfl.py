@@ -54,12 +54,20 @@ class CriticalPeriods:
         window: How many norms make a mean; before the first there were zeros.
         every: Rounds between looks.
         sure: The first so many looks find a critical period, whatever the norms.
+
+    Raises:
+        ConfigError: A number is out of its range.
     """
 
     delta: float = 0.01
     window: int = 10
     every: int = 2
     sure: int = 5
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("every", 1), ("sure", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"algorithm.{name}: {getattr(self, name)} is below {least}")
 
     def initial(self) -> Tensors:
         """Before round 1: critical, with as many participants as the experiment asks for."""
@@ -237,9 +245,6 @@ class CriticalFL(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        for name, count, least in (("window", window, 1), ("every", every, 1), ("sure", sure, 0)):
-            if count < least:
-                raise ConfigError(f"algorithm.{name}: {count} is below {least}")
         if not 0 <= max_share <= 1:
             raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
         if not 0 < keep <= 1:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from fl_lightning.algorithms.base import (
     Aggregator,
     Algorithm,
@@ -16,9 +14,8 @@ from fl_lightning.algorithms.base import (
     WeightedMean,
     Weighting,
     beginnings,
-    require_parts,
 )
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.client import LossTerm
 
 
 class FedPer(Algorithm):
@@ -47,17 +44,3 @@ class FedPer(Algorithm):
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
         self.personal = beginnings(personal)
         self.one_model = not self.personal
-
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """A client's LightningModule around a backbone.
-
-        Raises:
-            ConfigError: The backbone has no such personal part.
-        """
-        require_parts("personal", self.personal, backbone)
-        return super().client_module(backbone, optimizer, lr_scheduler)

@@ -1,0 +1,168 @@
+"""CriticalFL without a server: each client decides how many peers to hear, by its own gradients and theirs.
+
+Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
+Federated Learning", KDD 2023, between peers as in the tables of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for
+Decentralized Federated Learning", 2024, where each client serves as its own server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.algorithms.base import Batches, Buffers, State
+from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, unbundle
+from fl_lightning.algorithms.global_model.criticalfl import (
+    DETECTOR,
+    MASK,
+    CriticalPeriods,
+    EntryMean,
+    MeasuredModule,
+    flat,
+    largest_changes,
+    only_entries,
+)
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.errors import ConfigError
+from fl_lightning.graphs import Graph
+from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.state import parameter_names
+
+CHANGED = "changed"
+"""The section of a publication that says which entries of its model changed most, a bit each."""
+
+HEARD = "heard"
+"""The section of a module's notes that holds the gradient norms of the peers it has heard."""
+
+
+class PeerCriticalFL(PeerAlgorithm):
+    """CriticalFL between peers: more peers, and of each the largest changes alone, while gradient norms grow.
+
+    Each client has a detector of its own, which sees the mean of its gradient norm and of those that the peers it
+    heard had in their last rounds. A peer in a critical period is heard in the entries that changed most; each entry
+    becomes the mean, by samples, of the client's own and of those heard. With `max_share` 0 and `keep` 1 this is
+    `PeerAlgorithm`, bit for bit.
+
+    Bytes a round, each participant, at most: down `max(n_com, int(max_share * N)) * (model + P // 8 + 17)`, up `0`.
+
+    Args:
+        n_com: Peers that a client hears in a round at first, and the fewest.
+        delta: δ, the growth of the gradients' norm above which a period is critical.
+        window: How many norms make a mean; before the first there were zeros.
+        every: Rounds of a client between looks at the norms.
+        sure: The first so many looks find a critical period, whatever the norms.
+        max_share: The largest share of all clients that a client hears in a round, unless `n_com` is more.
+        keep: Share of the parameters' entries that is heard of a peer in a critical period; 1 is the whole model.
+        graph: Who can hear whom; everybody by default.
+        loss_terms: Loss terms of any paper.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are always heard whole.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    module_class = MeasuredModule
+    n_com: int
+
+    def __init__(
+        self,
+        n_com: int = 5,
+        delta: float = 0.01,
+        window: int = 10,
+        every: int = 2,
+        sure: int = 5,
+        max_share: float = 0.75,
+        keep: float = 0.2,
+        graph: Graph | None = None,
+        loss_terms: list[LossTerm] | None = None,
+        buffers: Buffers = "average",
+    ) -> None:
+        self.periods = CriticalPeriods(delta, window, every, sure)
+        if not 0 <= max_share <= 1:
+            raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
+        if not 0 < keep <= 1:
+            raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
+        self.max_share, self.keep = max_share, keep
+        super().__init__(n_com, graph, loss_terms, buffers)
+
+    def hears(self, own: Message) -> int:
+        """As many as the client's detector says."""
+        return int(own.numbers["peers"])
+
+    def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
+        """Whole models, or the entries that changed most, and the gradient norms."""
+        return {j: heard(message) for j, message in peers.items()}
+
+    def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
+        """The mean of each entry over the client and those peers that it was heard of."""
+        uploads = [Upload(-1, own), *received]
+        if any(MASK in upload.message.section("model") for upload in uploads):
+            uploads = [Upload(client, in_entries(message)) for client, message in uploads]
+        mean = EntryMean()
+        return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
+
+    def receive(self, module: ClientModule, download: Message, memory: State) -> None:
+        """Mix, note what the peers' gradients were, and go on with the detector."""
+        super().receive(module, download, memory)
+        assert isinstance(module, MeasuredModule)
+        norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]
+        most = torch.tensor(int(self.max_share * len(self.samples)))
+        detector = memory.get(DETECTOR) or self.periods.initial() | {"most": most}
+        module.notes = {HEARD: {"norms": torch.tensor(norms, dtype=torch.float64)}, DETECTOR: detector}
+        module.critical = bool(detector["critical"])
+        module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
+
+    def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
+        """The model, what changed most in a critical period, the gradient norm, and how many peers to hear next."""
+        assert isinstance(module, MeasuredModule)
+        message = super().upload(module, batches, n_samples, num_classes)
+        if not module.round:
+            return Message(message.tensors, message.numbers | {"gradient_norm": 0.0, "peers": self.n_com})
+        if module.critical and self.keep < 1:
+            model = message.section("model")
+            names = parameter_names(model)
+            before = {name: module.received[name].to(model[name]) for name in names}
+            changed = largest_changes(flat(model, names) - flat(before, names), self.keep)
+            message = message.plus({CHANGED: {"entries": bits(changed)}})
+        norms = [module.gradient_norm, *module.notes[HEARD]["norms"].tolist()]
+        detector = self.periods.after(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
+        module.notes = module.notes | {DETECTOR: detector}
+        peers = max(self.n_com, int(detector["participants"]))
+        return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
+
+    def remember(self, module: ClientModule, upload: Message) -> State:
+        """What peers collect, and the detector."""
+        kept = super().remember(module, upload)
+        return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
+
+
+def bits(chosen: Tensor) -> Tensor:
+    """`(P,)` bool, a bit each."""
+    return torch.from_numpy(np.packbits(chosen.numpy()))
+
+
+def heard(publication: Message) -> Message:
+    """What a client hears of a peer: of one in a critical period, the entries that changed most."""
+    numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
+    changed = publication.section(CHANGED)
+    if not changed:
+        return Message(publication.tensors, numbers)
+    model = publication.section("model")
+    names = parameter_names(model)
+    size = sum(model[name].numel() for name in names)
+    chosen = torch.from_numpy(np.unpackbits(changed["entries"].numpy(), count=size)).bool()
+    rest = publication.without("model").without(CHANGED)
+    return Message(rest.plus({"model": only_entries(model, names, chosen)}).tensors, numbers)
+
+
+def in_entries(message: Message) -> Message:
+    """A message whose model is given in single entries: all of them, where it is whole."""
+    model = message.section("model")
+    if MASK in model:
+        return message
+    names = parameter_names(model)
+    everything = torch.ones(sum(model[name].numel() for name in names), dtype=torch.bool)
+    return message.without("model").plus({"model": only_entries(model, names, everything)})

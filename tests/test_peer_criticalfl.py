@@ -1,0 +1,150 @@
+"""CriticalFL between peers: what is heard, how it is mixed and how many are heard, by hand."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
+
+from fl_lightning.algorithms import FedProx, PeerAlgorithm, PeerCriticalFL
+from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, heard
+from fl_lightning.algorithms.decentralized.peers import publication, unbundle
+from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message, Upload
+from fl_lightning.state import parameter_names
+
+P, KEEP = 6, 0.4
+
+
+def published(model, samples, changed=None, norm=0.0):
+    sections = {"model": model} | ({} if changed is None else {"changed": {"entries": packed(changed)}})
+    return Message.pack(sections, n_samples=samples, gradient_norm=norm, peers=3)
+
+
+def packed(bits):
+    return torch.from_numpy(np.packbits(np.array(bits)))
+
+
+def model():
+    return {"a": torch.randn(2, 2), "b": torch.randn(2), "running_mean": torch.randn(3)}
+
+
+@pytest.mark.parametrize("model_of_tests", [None, NormMLP])
+def test_without_partial_models_and_more_peers_it_is_gossip_bit_for_bit(tmp_path, model_of_tests):
+    options = {"rounds": 3} | ({"model": model_of_tests} if model_of_tests else {})
+    plain = experiment(tmp_path / "plain", PeerAlgorithm(n_com=2), **options)
+    off = experiment(tmp_path / "off", PeerCriticalFL(n_com=2, max_share=0.0, keep=1.0), **options)
+    for run in (plain, off):
+        run.fit()
+    assert same_bytes(plain.state["model"], off.state["model"])
+    on = experiment(tmp_path / "on", PeerCriticalFL(n_com=2, max_share=0.0), **options)
+    on.fit()
+    assert not same_bytes(plain.state["model"], on.state["model"])
+
+
+def test_of_a_peer_in_a_critical_period_what_changed_most_is_heard_and_the_statistics():
+    whole = model()
+    changed = [True, False, False, True, False, True]
+    message = heard(published(whole, 7, changed, norm=2.5))
+    assert message.numbers == {"n_samples": 7, "gradient_norm": 2.5}
+    section = message.section("model")
+    assert section.keys() == {"running_mean", MASK, VALUES}
+    entries = torch.cat([whole["a"].flatten(), whole["b"]])
+    assert torch.equal(section[VALUES], entries[torch.tensor(changed)])
+    assert message.nbytes == 4 * 3 + 1 + 4 * 3 + 16
+    calm = heard(published(whole, 7))
+    assert same_bytes(calm.section("model"), whole)
+    assert not calm.section("changed")
+
+
+@pytest.mark.parametrize("partly", [(), (0,), (0, 1)])
+def test_each_entry_is_the_mean_over_those_it_was_heard_of(partly):
+    models, samples = [model() for _ in range(3)], [3, 5, 1]
+    masks = [[True, False, True, False, False, False], [True, True, False, False, False, False]]
+    own = published(models[0], samples[0], [True] * 3 + [False] * 3)  # its own is whole to itself
+    peers = [
+        Upload(j, heard(published(models[j + 1], samples[j + 1], masks[j] if j in partly else None))) for j in (0, 1)
+    ]
+    mixed = PeerCriticalFL().mix(own, peers)
+    flat = [torch.cat([m["a"].flatten(), m["b"]]) for m in models]
+    for e in range(P):
+        who = [0, *[j + 1 for j in (0, 1) if j not in partly or masks[j][e]]]
+        expected = sum(samples[k] * flat[k][e] for k in who) / sum(samples[k] for k in who)
+        torch.testing.assert_close(torch.cat([mixed["a"].flatten(), mixed["b"]])[e], expected)
+    mean = sum(n * m["running_mean"] for n, m in zip(samples, models, strict=True)) / sum(samples)
+    torch.testing.assert_close(mixed["running_mean"], mean)
+
+
+def test_a_round_is_the_one_written_out_by_hand(tmp_path):
+    lr = 0.05
+    options = {
+        "scenario": digits(8, alpha=1.0),
+        "clients_per_round": 8,
+        "batch_size": 10_000,
+        "trainer": {"accelerator": "cpu", "max_epochs": 2},
+        "optimizer": partial(torch.optim.SGD, lr=lr),
+    }
+    algorithm = PeerCriticalFL(n_com=2, keep=KEEP, every=1, max_share=0.75)
+    run = experiment(tmp_path, algorithm, rounds=2, **options)
+    run.fit()
+    client = 3
+    before = publication(run._visible, client)
+    assert before.numbers["peers"] == 6  # 2, doubled after each round, up to 0.75 of 8
+    download = run.download(3, client)
+    peers = unbundle(download)
+    assert len(peers) == 6
+    task = task_of_round(run, 3, client)
+    start = run.worker.received(task).backbone.state_dict()
+    result = run.worker.run(task)
+    names = parameter_names(start)
+    trained = result.upload.section("model")
+    changes = torch.cat([(trained[name] - start[name]).flatten() for name in names]).abs().double()
+    chosen = changes >= float(np.quantile(changes.numpy(), 1 - KEEP))
+    assert torch.equal(result.upload.section("changed")["entries"], packed(chosen.numpy()))
+    squares, network = [], run.worker.received(task).backbone
+    x, y = (part[run.data.shards[client].train] for part in (run.data.data.x_train, run.data.data.y_train))
+    for _ in range(2):
+        gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(network(x), y), list(network.parameters()))
+        squares.append(sum(float(g.square().sum()) for g in gradients))
+        with torch.no_grad():
+            for p, g in zip(network.parameters(), gradients, strict=True):
+                p -= lr * g
+    assert result.upload.numbers["gradient_norm"] == pytest.approx(lr * sum(squares) / 2, rel=1e-4)
+    norms = [result.upload.numbers["gradient_norm"], *[peer.message.numbers["gradient_norm"] for peer in peers]]
+    seen = result.memory[DETECTOR]["norms"]
+    assert float(seen[-1]) == pytest.approx(sum(norms) / 7, rel=1e-6)
+    assert torch.equal(seen[:-1], run.memory[client][DETECTOR]["norms"][1:])
+    assert int(result.memory[DETECTOR]["most"]) == 6
+
+
+def test_when_the_norms_no_longer_grow_fewer_are_heard_and_whole(tmp_path):
+    algorithm = PeerCriticalFL(n_com=1, every=1, sure=1, delta=1e9, max_share=1.0)
+    run = experiment(tmp_path, algorithm, rounds=3, clients_per_round=6)
+    run.fit()
+    for client in range(6):
+        assert not bool(run.memory[client][DETECTOR]["critical"])
+        assert publication(run._visible, client).numbers["peers"] == 1
+        assert not publication(run._visible, client).section("changed")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"keep": 0.0}, "algorithm.keep: 0.0 is not above 0"),
+        ({"max_share": 2.0}, "algorithm.max_share: 2.0 is not between 0 and 1"),
+        ({"window": 0}, "algorithm.window: 0 is below 1"),
+        ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
+    ],
+)
+def test_bad_options_are_named(options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        PeerCriticalFL(**options)
+
+
+def test_another_methods_term_goes_with_it(tmp_path):
+    term = FedProx(0.5).loss_terms[0]
+    run = experiment(tmp_path, PeerCriticalFL(n_com=2, loss_terms=[term]), rounds=2)
+    run.fit()
+    assert run.csv.rows[-1]["client/train_proximal"] > 0
