@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, Weighting
+from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Tensors, Upload
@@ -58,11 +59,6 @@ def nearer(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
     """
     similarity = cosines(one[None].double(), updates)[0]
     return bool(similarity[groups].min() > similarity[~groups].min())
-
-
-def section(cluster: int) -> str:
-    """The section that a cluster's model is in."""
-    return f"cluster_{cluster}"
 
 
 class Splits(Aggregator):
