@@ -130,6 +130,16 @@ def test_when_a_cluster_is_split(options, splits):
     assert after["assignment"]["cluster"].tolist() == ([0, 0, 0, 1, 0] if splits else [0] * 5)
 
 
+def test_two_clusters_that_are_split_in_one_round_get_ids_of_their_own():
+    before = state_of(6, cluster_0=[0.0] * 3, cluster_1=[0.0] * 3)
+    before["assignment"]["cluster"][3:] = 1
+    ends = {k: torch.tensor([-1.0 if k in (2, 5) else 1.0, 0.1 * k, 0.0]) for k in range(6)}
+    after = finished(Splits(10.0, 0.0, 0, 2, "uniform"), before, ends)
+    assert after["assignment"]["cluster"].tolist() == [0, 0, 2, 1, 1, 3]
+    torch.testing.assert_close(after["cluster_2"]["w"], ends[2])
+    torch.testing.assert_close(after["cluster_3"]["w"], ends[5])
+
+
 def test_who_is_absent_goes_by_its_last_update_and_who_was_never_there_stays():
     before = state_of(6, cluster_0=[0.0] * 3)
     before["assignment"]["heard"][[0, 1, 2, 3, 4]] = True
