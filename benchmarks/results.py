@@ -51,17 +51,62 @@ METHODS = {
     "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
-AT_FIRST_ALPHA = (  # the finer questions are asked once
+RIVALS = {  # by what they are for: the global model, the models that clients are sent, those that they have trained
+    "global": {
+        "FedProx": "--algorithm FedProx",
+        "SCAFFOLD": "--algorithm SCAFFOLD",
+        "FedAvgM": "--algorithm FedAvgM",
+        "FedAdagrad": "--algorithm FedAdagrad",
+        "FedAdam": "--algorithm FedAdam",
+        "FedYogi": "--algorithm FedYogi",
+        "MOON": "--algorithm MOON --algorithm.mu 1",
+        "FedUV": "--algorithm FedUV",
+        "FedNH": "--algorithm FedNH",
+        "FedRCL": "--algorithm FedRCL",
+        "CriticalFL": "--algorithm CriticalFL",
+        "FedDistill+": "--algorithm FedDistillPlus",
+    },
+    "sent": {
+        "Local": "--algorithm Local",
+        "FedPer": "--algorithm FedPer",
+        "FedRep": "--algorithm FedRep",
+        "FedBABU": "--algorithm FedBABU",
+        "Per-FedAvg": "--algorithm PerFedAvg --algorithm.alpha 0.1",
+        "Ditto": "--algorithm Ditto",
+        "FedALA": "--algorithm FedALA",
+        "FedProto": "--algorithm FedProto",
+        "FedDistill": "--algorithm FedDistill",
+        "FedAMP": "--algorithm FedAMP --algorithm.sigma 10 --algorithm.lam 0.1",
+        "HeurFedAMP": "--algorithm HeurFedAMP --algorithm.lam 0.1",
+        "FedFomo": "--algorithm FedFomo",
+        "APPLE": "--algorithm APPLE --algorithm.dr_lr 0.01 --algorithm.length 2",
+        "CFL": "--algorithm CFL --algorithm.min_rounds 3",
+        "IFCA": "--algorithm IFCA",
+    },
+    "trained": {
+        "FedAvg, peers": "--algorithm PeerAlgorithm --algorithm.n_com 5",
+        "FedPer, peers": "--algorithm PeerFedPer --algorithm.n_com 5",
+        "CriticalFL, peers": "--algorithm PeerCriticalFL",
+        "DFedAvgM": "--algorithm DFedAvgM --algorithm.n_com 5 --optimizer.momentum 0.9",
+        "DisPFL": "--algorithm DisPFL --algorithm.n_com 5",
+    },
+}
+AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of the five papers' other methods the global model
+AT_FIRST_ALPHA = [  # the finer questions, and the rivals, are asked once
     "FedSKC, LCL alone",
     "FedSKC, GDA alone",
     "FedSKC, GPR alone",
     "FedSKC, gda_scale share",
     "FedSKC, spread none",
     "FedDW, mu 0.1",
-)
-AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of every other method the global model
+]
+for aim, rivals in RIVALS.items():
+    METHODS |= rivals
+    AIMS |= dict.fromkeys(rivals, aim)
+    AT_FIRST_ALPHA += rivals
 ALPHAS = (0.1, 0.5)
 RATES = (0.02, 0.05, 0.1, 0.2)
+LARGER = {"APPLE": 10}  # times RATES: APPLE's steps are scaled down by its ratios, some 1/20 here
 TUNING_SEED = 100
 SEEDS = (0, 1, 2, 3)
 
@@ -144,7 +189,7 @@ def as_sent(folder: Path) -> float | None:
     return json.loads(cached.read_text())
 
 
-def aim(method: str, point: Point) -> float:
+def figure(method: str, point: Point) -> float:
     if AIMS.get(method) == "sent":
         return as_sent(point.folder) or 0.0
     return last_rounds(point.folder, "client/acc_mean" if AIMS.get(method) == "trained" else "global/acc")
@@ -154,10 +199,11 @@ def best_rate(out: Path, data: str, method: str, alpha: float) -> float:
     def points(rate: float) -> list[Point]:
         return [fashion(out, data, method, alpha, rate, seed) for seed in (TUNING_SEED, *SEEDS)]
 
-    sound = [rate for rate in RATES if not any(point.failure.exists() for point in points(rate))]
+    rates = [rate * LARGER.get(method, 1) for rate in RATES]
+    sound = [rate for rate in rates if not any(point.failure.exists() for point in points(rate))]
     if not sound:
-        raise SystemExit(f"{method} at Dirichlet {alpha} diverges with every rate of {RATES}: add a smaller one")
-    return max(sound, key=lambda rate: aim(method, points(rate)[0]))
+        raise SystemExit(f"{method} at Dirichlet {alpha} diverges with every rate of {rates}: add a smaller one")
+    return max(sound, key=lambda rate: figure(method, points(rate)[0]))
 
 
 def chosen(out: Path, data: str, method: str, alpha: float, seed: int) -> Point:
@@ -176,7 +222,7 @@ def spread(values: list[float], sign: str = "") -> str:
 
 def measured(point: Point) -> dict[str, float | None]:
     summary, sent = point.summary, as_sent(point.folder)
-    return {"global": summary["global/acc_last"], "trained": summary["client/acc_mean_last"], "sent": sent}
+    return {"global": summary.get("global/acc_last"), "trained": summary["client/acc_mean_last"], "sent": sent}
 
 
 def cells(points: list[Point], rivals: list[Point], names: tuple[str, ...]) -> list[str]:
@@ -229,7 +275,9 @@ def main() -> None:
     settings = [(method, alpha) for alpha in ALPHAS for method in methods(alpha)]
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
         few = [digits(out, name, seed) for seed in DIGITS_SEEDS for name in DIGITS]
-        list(pool.map(run, few + [fashion(out, data, *one, rate, TUNING_SEED) for one in settings for rate in RATES]))
+        rates = [(*one, rate * LARGER.get(one[0], 1)) for one in settings for rate in RATES]
+        tuning = [fashion(out, data, *one, TUNING_SEED) for one in rates]
+        list(pool.map(run, few + tuning))
         wanted = [(*one, seed) for seed in SEEDS for one in settings]
         while missing := [point for one in wanted if not (point := chosen(out, data, *one)).summary]:
             list(pool.map(run, missing[: len(settings)]))  # a seed at a time: who diverges is given another rate

@@ -10,7 +10,16 @@ from fl_lightning.errors import ConfigError
 
 NAMES = [name for name in CLASSES if name != "Algorithm"]
 NEEDS_PREDICTOR = ("FedSiamDA",)
-NOT_STACKED = {"FedSiamDA": "loss term 'siamese'"}
+MEASURED = "MeasuredModule (it has a configure_gradient_clipping of its own)"
+NOT_STACKED = {
+    "APPLE": "MixedModule (it has a losses of its own)",
+    "CriticalFL": MEASURED,
+    "DisPFL": "MaskedModule (it has a on_before_optimizer_step of its own)",
+    "Ditto": "BesideShared (it has a training_step of its own)",
+    "FedSiamDA": "loss term 'siamese'",
+    "PeerCriticalFL": MEASURED,
+    "PerFedAvg": "MetaStep (it has a training_step of its own)",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -64,6 +64,11 @@ def test_a_run_ends_with_its_figures() -> None:
     assert [column.header for column in table.columns] == ["", "last", "best", "best round"]
 
 
+def test_without_a_global_model_r_acc_is_the_clients() -> None:
+    summary = {name: value for name, value in SUMMARY.items() if not name.startswith("global/")}
+    assert ["R_0.5 (clients)", "round 3", "", ""] in cells(tables.summary_table(summary))
+
+
 def test_test_shows_figures_without_the_single_clients() -> None:
     table = tables.test_table({"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1})
     assert table.title == "after round 4"

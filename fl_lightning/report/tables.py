@@ -33,9 +33,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
             figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
             table.add_row(label, *figures, str(summary[f"{name}_best_round"]))
     table.add_section()
+    whose = "global" if "global/acc_last" in summary else "clients"
     for name, value in summary.items():
         if name.startswith("R_"):
-            table.add_row(f"{name} (global)", "not reached" if value is None else f"round {value}")
+            table.add_row(f"{name} ({whose})", "not reached" if value is None else f"round {value}")
     table.add_section()
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
