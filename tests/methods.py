@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
 import torch
 from experiments import NormMLP, digits, same_bytes, untimed
 
@@ -76,6 +77,11 @@ METHODS = {
     "FedSKC with ProtoNet": (lambda: FedSKC(loss_terms=[Prototypical(2)]), {"scenario": EPISODES}),
     "many clients": (partial(PeerAlgorithm, n_com=3), {"scenario": digits(20, alpha=10.0), "clients_per_round": 15}),
 }
+
+# One of each kind: common state, own starts, peers, a dataset's own cut, sections of a method's own, a look at the data
+# and at others' uploads, a client module of its own, cohorts that vary.
+QUICK = ("FedSKC", "CwFedAvg", "UAPDFL", "FedSKC with ProtoNet", "SCAFFOLD", "FedFomo", "APPLE", "CriticalFL")
+FEW_QUICK = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 
 
 def assert_same_run(one, other):

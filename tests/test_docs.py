@@ -34,7 +34,7 @@ def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command)[1:]
     reads_only = {"--help", "--print_config", "--algorithm.help"} & set(words)
     if words[0] == "fit" and not reads_only:
-        words += ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
+        words += ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
     if reads_only:
         with pytest.raises(SystemExit) as end:
             main(words)

@@ -199,7 +199,7 @@ def test_what_a_client_receives_is_measured_for_all(tmp_path):
 
 def test_clients_of_different_clusters_are_stacked(tmp_path):
     run = compare(tmp_path, IFCA(clusters=3), model=NormMLP, scenario=digits(8, alpha=0.1), seed=3)
-    assert len({int(run.client_module(client).cluster) for client in range(8)}) > 1
+    assert len({int(run.client_module(client).notes["choice"]["cluster"]) for client in range(8)}) > 1
 
 
 def test_bad_options_are_named(tmp_path):

@@ -25,9 +25,9 @@ NOT_STACKED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
     """With BatchNorm, classes that clients lack, and half of the clients in each round."""
-    method, _ = METHODS[name]
+    method, options = METHODS[name]
     model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
-    options = {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3}
+    options = options | {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3}
     whole = experiment(tmp_path / "whole", method(), rounds=3, **options)
     whole.fit()
     assert (whole.data.class_counts() == 0).any()

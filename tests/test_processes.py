@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import experiment
-from methods import METHODS, assert_same_run
+from methods import FEW_QUICK, METHODS, assert_same_run
 from test_resume import FIVE, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
@@ -79,7 +79,7 @@ def both(tmp_path, engine, method=FedAvg, **options):
 ONE_EPOCH = {"accelerator": "cpu", "max_epochs": 1}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     method, options = METHODS[name]
     assert_same_run(*both(tmp_path, engine, method, rounds=2, trainer=ONE_EPOCH, **options))

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from experiments import experiment
-from methods import METHODS, assert_same_run
+from methods import FEW_QUICK, METHODS, assert_same_run
 from test_processes import Deadly, Harmless
 
 from fl_lightning.algorithms import FedAvg, FedSKC
@@ -63,17 +63,7 @@ def both(tmp_path, engine, name):
     return alone, shared
 
 
-QUICK = (
-    "FedSKC",
-    "CwFedAvg",
-    "UAPDFL",
-    "FedSKC with ProtoNet",
-)  # common state, own starts, peers, a dataset of one's own
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     warm_up(tmp_path, engine)
     assert_same_run(*both(tmp_path, engine, name))
