@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Batches, Buffers, State
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Graph
 from fl_lightning.message import Message, Tensors, Upload
@@ -168,6 +168,7 @@ class DisPFL(PeerAlgorithm):
     """
 
     one_model = False
+    module_class = MaskedModule
 
     def __init__(
         self,
@@ -189,16 +190,6 @@ class DisPFL(PeerAlgorithm):
         self.dense_ratio, self.prune_rate = min(dense_ratio, 1.0), prune_rate
         self.search_rounds, self.regrow = search_rounds, regrow
         super().__init__(n_com, graph, loss_terms, buffers)
-
-    def client_module(
-        self,
-        backbone: nn.Module,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
-    ) -> ClientModule:
-        """A module that trains within a mask."""
-        made = super().client_module(backbone)
-        return MaskedModule(backbone, list(made.terms()), list(made.pieces()), optimizer, lr_scheduler)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Line 5-6: the means where masks meet, cut to the client's new mask; before round 1, draw a mask.
