@@ -1,9 +1,11 @@
 """Every test draws from its own name and one base seed, `FL_LIGHTNING_TEST_SEED`: never from what ran before it."""
 
+import gc
 import os
 import random
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the workers would fight over the cores
 
@@ -11,6 +13,8 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from fl_lightning import orchestrator
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
 
@@ -47,6 +51,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     test = getattr(item, "obj", None)
     if hypothesis.is_hypothesis_test(test):
         hypothesis.seed(seed_of(item.nodeid.partition("[")[0]))(test)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_collections() -> Iterator[None]:
+    """A run looks for garbage among all objects there are, which takes as long as a tiny run: let it look at its own."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orchestrator, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
