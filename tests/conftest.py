@@ -58,8 +58,9 @@ def _quick_collections() -> Iterator[None]:
     """A run looks for garbage among all objects there are, which takes as long as a tiny run: let it look at its own."""
     gc.collect()
     gc.freeze()
+    lasting = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orchestrator, "gc", SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None))
+        patch.setattr(orchestrator, "gc", lasting)
         yield
     gc.unfreeze()
 
