@@ -55,7 +55,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_collections() -> Iterator[None]:
-    """A run looks for garbage among all objects there are, which takes as long as a tiny run: let it look at its own."""
+    """A run looks for garbage among all objects there are, which takes as long as a tiny run: not so here."""
     gc.collect()
     gc.freeze()
     lasting = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)
