@@ -47,8 +47,9 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
     for name in ("callbacks", "configs", "sweeps"):
         for path in run(environment, "python", "-c", code.format(name), cwd=tmp_path).split():
             assert Path(path).is_relative_to(own)
-    shipped = sorted(path.name for path in (own / "fl_lightning" / "configs").glob("*.yaml"))
-    assert shipped == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    here, there = ROOT / "configs", own / "fl_lightning" / "configs"
+    shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
+    assert shipped == written
     assert (own / "fl_lightning" / "py.typed").exists()
 
 
