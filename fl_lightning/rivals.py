@@ -59,7 +59,7 @@ def add(rivals: Rivals, more: Any, config: Path) -> Rivals:
     """Rivals with those that a config's `rivals` names added, key by key.
 
     Raises:
-        ConfigError: It is neither mapping, path nor a list of them, or a path leads nowhere.
+        ConfigError: It is neither mapping, path nor a list of them, or a path leads to no such file.
     """
     if isinstance(more, list):
         for part in more:
@@ -69,7 +69,10 @@ def add(rivals: Rivals, more: Any, config: Path) -> Rivals:
         path = config.parent / more
         if not path.is_file():
             raise ConfigError(f"rivals: {path} does not exist; a path is taken from the config's own folder")
-        more = yaml.safe_load(path.read_text())
+        try:
+            more = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"rivals: {path} is no readable YAML: {' '.join(str(error).split())}") from error
     if more is None:
         return rivals
     if not isinstance(more, dict) or not all(isinstance(keys, dict) for keys in more.values()):

@@ -7,6 +7,7 @@ weights bit for bit, and half-precision training does not cost the average its d
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,6 +194,16 @@ def flatten(state: Tensors) -> Tensor:
 
 def _statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as it travels: 8 entries a byte, `(⌈n/8⌉,)`."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask that `packed` made bytes of."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 
 def first_non_finite(tensors: Tensors) -> str | None:

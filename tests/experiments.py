@@ -11,7 +11,7 @@ from fl_lightning.callbacks import RoundProgress
 from torch import nn
 
 from fl_lightning import FederatedOrchestrator
-from fl_lightning.algorithms import Algorithm, FedAvg
+from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.engines import Task
 from fl_lightning.models import MLP, Backbone
@@ -27,13 +27,6 @@ class NormMLP(Backbone):
             nn.Flatten(), nn.Linear(prod(in_shape), 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)
         )
         super().__init__(encoder, nn.Linear(16, num_classes), 16)
-
-
-class Alone(Algorithm):
-    """Every client trains a model of its own, and nothing crosses but how many samples it has."""
-
-    personal = ("",)
-    one_model = False
 
 
 class Silent(RoundProgress):

@@ -14,16 +14,15 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     erk_densities,
     intersection_mean,
     next_mask,
-    packed,
     random_mask,
     search_rate,
     spread,
-    unpacked,
 )
 from fl_lightning.engines import StackedEngine
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP
+from fl_lightning.state import packed, unpacked
 
 PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
 SHAPES = {

@@ -7,10 +7,10 @@ from functools import partial
 import commands
 import pytest
 import torch
-from experiments import Alone, NormMLP, experiment, own_after, same_bytes, weights_after
+from experiments import NormMLP, experiment, own_after, same_bytes, weights_after
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
+from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, Local, LogitDistillation, MeanLogits
 from fl_lightning.algorithms.personalized import feddistill as fd
 from fl_lightning.client import Step
 from fl_lightning.errors import ConfigError
@@ -105,7 +105,7 @@ def test_a_client_remembers_nothing_of_a_round_unless_told_to():
 def test_gamma_zero_is_local_bit_for_bit(tmp_path, model, cumulative):
     zero, alone = (
         own_after(tmp_path / name, method, model=model, rounds=2)
-        for name, method in (("zero", FedDistill(0.0, cumulative)), ("alone", Alone()))
+        for name, method in (("zero", FedDistill(0.0, cumulative)), ("alone", Local()))
     )
     assert same_bytes(zero, alone)
     assert not same_bytes(own_after(tmp_path / "one", FedDistill(1.0, cumulative), model=model, rounds=2), alone)

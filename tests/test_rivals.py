@@ -99,11 +99,13 @@ def test_an_option_after_the_rival_wins(here):
     ("rivals", "complaint"),
     [
         ("nowhere.yaml", "rivals: nowhere.yaml does not exist; a path is taken from the config's own folder"),
+        ("broken.yaml", "rivals: broken.yaml is no readable YAML: while parsing"),
         ("7", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
         ("{FedProx: 3}", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
     ],
 )
 def test_bad_rivals_are_named(here, rivals, complaint):
+    Path("broken.yaml").write_text("FedProx: {")
     Path("odd.yaml").write_text(TINY + f"rivals: {rivals}\n")
     code, _, err = run("fit", "--config", "odd.yaml", "--algorithm", "FedProx")
     assert code == 2

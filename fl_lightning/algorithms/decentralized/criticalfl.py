@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fl_lightning.algorithms.base import Batches, Buffers, State
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, unbundle
@@ -21,15 +20,15 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     CriticalPeriods,
     EntryMean,
     MeasuredModule,
+    check_shares,
     flat,
     largest_changes,
     only_entries,
 )
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Graph
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import parameter_names
+from fl_lightning.state import packed, parameter_names, unpacked
 
 CHANGED = "changed"
 """The section of a publication that says which entries of its model changed most, a bit each."""
@@ -81,10 +80,7 @@ class PeerCriticalFL(PeerAlgorithm):
         buffers: Buffers = "average",
     ) -> None:
         self.periods = CriticalPeriods(delta, window, every, sure)
-        if not 0 <= max_share <= 1:
-            raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
-        if not 0 < keep <= 1:
-            raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
+        check_shares(max_share, keep)
         self.max_share, self.keep = max_share, keep
         super().__init__(n_com, graph, loss_terms, buffers)
 
@@ -126,7 +122,7 @@ class PeerCriticalFL(PeerAlgorithm):
             names = parameter_names(model)
             before = {name: module.received[name].to(model[name]) for name in names}
             changed = largest_changes(flat(model, names) - flat(before, names), self.keep)
-            message = message.plus({CHANGED: {"entries": bits(changed)}})
+            message = message.plus({CHANGED: {"entries": packed(changed)}})
         norms = [module.gradient_norm, *module.notes[HEARD]["norms"].tolist()]
         detector = self.periods.after(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
         module.notes = module.notes | {DETECTOR: detector}
@@ -139,11 +135,6 @@ class PeerCriticalFL(PeerAlgorithm):
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 
 
-def bits(chosen: Tensor) -> Tensor:
-    """`(P,)` bool, a bit each."""
-    return torch.from_numpy(np.packbits(chosen.numpy()))
-
-
 def heard(publication: Message) -> Message:
     """What a client hears of a peer: of one in a critical period, the entries that changed most."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
@@ -153,7 +144,7 @@ def heard(publication: Message) -> Message:
     model = publication.section("model")
     names = parameter_names(model)
     size = sum(model[name].numel() for name in names)
-    chosen = torch.from_numpy(np.unpackbits(changed["entries"].numpy(), count=size)).bool()
+    chosen = unpacked(changed["entries"], torch.Size([size]))
     rest = publication.without("model").without(CHANGED)
     return Message(rest.plus({"model": only_entries(model, names, chosen)}).tensors, numbers)
 

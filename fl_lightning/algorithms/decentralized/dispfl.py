@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +21,7 @@ from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.graphs import Graph
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import weighted_mean
+from fl_lightning.state import packed, unpacked, weighted_mean
 
 Regrow = Literal["gradient", "random", "none"]
 
@@ -76,16 +75,6 @@ def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tens
     kept[size.topk(few, largest=False).indices] = False
     kept[score.flatten().where(~kept, -torch.inf).topk(few).indices] = True
     return kept.view(mask.shape)
-
-
-def packed(mask: Tensor) -> Tensor:
-    """A mask as it travels: 8 entries a byte, `(⌈n/8⌉,)`."""
-    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
-
-
-def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The mask that `packed` made bytes of."""
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -156,8 +145,8 @@ class DisPFL(PeerAlgorithm):
         dense_ratio: Share of the parameters that are in a mask; 1 or more is all.
         prune_rate: a, the share of a tensor's entries that is exchanged at first.
         search_rounds: T, the rounds over which that share falls to 0, by a cosine: the experiment's `rounds`, say.
-        regrow: What is taken in: the entries with the largest `gradient` of the cross-entropy over a batch of the
-            client's data, `random` ones, or `none`, and nothing dropped: masks stay as they were drawn.
+        regrow: What is taken in: the entries with the largest `gradient` of the cross-entropy over the client's data,
+            `random` ones, or `none`, and nothing dropped: masks stay as they were drawn.
         n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
         graph: Who can hear whom; everybody by default.
         loss_terms: Loss terms of any paper.

@@ -22,7 +22,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean
+from fl_lightning.state import RunningMean, packed, unpacked
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""
@@ -133,8 +133,7 @@ def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
         chosen: Which of all their entries, `(P,)` bool.
     """
     whole = {name: value for name, value in model.items() if name not in names}
-    bits = torch.from_numpy(np.packbits(chosen.numpy()))
-    return whole | {MASK: bits, VALUES: flat(model, names)[chosen]}
+    return whole | {MASK: packed(chosen), VALUES: flat(model, names)[chosen]}
 
 
 class EntryMean(Aggregator):
@@ -150,7 +149,7 @@ class EntryMean(Aggregator):
             model, weight = upload.message.section("model"), upload.n_samples
             if MASK in model:
                 bits, values = model.pop(MASK), model.pop(VALUES)
-                chosen = torch.from_numpy(np.unpackbits(bits.numpy())).bool()
+                chosen = unpacked(bits, torch.Size([8 * len(bits)]))  # and a few more, which nobody has chosen
                 if sums is None:
                     sums = torch.zeros(2, len(chosen), dtype=torch.float64)
                 sums[0, chosen] += weight * values.double()
@@ -171,6 +170,18 @@ class EntryMean(Aggregator):
         for name, values in zip(names, new, strict=True):
             model[name] = values.view_as(before["model"][name]).to(before["model"][name].dtype)
         return {"model": {name: model[name] for name in before["model"]}}
+
+
+def check_shares(max_share: float, keep: float) -> None:
+    """Refuse shares, of clients and of entries, that are none.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    if not 0 <= max_share <= 1:
+        raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
+    if not 0 < keep <= 1:
+        raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
 
 
 # --- The method --------------------------------------------------------------------------------------------------
@@ -245,10 +256,7 @@ class CriticalFL(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if not 0 <= max_share <= 1:
-            raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
-        if not 0 < keep <= 1:
-            raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
+        check_shares(max_share, keep)
         self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
         super().__init__(loss_terms, EntryMean(), buffers)
 
