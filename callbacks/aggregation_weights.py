@@ -11,7 +11,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.report.figures import bars, heat_maps, panels
 
 if TYPE_CHECKING:
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

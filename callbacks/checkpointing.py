@@ -9,7 +9,7 @@ from fl_lightning.callbacks.base import RoundCallback, monitored
 from fl_lightning.errors import check_positive
 
 if TYPE_CHECKING:
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

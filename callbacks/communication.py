@@ -14,7 +14,7 @@ from fl_lightning.report.figures import lines, panels
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -15,7 +15,7 @@ from fl_lightning.state import flatten
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -14,7 +14,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.report.figures import write_png
 
 if TYPE_CHECKING:
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 Arrays = dict[str, np.ndarray]

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation import Row
+    from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

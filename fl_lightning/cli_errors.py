@@ -11,8 +11,7 @@ from importlib import import_module
 
 from jsonargparse import ArgumentParser
 
-from fl_lightning.catalogue import BASES, things
-from fl_lightning.errors import ConfigError, FLError
+from fl_lightning.errors import ConfigError, FLError, one_line
 
 
 @contextmanager
@@ -26,11 +25,6 @@ def plainly(parser: ArgumentParser) -> Iterator[None]:
         raise ConfigError(readable(one_line(error), parser)) from error
 
 
-def one_line(error: BaseException | str) -> str:
-    """An error's message, or any text, on one line."""
-    return " ".join(str(error).split())
-
-
 def readable(message: str, parser: ArgumentParser) -> str:
     """A message of jsonargparse cut down to the key, what was given and what is expected."""
     if re.search(r"Problem with given class_path|value: Namespace\(class_path", message):  # a name would have done, too
@@ -39,18 +33,23 @@ def readable(message: str, parser: ArgumentParser) -> str:
     prefix = f"{where}: " if where else ""
     if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):
         return f"{prefix}the arguments of a class_path stand under init_args, beside it"
+    if grouped := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+        return unknown_key(f"{grouped[1]}.{grouped[2]}", None, parser)
     if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: --)([\w.]+)", message):
         paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
         return f"{prefix}{unknown_key(unknown[1], paths[-1] if where and paths else None, parser)}"
     if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
-        names = re.sub(r"(?<!\S)(?:fit|partition|test)\.", "", missing[1])
-        return f"{prefix}{names} must be given, here or in a --config" if names != "run" else "run: which one?"
+        return (
+            f"{prefix}{missing[1]} must be given, here or in a --config" if missing[1] != "run" else "run: which one?"
+        )
     given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |\. Got value|$)", message)
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
     expected.pop("NoneType", None)
     if given and expected:
         return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
+    from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
+
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
     known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
     if named := re.search(r"dot import path string: (\S+)", message):

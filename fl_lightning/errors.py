@@ -66,6 +66,11 @@ class Interrupted(FLError):
         self.exit_code = 128 + signum
 
 
+def one_line(error: BaseException | str) -> str:
+    """An error's message, or any text, on one line."""
+    return " ".join(str(error).split())
+
+
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
     """Refuse arguments below 1; those that are None are not given.
 
@@ -85,4 +90,4 @@ def blame(key: str) -> Iterator[None]:
     except FLError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}".replace(f"{key}: {key}", key)) from error
+        raise ConfigError(f"{key}: {one_line(error)}".replace(f"{key}: {key}", key)) from error

@@ -1,4 +1,4 @@
-"""How good a model is, how fast it got there, and how fair it is to clients."""
+"""How good a model is, and how fair it is to clients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.metrics import Row
 from fl_lightning.seeding import Stream, generator
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-
-Row = dict[str, float]
-"""One round's metrics by name."""
 
 
 class Score(NamedTuple):
@@ -111,33 +109,3 @@ def train_metrics(results: Sequence[Result]) -> Row:
     """Mean over a round's clients of the training loss and of each of its terms."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
-
-
-def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has."""
-    series = [(row["round"], row[name]) for row in rows if name in row]
-    if not series:
-        return {}
-    best_round, best = max(series, key=lambda point: (point[1], -point[0]))
-    return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
-
-
-def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> int | None:
-    """R_acc: the first round in which a metric reached a target, or None."""
-    return next((int(row["round"]) for row in rows if row.get(name, -math.inf) >= target), None)
-
-
-def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """A run's figures: best and last accuracies, R_acc for each target, bytes in all.
-
-    R_acc is the global model's or, for methods without one, that of the clients' mean.
-    """
-    summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
-    for name in ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean"):
-        summary |= {f"{name}_{what}": value for what, value in best_and_last(rows, name).items()}
-    judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
-    for target in targets:
-        summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
-    for way in ("up", "down"):
-        summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
-    return summary

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import CheckpointError, blame
-from fl_lightning.evaluation import Row
+from fl_lightning.metrics import Row, read_rows
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
@@ -70,9 +70,7 @@ class MetricsCsv:
         Raises:
             CheckpointError: The file does not hold every round up to that one.
         """
-        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
-        text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line short
-        rows = [_parse(row) for row in csv.DictReader(io.StringIO(text))]
+        rows = read_rows(self.path) if self.path.exists() else []
         self.rows = [row for row in rows if 0 < row.get("round", 0) <= round]
         if [row["round"] for row in self.rows] != list(range(1, round + 1)):
             raise CheckpointError(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")
@@ -271,18 +269,6 @@ def begin_logging(logger: Logger, run_dir: Path, config: dict[str, Any] | None, 
             logger.log_hyperparams(config)
     if isinstance(logger, WandbRoundLogger):
         logger.log_counts("partition", counts.tolist())
-
-
-def _parse(row: dict[str, str]) -> Row:
-    """A row of numbers; one that a kill cut short comes back empty."""
-    try:
-        return {name: _number(text) for name, text in row.items() if text}
-    except (TypeError, ValueError):
-        return {}
-
-
-def _number(text: str) -> float:
-    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
 
 
 def _column_order(name: str) -> tuple[int, list[tuple[int, str]]]:

@@ -31,10 +31,11 @@ from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
-from fl_lightning.evaluation import Evaluation, Row, Score, client_summary, summarize, train_metrics
+from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, begin_logging, few_enough, split_series
 from fl_lightning.message import Message, Upload
+from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.seeding import Stream, generator

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, one_line
 
 Rivals = dict[str, dict[str, Any]]
 
@@ -72,7 +72,7 @@ def add(rivals: Rivals, more: Any, config: Path) -> Rivals:
         try:
             more = yaml.safe_load(path.read_text())
         except yaml.YAMLError as error:
-            raise ConfigError(f"rivals: {path} is no readable YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"rivals: {path} is no readable YAML: {one_line(error)}") from error
     if more is None:
         return rivals
     if not isinstance(more, dict) or not all(isinstance(keys, dict) for keys in more.values()):

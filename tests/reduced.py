@@ -17,7 +17,7 @@ from layouts import (
     write_tiny_imagenet,
 )
 
-from fl_lightning.cli import config_path
+from fl_lightning.config import config_path
 
 SMALL = [
     "--rounds=1",

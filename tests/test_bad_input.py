@@ -32,8 +32,8 @@ def kind(name, words, *told, marks=()):
 
 KINDS = [
     # The command line and the file
-    kind("no command", [], "fit,test,partition,list"),
-    kind("unknown command", ["fitt"], "'fitt'", "'fit', 'test', 'partition', 'list'"),
+    kind("unlike any command", ["xyzzy"], "'xyzzy'", "there are fit, test, partition, list"),
+    kind("unknown command", ["fitt"], "'fitt'", "did you mean fit?"),
     kind("no config", ["fit"], "scenario.dataset, scenario.partition, model, algorithm", "--config"),
     kind(
         "missing config", ["fit", "--config", "nowhere.yaml"], "--config", "nowhere.yaml", "fl-lightning list configs"
@@ -80,7 +80,7 @@ KINDS = [
     kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "did you mean algorithm?"),
     kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "did you mean scenario.clients?"),
     kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "'trainer.logger'", "did you mean"),
-    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "there are config, resume, scenario, model, algorithm"),
+    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "there are config, scenario, model, algorithm"),
     kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "did you mean tau?"),
     kind(
         "unlike any init_arg", [*FIT, "--algorithm.mu", "1"], "FedSKC has no key 'mu'", "there are tau, similar_clients"

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks,
 from fl_lightning.catalogue import FAMILIES
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import open_run
 
 RICH = """# Everything nested that a config can hold.
 rounds: 2
@@ -68,9 +70,18 @@ def help_text(capsys, *words):
 
 
 def test_help_tells_of_every_command(capsys):
-    text = help_text(capsys, "--help")
-    for command in ("fit", "test", "partition", "list"):
-        assert re.search(rf" {command} [A-Z]", text)
+    for words in ([], ["--help"], ["-h"]):
+        assert cli.main(words) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {command} " in text and line in text for command, line in cli.COMMANDS.items())
+
+
+def test_a_command_that_reads_or_explains_imports_no_torch():
+    """`fl-lightning --help` and a typo answer at once."""
+    code = "import sys; from fl_lightning.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for words, ending in ((["--help"], "0 False"), (["fitt"], "2 False")):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        assert done.stdout.strip().endswith(ending)
 
 
 def test_help_of_fit_tells_of_every_key_and_of_nothing_more_of_lightnings_trainer(capsys):
@@ -378,11 +389,11 @@ def test_test_works_on_a_half_finished_run(half_finished):
 
 
 def test_a_run_can_be_opened_in_python(half_finished):
-    opened = cli.open_run(half_finished, checkpoint="1")
+    opened = open_run(half_finished, checkpoint="1")
     assert (opened.round, opened.test()["global/loss"]) == (1, float(rows(half_finished)[0]["global/loss"]))
     assert opened.client_module(2)(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
     with pytest.raises(ConfigError, match=r"no checkpoint '9'; there are last, best and rounds"):
-        cli.open_run(half_finished, checkpoint="9")
+        open_run(half_finished, checkpoint="9")
 
 
 def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli import config_path, fit_parser, flatten, main, plain_config
+from fl_lightning.cli import main
+from fl_lightning.config import config_path, flatten
+from fl_lightning.experiment import experiment_parser, plain_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -102,7 +104,7 @@ def config(request):
     return request.param
 
 
-parser = cache(fit_parser)
+parser = cache(experiment_parser)
 
 
 @cache

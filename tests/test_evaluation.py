@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC, PeerAlgorithm
 from fl_lightning.engines import Task
 from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation, Score, best_and_last, client_summary, evaluate, rounds_to, summarize
+from fl_lightning.evaluation import Evaluation, Score, client_summary, evaluate
 from fl_lightning.message import Message
+from fl_lightning.metrics import best_and_last, rounds_to, summarize
 from fl_lightning.models import MLP, Head
 from fl_lightning.seeding import Stream, derive
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.errors import CheckpointError
-from fl_lightning.evaluation import Row
 from fl_lightning.loggers import MetricsCsv, split_series
+from fl_lightning.metrics import Row
 
 
 def written(path: Path, rows: list[Row]) -> MetricsCsv:

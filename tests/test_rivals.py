@@ -6,7 +6,8 @@ import pytest
 import yaml
 from commands import rows, run
 
-from fl_lightning.cli import fit_parser, with_config_paths
+from fl_lightning.config import with_config_paths
+from fl_lightning.experiment import experiment_parser
 from fl_lightning.rivals import with_rival
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -127,7 +128,7 @@ def shipped():
 
 @pytest.fixture(scope="module")
 def parser():
-    return fit_parser()
+    return experiment_parser()
 
 
 @pytest.mark.parametrize(("config", "name"), list(shipped()))

@@ -17,7 +17,8 @@ from test_wandb import Logged, of_kind, values
 from wandb import wandb_agent
 from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
 
-from fl_lightning.cli import config_path, fit_parser, flatten, plain_config
+from fl_lightning.config import config_path, flatten
+from fl_lightning.experiment import experiment_parser, plain_config
 
 ROOT = Path(__file__).parent.parent
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -119,7 +120,7 @@ def test_its_first_line_describes_it(sweep):
 
 def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
     """A parameter is a key of the config, and has the point's value in the resolved one."""
-    parser = fit_parser()
+    parser = experiment_parser()
     for point in points(sweep):
         program, command, *words = started(sweep, point, monkeypatch).command
         assert (program, command, words[0]) == ("fl-lightning", "fit", "--config")

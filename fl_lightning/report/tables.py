@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fl_lightning.checkpoint import write_atomically
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation import Row
+from fl_lightning.metrics import Row
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20

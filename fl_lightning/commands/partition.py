@@ -1,0 +1,45 @@
+"""`fl-lightning partition`: show and draw which client holds what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from fl_lightning.cli_errors import plainly
+from fl_lightning.commands.fit import expand
+from fl_lightning.data import Scenario
+from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import experiment_parser
+from fl_lightning.report.figures import partition_figure
+from fl_lightning.report.tables import partition_table, write_counts
+
+__all__ = ["expand", "main", "parser"]
+
+
+def parser() -> ArgumentParser:
+    """An experiment's keys, and where the picture goes."""
+    parser = experiment_parser()
+    parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
+    parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Print who holds what, and draw it."""
+    with plainly(parser):
+        scenario: Scenario = parser.instantiate(given).scenario
+    data = scenario.build(given.seed)
+    counts, test_counts = data.class_counts("train"), data.class_counts("test")
+    console = Console()
+    console.print(partition_table(counts, test_counts), width=None if console.is_terminal else 1000, no_wrap=True)
+    if given.out:
+        out = Path(given.out)
+        try:
+            partition_figure(counts, out / "partition.png")
+            write_counts(out / "partition.csv", data)
+        except OSError as error:
+            raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
+        print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
+    return 0

@@ -1,0 +1,23 @@
+"""`fl-lightning test`: evaluate a run's checkpoint again."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from fl_lightning.experiment import open_run
+from fl_lightning.report.tables import test_table
+
+
+def parser() -> ArgumentParser:
+    """A run and one of its checkpoints."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("run", type=str, help="Folder of the run.")
+    parser.add_argument("--checkpoint", type=str, default="last", help="last, best, or the number of a round.")
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Evaluate a checkpoint of a finished or half-finished run."""
+    Console().print(test_table(open_run(given.run, given.checkpoint).test()))
+    return 0

@@ -1,0 +1,109 @@
+"""From a config to the `FederatedOrchestrator` it describes, and from a run's folder back to one."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from lightning import Trainer
+
+from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.cli_errors import plainly
+from fl_lightning.config import config_file
+from fl_lightning.errors import CheckpointError, ConfigError
+from fl_lightning.orchestrator import FederatedOrchestrator
+
+# What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
+TRAINER_KEYS = {
+    "accelerator",
+    "devices",
+    "precision",
+    "max_epochs",
+    "max_steps",
+    "limit_train_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+}
+
+
+def experiment_parser() -> ArgumentParser:
+    """The parser of an experiment's keys."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="Config file, or the name of a shipped one.")
+    parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
+    rivals = "What --algorithm NAME sets beside the algorithm: a mapping by name, the path of one, or a list."
+    parser.add_argument("--rivals", type=str | dict | list | None, help=rivals)
+    unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
+    parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
+    logger = {"class_path": "fl_lightning.loggers.WandbRoundLogger"}
+    parser.set_defaults({"trainer.devices": 1, "logger": logger, "run_dir": None})
+    return parser
+
+
+def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
+    """The orchestrator that a parsed command line describes."""
+    with plainly(parser):
+        objects = parser.instantiate(given)
+    parameters = inspect.signature(FederatedOrchestrator).parameters
+    options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
+    for name, value in options.items():
+        if value is None and parameters[name].default is not None:
+            raise ConfigError(f"{name}: null is no value for it; leave it out to get {parameters[name].default}")
+    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
+
+
+def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
+    """The resolved config as plain values, less what belongs to one run only."""
+    config = yaml.safe_load(parser.dump(given, skip_unset=False))
+    return {name: value for name, value in config.items() if name not in ("config", "resume", "rivals", "run_dir")}
+
+
+def open_run(run_dir: str | Path, checkpoint: str = "last") -> FederatedOrchestrator:
+    """A run as a checkpoint left it, to look into: `open_run("runs/...").client_module(3)` is client 3's module.
+
+    Args:
+        run_dir: Folder of a finished or half-finished run.
+        checkpoint: `last`, `best`, or the number of a round.
+
+    Raises:
+        ConfigError: There is no run, or no such checkpoint.
+        CheckpointError: The run holds no checkpoint, or only damaged ones.
+    """
+    run_dir = Path(run_dir)
+    parser = experiment_parser()
+    with plainly(parser):
+        config = parser.parse_args(["--config", config_file(run_dir), "--logger", "null"])
+    orchestrator = build(config, parser, run_dir)
+    orchestrator.load(chosen_round(checkpoint, run_dir))
+    if not orchestrator.round:
+        raise CheckpointError(f"{run_dir} holds no checkpoint yet")
+    return orchestrator
+
+
+def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
+    """The round that `last`, `best` or a number stands for; None is the newest sound one.
+
+    Raises:
+        ConfigError: It stands for none.
+    """
+    folder = CheckpointFolder(run_dir / "checkpoints")
+    if checkpoint == "last":
+        return None
+    if checkpoint == "best":
+        newest = folder.newest(report=warnings.warn) or {"callbacks": {}}
+        best = newest["callbacks"].get("Checkpointing", {}).get("best_round")
+        if best is None:
+            raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")
+        return best
+    if checkpoint.isdigit() and int(checkpoint) in folder.rounds():
+        return int(checkpoint)
+    held = ", ".join(map(str, folder.rounds())) or "none"
+    raise ConfigError(f"--checkpoint: no checkpoint {checkpoint!r}; there are last, best and rounds {held}")
