@@ -24,24 +24,39 @@ from fl_lightning.errors import ConfigError, one_line
 
 Rivals = dict[str, dict[str, Any]]
 
+ANY = "fl_lightning.algorithms.Algorithm"
+"""What all algorithms are; it has the options that they share, and no others."""
+
 
 def with_rival(words: Sequence[str]) -> list[str]:
-    """A command line with the rival that `--algorithm` names spelled out; itself if its configs name no such rival."""
+    """A command line with the rival that `--algorithm` names spelled out.
+
+    Another algorithm than the config's own starts from its own defaults: an option that both have by one name, such as
+    `tau`, would otherwise keep the value that the config has for its own. What all algorithms take (`loss_terms`,
+    `aggregator`, `buffers`) stays as the config has it.
+    """
     configs = [value for _, value in given(words, "config")]
     algorithms = given(words, "algorithm")
     if not configs or not algorithms:
         return list(words)
     place, name = algorithms[-1]
     rivals: Rivals = {}
+    stated = None
     for config in configs:
-        path = Path(config)
-        rivals = add(rivals, (yaml.safe_load(path.read_text()) or {}).get("rivals"), path)
-    if name not in rivals:
-        return list(words)
-    options = {"algorithm": name} | rivals[name]
+        content = yaml.safe_load(Path(config).read_text()) or {}
+        rivals = add(rivals, content.get("rivals"), Path(config))
+        stated = content.get("algorithm", stated)
+    options = {"algorithm": name} | rivals.get(name, {})
     spelled = [word for key, value in options.items() for word in (f"--{key}", text(value))]
+    if bare(options["algorithm"]) != bare(stated["class_path"] if isinstance(stated, dict) else stated):
+        spelled = ["--algorithm", ANY, *spelled]
     width = 1 if "=" in words[place] else 2
     return [*words[:place], *spelled, *words[place + width :]]
+
+
+def bare(path: object) -> str:
+    """A class's name without its module's."""
+    return str(path).rpartition(".")[2]
 
 
 def given(words: Sequence[str], option: str) -> list[tuple[int, str]]:

@@ -6,8 +6,10 @@ import pytest
 import yaml
 from commands import rows, run
 
+from fl_lightning.algorithms import MOON
+from fl_lightning.commands.fit import expand
 from fl_lightning.config import with_config_paths
-from fl_lightning.experiment import experiment_parser
+from fl_lightning.experiment import experiment_parser, plain_config
 from fl_lightning.rivals import with_rival
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -94,6 +96,23 @@ def test_a_rival_runs_as_itself_and_resumes(here):
 def test_an_option_after_the_rival_wins(here):
     run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--algorithm.mu", "0.25", "--run_dir", "run")
     assert yaml.safe_load(Path("run/config.yaml").read_text())["algorithm"]["init_args"]["mu"] == 0.25
+
+
+def chosen(*words):
+    """The algorithm that a command line comes to."""
+    return plain_config(experiment_parser().parse_args(expand(words)), experiment_parser())["algorithm"]
+
+
+def test_another_algorithm_starts_from_its_own_defaults(here):
+    """FedSKC and MOON both have a `tau`; only what all algorithms take stays."""
+    Path("own.yaml").write_text(TINY.replace("{tau: 0.5}", "{tau: 0.01, buffers: drop}"))
+    for words in (["--algorithm", "MOON"], ["--algorithm=fl_lightning.algorithms.MOON"]):
+        options = chosen("--config", "own.yaml", *words)["init_args"]
+        assert (options["tau"], options["buffers"]) == (MOON().loss_terms[0].tau, "drop")
+    assert (
+        chosen("--config", "own.yaml", "--algorithm", "FedSKC", "--algorithm.beta", "0.5")["init_args"]["tau"] == 0.01
+    )
+    assert chosen("--config", "own.yaml", "--algorithm", "MOON", "--algorithm.tau", "2")["init_args"]["tau"] == 2
 
 
 @pytest.mark.parametrize(
