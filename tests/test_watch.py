@@ -318,7 +318,7 @@ def test_the_bar_is_as_full_as_the_run():
 @pytest.mark.parametrize(
     ("look", "line"),
     [
-        (look_at([], since_round=90), "waits for its first round to end, for 0:02 so far"),
+        (look_at([], since_round=90, silence=90), "waits for its first round to end, for 0:02 so far"),
         (look_at(rounds(12), silence=59), "round 13 is under way; a round takes 7.5 s"),
         (look_at(rounds(12), silence=61), "nothing has changed for 0:02; if it was stopped, go on with: fl-lightning"),
         (look_at(rounds(29), silence=70), "round 30 is under way; a round takes 24.5 s"),  # three may pass
