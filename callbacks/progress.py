@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import RoundCallback
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
@@ -34,12 +36,11 @@ class RoundProgress(RoundCallback):
         self._started, self._first_round = time.monotonic(), run.round
         if not self.console.is_terminal:
             return
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=self.console,
             transient=True,
         )
@@ -82,3 +83,15 @@ class RoundProgress(RoundCallback):
         if self._bars:
             self._bars.stop()
             self._bars = None
+
+
+class Bars(Progress):
+    """Bars over what is noted of them, and an empty line for the `^C` that a terminal writes where the cursor stands.
+
+    Behind a full line it would begin another, and a bar would be left when they are taken down.
+    """
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars, the notes and the empty line."""
+        notes = [Text(task.fields["note"]) for task in self.tasks if task.fields["note"]]
+        return self.make_tasks_table(self.tasks), *notes, ""

@@ -19,6 +19,7 @@ from fl_lightning.lazy import load
 COMMANDS = {
     "fit": "Run an experiment, or go on with one.",
     "test": "Evaluate a run's checkpoint again.",
+    "watch": "Follow a running experiment in the terminal.",
     "partition": "Show and draw which client holds what.",
     "list": "List what can be named in a config.",
 }

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.csv` and `clients.csv`, and W&B or any other Lightning logger beside them."""
+"""Where a run's numbers go: `metrics.csv`, `clients.csv` and any Lightning logger; and its warnings: `warnings.txt`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -17,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.checkpoint import write_atomically
-from fl_lightning.errors import CheckpointError, blame
+from fl_lightning.errors import CheckpointError, blame, one_line
 from fl_lightning.metrics import Row, read_rows
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
@@ -164,6 +167,74 @@ class ClientsCsv:
                 writer.writerow([*cells, *[""] * len(self._columns)][: len(self._columns)])
             _flush(file)
         partial.replace(self.path)
+
+
+class WarningsTxt:
+    """A run's `warnings.txt`: a line for each warning, `round <n>: <text>`, n being the round that was under way.
+
+    Used as a context, it notes what is warned of inside; that is shown as ever. The file holds the newest 1,000
+    warnings, with up to as many before them, each cut to 500 characters; without a warning there is none. What goes
+    wrong in writing it is passed over: no run ends for it.
+
+    Args:
+        path: The file.
+        round: The round under way.
+    """
+
+    most, longest = 1000, 500
+
+    def __init__(self, path: Path, round: Callable[[], int]) -> None:
+        self.path, self.round = path, round
+        self._lines: deque[bytes] = deque(maxlen=self.most)
+        self._waiting: list[str] | None = None
+        self._on_disk = 0
+
+    def __enter__(self) -> WarningsTxt:
+        self._shown = warnings.showwarning
+        self._waiting = []  # whether the folder is this run's is not known yet
+        warnings.showwarning = self._note
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        warnings.showwarning = self._shown
+
+    def rewind(self, round: int) -> None:
+        """Take up the file as it stood after a round, and add what was warned of before its folder was there."""
+        waiting, self._waiting = self._waiting or [], None
+        with suppress(OSError):
+            before = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+            kept = [line for line in before if (of := re.match(rb"round (\d+): .*\n$", line)) and int(of[1]) <= round]
+            self._lines = deque([*kept, *map(self._line, waiting)], self.most)
+            self._on_disk = len(before)
+            if waiting or kept != before:
+                self._rewrite()
+
+    def _note(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        self._shown(message, *args, **kwargs)
+        text = one_line(message)[: self.longest]
+        if self._waiting is not None:
+            self._waiting.append(text)
+            return
+        self._lines.append(line := self._line(text))
+        with suppress(OSError):
+            if self._on_disk >= 2 * self.most:
+                self._rewrite()
+            else:
+                with self.path.open("ab") as file:
+                    file.write(line)
+                self._on_disk += 1
+
+    def _line(self, text: str) -> bytes:
+        return f"round {self.round()}: {text}\n".encode(errors="replace")
+
+    def _rewrite(self) -> None:
+        if self._lines:
+            write_atomically(self.path, b"".join(self._lines))
+        else:
+            self.path.unlink()
+        self._on_disk = len(self._lines)
 
 
 class WandbRoundLogger(LightningWandbLogger):

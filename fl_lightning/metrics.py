@@ -15,9 +15,20 @@ Row = dict[str, float]
 
 def read_rows(path: Path) -> list[Row]:
     """The rounds of a `metrics.csv`, or the lines of a `clients.csv`; a line that a kill cut short comes back empty."""
-    text = path.read_bytes().decode(errors="replace")
-    text = text[: text.rfind("\n") + 1]
-    return [_parse(row) for row in csv.DictReader(io.StringIO(text))]
+    return parse_rows(path.read_bytes())
+
+
+def parse_rows(content: bytes) -> list[Row]:
+    """The rows of such a file, or of part of one with the header before it; half a line at the end is left out.
+
+    Raises:
+        ValueError: It is no CSV.
+    """
+    whole = content[: content.rfind(b"\n") + 1].decode(errors="replace")
+    try:
+        return [_parse(row) for row in csv.DictReader(io.StringIO(whole))]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
 
 
 def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:

@@ -33,7 +33,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, begin_logging, few_enough, split_series
+from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, WarningsTxt, begin_logging, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
@@ -142,6 +142,7 @@ class FederatedOrchestrator:
         self._named_callbacks = by_name(self.callbacks)
         self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
         self.csv = MetricsCsv(self.run_dir / "metrics.csv")
+        self.warned = WarningsTxt(self.run_dir / "warnings.txt", lambda: self.round + 1)
         self.round = 0
         self.state: State = {}
         self.writer = Writer()
@@ -176,16 +177,17 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
-        self._set_up(resume, config)
-        with self._running():
-            if not self.algorithm.server and not self.round:
-                self._publish()
-            while not self.is_over:
-                metrics = self._run_round(self.round + 1)
-                self._notify("on_round_metrics", metrics)
-                self._log(metrics)
-                self._notify("on_round_end", metrics)
-            return self._finish()
+        with self.warned:
+            self._set_up(resume, config)
+            with self._running():
+                if not self.algorithm.server and not self.round:
+                    self._publish()
+                while not self.is_over:
+                    metrics = self._run_round(self.round + 1)
+                    self._notify("on_round_metrics", metrics)
+                    self._log(metrics)
+                    self._notify("on_round_end", metrics)
+                return self._finish()
 
     @property
     def is_over(self) -> bool:
@@ -409,6 +411,7 @@ class FederatedOrchestrator:
             if config:
                 write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             self.csv.rewind(self.round)
+            self.warned.rewind(self.round)
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
         if self.logger:

@@ -89,21 +89,41 @@ def open_run_folder(folder: str | Path) -> Run:
     folder = Path(folder)
     if not (folder / "metrics.csv").is_file():
         raise DamagedRun(f"{folder}: no run: it holds no metrics.csv")
+    config = read_config(folder)
+    try:
+        rows = whole_rounds(folder, read_rows(folder / "metrics.csv"))
+    except (OSError, ValueError) as error:
+        raise DamagedRun(f"{folder}: metrics.csv cannot be read: {one_line(error)}") from error
+    if not rows:
+        raise DamagedRun(f"{folder}: no round has ended yet")
+    return Run(folder, config, rows)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's resolved config; empty where it has none.
+
+    Raises:
+        DamagedRun: It cannot be read, or is no config.
+    """
     try:
         config = yaml.safe_load(_text(folder / "config.yaml")) if (folder / "config.yaml").exists() else {}
         if not isinstance(config, dict) or _size(config) > MOST_SETTINGS:
             raise ValueError("it holds no mapping of settings")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DamagedRun(f"{folder}: config.yaml cannot be read: {one_line(error)}") from error
-    try:
-        rows = [row for row in read_rows(folder / "metrics.csv") if row]
-    except (OSError, ValueError) as error:
-        raise DamagedRun(f"{folder}: metrics.csv cannot be read: {one_line(error)}") from error
+    return config
+
+
+def whole_rounds(folder: Path, rows: Iterable[Row]) -> list[Row]:
+    """The rows of a run's metrics, less lines that a kill cut short.
+
+    Raises:
+        DamagedRun: They are not rounds 1 to n, each once.
+    """
+    rows = [row for row in rows if row]
     if [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
         raise DamagedRun(f"{folder}: metrics.csv does not hold rounds 1 to {len(rows)}, each once")
-    if not rows:
-        raise DamagedRun(f"{folder}: no round has ended yet")
-    return Run(folder, config, rows)
+    return rows
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:

@@ -1,6 +1,7 @@
 """Callbacks against what the rounds hold."""
 
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -159,3 +160,25 @@ def test_progress_counts_a_rounds_clients():
     clients = progress._bars.tasks[1]
     assert (clients.completed, clients.total) == (1, 3)
     progress.on_fit_end(run)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_progress_is_legible_at_any_width_and_leaves_the_line_of_the_cursor_empty(width):
+    """Ctrl-C writes `^C` there: behind a full line it would begin another one, and the topmost bar would stay."""
+    screen = io.StringIO()
+    progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
+    run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))
+    progress.on_fit_start(run)
+    progress.on_round_start(run, range(12))
+    run.round = 1234
+    progress.on_round_end(run, {"global/acc": 0.5, "client/acc_mean": 0.25, "client/train_loss": 0.125})
+    progress._bars.refresh()
+    drawn = screen.getvalue().rpartition("\x1b[2K")[2].split("\n")
+    progress.on_fit_end(run)
+    bars, clients, *note, below = [line.rstrip("\r") for line in drawn]
+    assert re.fullmatch(r"rounds  [━╸╺ ]{8,}1234/2000 .*", bars)
+    assert re.fullmatch(r"clients [━╸╺ ]{8,}0/12 +.*", clients)
+    assert " ".join(" ".join(note).split()) == "global acc 0.5000 client acc 0.2500 loss 0.1250"
+    assert len(note) == (2 if width == 40 else 1)
+    assert below == ""
+    assert max(map(len, drawn)) <= width

@@ -1,0 +1,187 @@
+"""`warnings.txt`: what a run warned of, where `fl-lightning watch` finds it."""
+
+import errno
+import warnings
+from pathlib import Path
+
+import pytest
+from commands import contents
+from experiments import experiment
+from fl_lightning.callbacks import RoundCallback
+
+from fl_lightning import loggers
+from fl_lightning.errors import ConfigError
+from fl_lightning.loggers import WarningsTxt
+
+
+class Warner(RoundCallback):
+    """Warns at the end of each round, and when the run begins and ends."""
+
+    def on_fit_start(self, run):
+        warnings.warn("begins", stacklevel=2)
+
+    def on_round_end(self, run, metrics):
+        warnings.warn(f"after {run.round}:\nµ is\tlow", stacklevel=2)
+
+    def on_fit_end(self, run):
+        warnings.warn("ends", stacklevel=2)
+
+
+class Breaks(RoundCallback):
+    """Ends the run with an error after a round."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_round_start(self, run, participants):
+        if run.round == self.after:
+            raise RuntimeError("broken off")
+
+
+@pytest.fixture
+def shown():
+    """What is shown of warnings, each of them; as on the command line, they are no errors."""
+    texts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *args, **kwargs: texts.append(str(message))
+        yield texts
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "warnings.txt").read_text(encoding="utf-8").splitlines()
+
+
+def test_what_a_run_warns_of_is_noted_with_the_round_under_way_and_shown_as_ever(tmp_path, shown):
+    experiment(tmp_path, rounds=2, callbacks=[Warner()]).fit()
+    assert lines(tmp_path) == [
+        "round 1: begins",
+        "round 2: after 1: µ is low",  # metrics are on disk: the round is over
+        "round 3: after 2: µ is low",
+        "round 3: ends",
+    ]
+    assert shown == ["begins", "after 1:\nµ is\tlow", "after 2:\nµ is\tlow", "ends"]
+
+
+def test_a_run_that_warns_of_nothing_leaves_no_file_and_one_that_warns_leaves_the_same_others(tmp_path, shown):
+    for name, callbacks in (("quiet", []), ("warned", [Warner()])):
+        experiment(tmp_path / name, callbacks=callbacks).fit()
+    quiet, warned = contents(tmp_path / "quiet"), contents(tmp_path / "warned")
+    assert warned.keys() - quiet.keys() == {"warnings.txt"}
+    model = "final/model.pt"
+    assert quiet[model] == warned[model]
+
+
+def test_after_the_run_warnings_go_where_they_went(tmp_path, shown):
+    before = warnings.showwarning
+    experiment(tmp_path, rounds=1).fit()
+    assert warnings.showwarning is before
+    with pytest.raises(RuntimeError, match="broken off"):
+        experiment(tmp_path / "broken", callbacks=[Breaks(1)]).fit()
+    assert warnings.showwarning is before
+
+
+def test_a_run_cut_short_and_resumed_has_noted_what_an_unbroken_one_has(tmp_path, shown):
+    class Once(Warner):
+        def on_fit_start(self, run):
+            pass
+
+        def on_fit_end(self, run):
+            pass
+
+    experiment(tmp_path / "whole", rounds=4, callbacks=[Once()]).fit()
+    with pytest.raises(RuntimeError, match="broken off"):
+        experiment(tmp_path / "cut", rounds=4, callbacks=[Once(), Breaks(2)]).fit()
+    with (tmp_path / "cut" / "warnings.txt").open(
+        "ab"
+    ) as file:  # of a round that will be computed again, and half a line
+        file.write(b"round 4: of a round that is not over\nsomething else\nround 2: cut sh")
+    experiment(tmp_path / "cut", rounds=4, callbacks=[Once()]).fit(resume=True)
+    # What was warned of when round 2 had ended was noted as of round 3, which is computed again.
+    expected = [line for line in lines(tmp_path / "whole") if not line.startswith("round 3")]
+    assert lines(tmp_path / "cut") == expected
+
+
+def test_what_is_warned_of_before_there_is_a_folder_is_noted_in_it(tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(loggers, "FEW_CLIENTS", 5)
+    experiment(tmp_path / "run", rounds=1).fit()
+    (line,) = lines(tmp_path / "run")
+    assert line.startswith("round 1: log_clients: more than 5 clients")
+
+
+def test_a_damaged_checkpoint_is_noted_as_of_the_round_that_is_resumed(tmp_path, shown):
+    experiment(tmp_path, rounds=3).fit()
+    (tmp_path / "checkpoints" / "round-000003" / "state.pt").write_bytes(b"")
+    experiment(tmp_path, rounds=3).fit(resume=True)
+    (line,) = lines(tmp_path)
+    assert line.startswith("round 3: ")
+    assert "round-000003" in line
+
+
+def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, shown, monkeypatch):
+    experiment(tmp_path, rounds=1).fit()
+    before = contents(tmp_path)
+    refused = experiment(tmp_path)
+    monkeypatch.setattr(refused, "_build", lambda: None)
+    warned = refused._set_up
+
+    def set_up(*args):
+        warnings.warn("looked at the data", stacklevel=2)
+        warned(*args)
+
+    monkeypatch.setattr(refused, "_set_up", set_up)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        refused.fit()
+    assert shown == ["looked at the data"]
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("failing", ["open", "read_bytes", "exists"])
+def test_a_disk_that_refuses_ends_no_run(failing, tmp_path, shown, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "warnings.txt").write_text("round 0: old\n")
+    works = getattr(Path, failing)
+
+    def refuses(self, *args, **kwargs):
+        if self.name.strip(".").startswith("warnings.txt"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return works(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, failing, refuses)
+    run = experiment(tmp_path / "run", rounds=2, callbacks=[Warner()])
+    assert run.fit()["rounds"] == 2
+    assert len(shown) == 4
+
+
+def noted(path: Path, texts: list[str], round: int = 0) -> WarningsTxt:
+    """A file in which these were noted, one a round from `round` + 1 on."""
+    now = round
+    file = WarningsTxt(path, lambda: now)
+    with file:
+        file.rewind(round)
+        for now, text in enumerate(texts, round + 1):  # noqa: B007, what `file` looks at
+            warnings.warn(text, stacklevel=2)
+    return file
+
+
+def test_the_file_holds_the_newest_thousand_and_never_more_than_twice_as_many(tmp_path, shown):
+    path = tmp_path / "warnings.txt"
+    noted(path, [f"text {i}" for i in range(1, 2001)])
+    assert path.read_text() == "".join(f"round {i}: text {i}\n" for i in range(1, 2001))
+    noted(path, ["one more"], round=2000)
+    assert path.read_text() == "".join(f"round {i}: text {i}\n" for i in range(1002, 2001)) + "round 2001: one more\n"
+    noted(path, [f"text {i}" for i in range(2002, 3002)], round=2001)
+    assert len(path.read_text().splitlines()) == 2000
+
+
+def test_a_long_warning_is_cut_and_what_is_no_text_is_replaced(tmp_path, shown):
+    path = tmp_path / "warnings.txt"
+    noted(path, ["x" * 10_000, "a file \udcff"])
+    assert path.read_bytes() == b"round 1: " + b"x" * 500 + b"\nround 2: a file ?\n"
+
+
+def test_rewinding_to_the_start_leaves_no_file(tmp_path, shown):
+    path = tmp_path / "warnings.txt"
+    noted(path, ["text"])
+    WarningsTxt(path, lambda: 1).rewind(0)
+    assert not path.exists()
