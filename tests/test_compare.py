@@ -317,9 +317,9 @@ def test_the_reference_may_be_any_group(tmp_path):
             write(tmp_path, "FedSKC", seed, [tau + seed * tau], arguments={"tau": tau})
     assert compared(tmp_path).reference == ""
     found = compared(tmp_path, reference={"tau": 0.1})
-    assert (found.reference, named(found)) == ("algorithm.tau=0.1", ["0.1", "0.08"])
+    assert (found.reference, named(found)) == ("tau=0.1", ["0.1", "0.08"])
     assert found.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
-    with pytest.raises(ConfigError, match=r"--reference: no group has algorithm.tau=0.2; there are 0.08, 0.1"):
+    with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2; there are 0.08, 0.1"):
         compared(tmp_path, reference={"tau": 0.2})
     with pytest.raises(ConfigError, match=r"--reference: optimizer.lr does not tell these groups apart; algorithm.tau"):
         compared(tmp_path, reference={"lr": 0.1})
@@ -384,6 +384,16 @@ def test_a_metric_that_some_methods_lack_is_a_dash_and_told_of(tmp_path):
     out = run("compare", tmp_path, "--metric", "client/acc_mean").out
     assert re.search(r"^Local +1 +0.7500 ", out, re.M)
     assert "no client/acc_mean in FedAvg." in out
+
+
+def test_a_seed_that_the_reference_lacks_makes_no_pair(tmp_path):
+    for algorithm, seeds in (("FedAvg", (0, 1)), ("FedDW", (0, 1, 2)), ("FedSKC", (7,))):
+        for seed in seeds:
+            write(tmp_path, algorithm, seed, [0.5 + 0.01 * seed + 0.1 * (algorithm == "FedDW")])
+    out = run("compare", tmp_path).out
+    assert re.search(r"^FedDW +3 of 4 .* \+0.1000 ± 0.0000 \(2 of 3\) +31 B$", out, re.M)
+    assert re.search(r"^FedSKC +1 of 4 +0.5700 +0.5700 +- +31 B$", out, re.M)
+    assert re.search(r"^FedAvg +2 of 4 +0.5050 ± 0.0071 +0.5050 ± 0.0071 +31 B$", out, re.M)
 
 
 def test_without_any_global_model_the_clients_are_compared(tmp_path):

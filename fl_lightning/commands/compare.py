@@ -165,12 +165,13 @@ def told_seeds(group: Group, found: Comparison) -> str:
 
 
 def told_difference(group: Group) -> str:
-    """Mean ± standard deviation of the differences, and the stars."""
+    """Mean ± standard deviation of the differences, the stars, and how many pairs there are if not one a seed."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
     told = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {number(std)}"
-    return " ".join(filter(None, [told, group.difference.stars]))
+    pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
+    return " ".join(filter(None, [told, group.difference.stars, pairs]))
 
 
 def told_reach(reach: Reach) -> list[str]:

@@ -458,7 +458,8 @@ def _named(some: Iterable[Group], groups: Sequence[Group]) -> str:
 
 
 def _told(wanted: Mapping[str, Any]) -> str:
-    return " ".join(text(value) if key == "algorithm" else f"{key}={text(value)}" for key, value in wanted.items())
+    ends = ((key.rpartition(".")[2], text(value)) for key, value in wanted.items())
+    return " ".join(value if end == "algorithm" else f"{end}={value}" for end, value in ends)
 
 
 def rank(value: Any) -> tuple[int, float, str]:
