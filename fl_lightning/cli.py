@@ -21,6 +21,7 @@ COMMANDS = {
     "test": "Evaluate a run's checkpoint again.",
     "watch": "Follow a running experiment in the terminal.",
     "partition": "Show and draw which client holds what.",
+    "compare": "Set groups of runs side by side.",
     "list": "List what can be named in a config.",
 }
 

@@ -73,7 +73,10 @@ class MetricsCsv:
         Raises:
             CheckpointError: The file does not hold every round up to that one.
         """
-        rows = read_rows(self.path) if self.path.exists() else []
+        try:
+            rows = list(read_rows(self.path)) if self.path.exists() else []
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}; put it back, or start the run again") from error
         self.rows = [row for row in rows if 0 < row.get("round", 0) <= round]
         if [row["round"] for row in self.rows] != list(range(1, round + 1)):
             raise CheckpointError(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")

@@ -53,7 +53,7 @@ def chosen(path: Path) -> Path:
     if found == [path]:
         return path
     ended = []
-    for folder in sorted(found, key=lambda folder: (folder / "metrics.csv").stat().st_mtime, reverse=True):
+    for folder in sorted(found, key=written, reverse=True):
         try:
             if not Follower(folder).look().ended:
                 return folder
@@ -63,6 +63,11 @@ def chosen(path: Path) -> Path:
     if not ended:
         raise ConfigError(f"{path}: no run there")
     return ended[0]
+
+
+def written(folder: Path) -> float:
+    """When a run's metrics were written last; of one that waits for its first round, its config."""
+    return max((file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists()))
 
 
 def follow(follower: Follower, console: Console, every: float) -> None:

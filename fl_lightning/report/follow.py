@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from fl_lightning.errors import one_line
 from fl_lightning.metrics import Row, parse_rows
-from fl_lightning.runs import DamagedRun, Run, read_config, whole_rounds
+from fl_lightning.runs import DamagedRun, Run, read_config, read_final, whole_rounds
 
 TAIL = 2**16
 """So much of a file's end is read first, in bytes; a round of more clients than fit takes more."""
@@ -82,7 +82,7 @@ class Follower:
             DamagedRun: It holds no run, or one that cannot be read; the message says what and why.
         """
         try:
-            rows = whole_rounds(self.folder, self._metrics.read())
+            rows = whole_rounds(self._metrics.read())
             last_round = self._metrics.path.stat().st_mtime
         except FileNotFoundError as error:
             raise DamagedRun(f"{self.folder}: no run: it holds no metrics.csv") from error
@@ -92,7 +92,7 @@ class Follower:
             self._config = read_config(self.folder)
         if self._is_new("clients.csv", len(rows)):
             self._clients = last_measured(self.folder / "clients.csv", len(rows))
-        run, now = Run(self.folder, self._config, rows), time.time()
+        run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
         return Look(
             run,
             self._clients,
@@ -104,7 +104,7 @@ class Follower:
 
     def _ended(self, run: Run, last_round: float) -> bool:
         """Whether the summary is of all the rounds there are: one of a run that goes on is left from its first end."""
-        if not run.finished or run.summary.get("rounds") != len(run.rounds):
+        if not run.final or run.final["rounds"] != len(run.rounds):
             return False
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)

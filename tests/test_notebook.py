@@ -1,0 +1,43 @@
+"""The snippets of docs/notebook.md, cell by cell in one namespace, as a notebook runs them."""
+
+import ast
+import re
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+
+PAGE = Path(__file__).parent.parent / "docs" / "notebook.md"
+
+
+def shown(cell, namespace):
+    """Run a cell; the value of its last line, if that is an expression, as a notebook shows it."""
+    body = ast.parse(cell).body
+    last = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), str(PAGE), "exec"), namespace)
+    return eval(compile(last, str(PAGE), "eval"), namespace) if last else None
+
+
+@pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
+def test_the_cells_run_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    namespace = {}
+    cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    accuracy, table, clients, _, right, _ = [shown(cell, namespace) for cell in cells]
+    assert accuracy == namespace["run"].csv.rows[-1]["global/acc"]
+    assert table["algorithm"].tolist() == ["FedAvg", "FedAvg", "FedProx", "FedProx"]
+    assert table["seed"].tolist() == [0, 1, 0, 1]
+    assert table["finished"].all()
+    assert table["global/acc_last"].tolist()[-1] == accuracy
+    rounds = namespace["tables"].rounds
+    assert rounds.groupby("run").size().tolist() == [4] * 4
+    assert len(clients) == 8
+    assert right == pytest.approx(accuracy, abs=1e-6)
+    assert Path("curves.png").stat().st_size > 1000
+    line = namespace["axes"].lines[0]
+    fedavg = rounds[rounds.run.str.contains("FedAvg")].groupby("round")["global/acc"].mean()
+    assert line.get_ydata().tolist() == pytest.approx(fedavg.tolist())
+    weights = torch.load("client-3.pt", weights_only=True)
+    assert weights.keys() == namespace["module"].backbone.state_dict().keys()
