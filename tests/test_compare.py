@@ -114,8 +114,9 @@ def test_differences_that_do_not_vary_are_not_tested():
 def test_figures_that_are_not_finite_make_no_test_and_no_warning(bad):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = paired([0.5, bad, 0.7], [0.4, 0.5, 0.5])
-        assert found.p is None
+        for theirs in ([0.4, 0.5, 0.5], [0.4, bad, 0.5]):
+            found = paired([0.5, bad, 0.7], theirs)
+            assert (found.pairs, found.p) == (3, None)
         assert not math.isfinite(spread([bad, 1.0]).mean)
 
 
@@ -145,7 +146,14 @@ def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_fi
     for seed in (0, 1):
         write(tmp_path, "FedAvg", seed, engine="sequential", data_dir="here")
         write(tmp_path, "FedSKC", seed, engine="stacked", data_dir="there", arguments={"tau": 0.08})
-        write(tmp_path, "FedSKC", seed, callbacks=None, arguments={"tau": 0.1})
+        write(
+            tmp_path,
+            "FedSKC",
+            seed,
+            callbacks=None,
+            arguments={"tau": 0.1},
+            evaluation={"clients": "trained", "targets": [seed]},
+        )
         write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
     found = compared(tmp_path)
     assert found.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # mu is told by FedDW
@@ -289,6 +297,16 @@ def test_runs_are_paired_by_what_else_varies_in_a_group(tmp_path):
     difference = found.groups[1].difference
     assert (difference.pairs, difference.mean) == (2, pytest.approx(0.015))
     assert "runs of one group differ in scenario.partition.alpha, too" in found.remarks[0]
+
+
+@pytest.mark.parametrize(("many", "one", "mean"), [("FedDW", "FedAvg", 0.1), ("FedAvg", "FedDW", -0.1)])
+def test_what_varies_in_one_of_two_groups_parts_pairs_too(many, one, mean, tmp_path):
+    """A mean over alphas is nothing to compare with a run at one of them."""
+    write(tmp_path, many, 0, [0.6], alpha=0.1)
+    write(tmp_path, many, 0, [0.9], alpha=0.5)
+    write(tmp_path, one, 0, [0.5], alpha=0.1)
+    difference = compared(tmp_path, "algorithm").groups[1].difference
+    assert (difference.pairs, difference.mean) == (1, pytest.approx(mean))
 
 
 def test_runs_that_differ_below_the_keys_are_one_pair_with_their_mean(tmp_path):
