@@ -164,6 +164,12 @@ def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_fi
     assert found.remarks == []
 
 
+def test_an_argument_is_told_where_it_parts_runs_of_one_class(tmp_path):
+    for algorithm, weighting in (("FedAvg", "samples"), ("FedAvg", "uniform"), ("FedDW", "samples")):
+        write(tmp_path, algorithm, arguments={"weighting": weighting})
+    assert named(compared(tmp_path)) == ["FedAvg weighting=samples", "FedAvg weighting=uniform", "FedDW"]
+
+
 def test_one_setting_alone_is_one_group(tmp_path):
     write(tmp_path, seed=0)
     write(tmp_path, seed=1)
