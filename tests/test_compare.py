@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
+from fl_lightning.commands.compare import short
 from fl_lightning.errors import ConfigError
 from fl_lightning.report.comparison import comparable, compare, holm, paired, spread, text
 from fl_lightning.report.sheet import Sheet
@@ -463,6 +464,17 @@ def test_across_makes_columns_of_a_setting_and_says_what_is_missing(study):
     assert cells["FedDW"][1] == "missing"
     by_method = run("compare", folder, "--across", "algorithm", "--format", "csv").out
     assert by_method.splitlines()[0] == "alpha,algorithm=FedAvg,algorithm=FedDW,algorithm=FedSKC"
+
+
+def test_columns_across_are_in_order_and_keys_as_short_as_can_be(tmp_path):
+    for algorithm, alpha in (("FedAvg", 0.5), ("FedDW", 0.1), ("FedDW", 0.5)):
+        write(tmp_path, algorithm, alpha=alpha)
+    assert run("compare", tmp_path, "--across", "alpha").out.split()[:3] == ["algorithm", "alpha=0.1", "alpha=0.5"]
+    assert short(["algorithm.alpha", "scenario.partition.alpha", "seed"]) == [
+        "algorithm.alpha",
+        "partition.alpha",
+        "seed",
+    ]
 
 
 def test_csv_has_whole_keys_and_unrounded_figures(study):
