@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
+from fl_lightning.commands.compare import short
 from fl_lightning.errors import ConfigError
 from fl_lightning.report.comparison import comparable, compare, holm, paired, spread, text
 from fl_lightning.report.sheet import Sheet
@@ -114,8 +115,9 @@ def test_differences_that_do_not_vary_are_not_tested():
 def test_figures_that_are_not_finite_make_no_test_and_no_warning(bad):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = paired([0.5, bad, 0.7], [0.4, 0.5, 0.5])
-        assert found.p is None
+        for theirs in ([0.4, 0.5, 0.5], [0.4, bad, 0.5]):
+            found = paired([0.5, bad, 0.7], theirs)
+            assert (found.pairs, found.p) == (3, None)
         assert not math.isfinite(spread([bad, 1.0]).mean)
 
 
@@ -145,7 +147,14 @@ def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_fi
     for seed in (0, 1):
         write(tmp_path, "FedAvg", seed, engine="sequential", data_dir="here")
         write(tmp_path, "FedSKC", seed, engine="stacked", data_dir="there", arguments={"tau": 0.08})
-        write(tmp_path, "FedSKC", seed, callbacks=None, arguments={"tau": 0.1})
+        write(
+            tmp_path,
+            "FedSKC",
+            seed,
+            callbacks=None,
+            arguments={"tau": 0.1},
+            evaluation={"clients": "trained", "targets": [seed]},
+        )
         write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
     found = compared(tmp_path)
     assert found.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # mu is told by FedDW
@@ -154,6 +163,12 @@ def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_fi
     assert [group.seeds for group in found.groups] == [[0, 1]] * 4
     assert found.groups[2].values == {"algorithm": "FedSKC", "algorithm.tau": 0.08, "optimizer.lr": 0.1}
     assert found.remarks == []
+
+
+def test_an_argument_is_told_where_it_parts_runs_of_one_class(tmp_path):
+    for algorithm, weighting in (("FedAvg", "samples"), ("FedAvg", "uniform"), ("FedDW", "samples")):
+        write(tmp_path, algorithm, arguments={"weighting": weighting})
+    assert named(compared(tmp_path)) == ["FedAvg weighting=samples", "FedAvg weighting=uniform", "FedDW"]
 
 
 def test_one_setting_alone_is_one_group(tmp_path):
@@ -289,6 +304,16 @@ def test_runs_are_paired_by_what_else_varies_in_a_group(tmp_path):
     difference = found.groups[1].difference
     assert (difference.pairs, difference.mean) == (2, pytest.approx(0.015))
     assert "runs of one group differ in scenario.partition.alpha, too" in found.remarks[0]
+
+
+@pytest.mark.parametrize(("many", "one", "mean"), [("FedDW", "FedAvg", 0.1), ("FedAvg", "FedDW", -0.1)])
+def test_what_varies_in_one_of_two_groups_parts_pairs_too(many, one, mean, tmp_path):
+    """A mean over alphas is nothing to compare with a run at one of them."""
+    write(tmp_path, many, 0, [0.6], alpha=0.1)
+    write(tmp_path, many, 0, [0.9], alpha=0.5)
+    write(tmp_path, one, 0, [0.5], alpha=0.1)
+    difference = compared(tmp_path, "algorithm").groups[1].difference
+    assert (difference.pairs, difference.mean) == (1, pytest.approx(mean))
 
 
 def test_runs_that_differ_below_the_keys_are_one_pair_with_their_mean(tmp_path):
@@ -439,6 +464,17 @@ def test_across_makes_columns_of_a_setting_and_says_what_is_missing(study):
     assert cells["FedDW"][1] == "missing"
     by_method = run("compare", folder, "--across", "algorithm", "--format", "csv").out
     assert by_method.splitlines()[0] == "alpha,algorithm=FedAvg,algorithm=FedDW,algorithm=FedSKC"
+
+
+def test_columns_across_are_in_order_and_keys_as_short_as_can_be(tmp_path):
+    for algorithm, alpha in (("FedAvg", 0.5), ("FedDW", 0.1), ("FedDW", 0.5)):
+        write(tmp_path, algorithm, alpha=alpha)
+    assert run("compare", tmp_path, "--across", "alpha").out.split()[:3] == ["algorithm", "alpha=0.1", "alpha=0.5"]
+    assert short(["algorithm.alpha", "scenario.partition.alpha", "seed"]) == [
+        "algorithm.alpha",
+        "partition.alpha",
+        "seed",
+    ]
 
 
 def test_csv_has_whole_keys_and_unrounded_figures(study):

@@ -245,7 +245,8 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
     """How paired figures differ, and the paired t-test of it; None without a pair."""
-    deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
+    with np.errstate(all="ignore"):
+        deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
     found = spread(deltas)
     if found is None:
         return None
