@@ -67,7 +67,7 @@ def chosen(path: Path) -> Path:
 
 def written(folder: Path) -> float:
     """When a run's metrics were written last; of one that waits for its first round, its config."""
-    return max((file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists()))
+    return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
 def follow(follower: Follower, console: Console, every: float) -> None:
