@@ -19,7 +19,7 @@ from fl_lightning.engines import StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message
+from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
 
 RECEIVED = {"evaluation": Evaluation(clients="received")}
@@ -104,6 +104,15 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
         trained.append(module.backbone.state_dict())
     assert same_bytes(*trained)
     copy.deepcopy(module)
+
+
+def test_who_has_trained_is_noted_and_the_state_before_stays():
+    before = {apple.CORES: {"trained": torch.tensor([False, True, False, False]), "ratios": torch.ones(4) / 4}}
+    server = apple.Cores()
+    after = server.finish(server.fold(Upload(client, Message()) for client in (0, 3)), before, {})
+    assert after[apple.CORES]["trained"].tolist() == [True, True, False, True]
+    assert after[apple.CORES]["ratios"] is before[apple.CORES]["ratios"]
+    assert before[apple.CORES]["trained"].tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
