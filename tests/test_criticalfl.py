@@ -92,6 +92,12 @@ def test_critical_rounds_double_the_participants_once_and_others_halve_them():
     assert falls[:3] == [12, 6, 5]
 
 
+@pytest.mark.parametrize(("share", "clients", "most"), [(0.75, 10, 7), (0.75, 128, 96), (1.0, 6, 6), (0.0, 6, 0)])
+def test_the_largest_number_of_participants_is_the_share_rounded_down(share, clients, most):
+    state = CriticalFL(max_share=share).initial_state(MLP((4,), 3), 3, clients, np.random.default_rng(0))
+    assert int(state[CRITICAL]["most"]) == most
+
+
 def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
     norms = torch.tensor([0.0, 2.0, 4.0, 9.0], dtype=torch.float64)
     assert growth(norms, 3) == pytest.approx((5.0 - 2.0) / 2.0)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedRep
+from fl_lightning.client import LossTerm
 from fl_lightning.engines import StackedEngine, Task
 from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.evaluation import Evaluation
@@ -78,6 +79,24 @@ def test_a_fit_by_hand(tmp_path):
     sent = result.upload.section("model") | result.memory["personal"]
     for name, value in net.state_dict().items():
         torch.testing.assert_close(sent[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Epochs(LossTerm):
+    """Notes the epochs of each fit."""
+
+    seen = []  # of all copies
+
+    def begin_epoch(self, module):
+        self.seen.append(module.current_epoch)
+
+    def forward(self, step):
+        return step.logits.sum() * 0.0
+
+
+def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
+    Epochs.seen.clear()
+    experiment(tmp_path, FedRep(loss_terms=[Epochs()]), rounds=1, clients_per_round=2, trainer=epochs(3)).fit()
+    assert Epochs.seen == [0, 1, 2] * 2
 
 
 def test_the_head_is_kept_and_the_body_averaged(tmp_path):
