@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_fit_by_hand(tmp_path):
 class Epochs(LossTerm):
     """Notes the epochs of each fit."""
 
-    seen = []  # of all copies
+    seen: ClassVar[list[int]] = []  # of all copies
 
     def begin_epoch(self, module):
         self.seen.append(module.current_epoch)
