@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.message import Tensors
 from fl_lightning.report.figures import bars, panels
 from fl_lightning.state import flatten
 
@@ -35,7 +36,7 @@ class ClientDrift(RoundFigure):
     def __init__(self, every: int = 1) -> None:
         super().__init__(every)
         self._updates: dict[int, Tensor] = {}
-        self._before: Tensor | None = None
+        self._before: Tensors | None = None
 
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Keep one client's update."""
@@ -43,13 +44,14 @@ class ClientDrift(RoundFigure):
             return
         trained, shared = result.upload.section("model"), run.state["model"]
         start = run.starting_module(result.client).backbone.state_dict()
-        self._before = flatten(shared).float()
-        self._updates[result.client] = (flatten(trained) - flatten({name: start[name] for name in trained})).float()
+        _, begun, ended = flatten([shared, start, trained])
+        self._before, self._updates[result.client] = shared, (ended - begun).float()
 
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`clients`, `distance` and `cosine`, each `(K,)`."""
         assert self._before is not None
-        step = flatten(run.state["model"]).float() - self._before
+        before, after = flatten([self._before, run.state["model"]]).float()
+        step = after - before
         clients = sorted(self._updates)
         updates = [self._updates[client] for client in clients]
         self._updates, self._before = {}, None

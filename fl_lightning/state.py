@@ -187,9 +187,13 @@ def parameter_names(state: Tensors) -> list[str]:
     return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
 
 
-def flatten(state: Tensors) -> Tensor:
-    """A model's parameters as one float64 vector."""
-    return torch.cat([state[name].double().flatten() for name in parameter_names(state)])
+def flatten(states: Sequence[Tensors]) -> Tensor:
+    """The parameters of K models as one float64 matrix, `(K, P)`.
+
+    Entries are in the first one's order in every row: what a client keeps comes back in another than it was put away.
+    """
+    names = parameter_names(states[0])
+    return torch.stack([torch.cat([state[name].double().flatten() for name in names]) for state in states])
 
 
 def _statistic(name: str) -> bool:

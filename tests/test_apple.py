@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +19,7 @@ from fl_lightning.engines import StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message
+from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
 
 RECEIVED = {"evaluation": Evaluation(clients="received")}
@@ -59,7 +60,7 @@ def test_a_ratios_gradient_is_a_sum_over_all_parameters_and_the_cores_is_scaled(
     loss = F.cross_entropy(module(batch[0]), batch[1])
     g = torch.autograd.grad(loss, list(module.backbone.parameters()))
     module.training_step(batch, 0).backward()
-    module.on_before_optimizer_step(None)
+    module.on_after_backward()
     for own, gradient in zip(module.core, g, strict=True):
         torch.testing.assert_close(own.grad, ratios[me] * gradient)
     for j in range(3):
@@ -103,6 +104,37 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
         trained.append(module.backbone.state_dict())
     assert same_bytes(*trained)
     copy.deepcopy(module)
+
+
+def test_who_has_trained_is_noted_and_the_state_before_stays():
+    before = {apple.CORES: {"trained": torch.tensor([False, True, False, False]), "ratios": torch.ones(4) / 4}}
+    server = apple.Cores()
+    after = server.finish(server.fold(Upload(client, Message()) for client in (0, 3)), before, {})
+    assert after[apple.CORES]["trained"].tolist() == [True, True, False, True]
+    assert after[apple.CORES]["ratios"] is before[apple.CORES]["ratios"]
+    assert before[apple.CORES]["trained"].tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(batches):
+    """A core's and a ratio's gradients come from the mixture's, which belongs to no optimizer."""
+    torch.manual_seed(0)
+    nets = [MLP((6,), 4, hidden=(5,)) for _ in range(2)]
+    own, other = ([p.detach().clone() for p in net.parameters()] for net in nets)
+    others = [torch.stack([torch.zeros_like(p), p]) for p in other]
+    data = DataLoader(TensorDataset(torch.randn(32, 6), torch.arange(32) % 4), 8)
+    half = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    moved = []
+    for options in ({}, {"plugins": half}):
+        module = apple.MixedModule(nets[0], [], [], PLAIN, dr_lr=0.05)
+        module.set_mixture(0, torch.tensor([0.6, 0.4]), torch.tensor([0.5, 0.5]), own, others)
+        with lightning_at_ease():
+            quiet_trainer({"accelerator": "cpu", "accumulate_grad_batches": batches} | options).fit(module, data)
+        moved.append([end.detach() - start for end, start in zip(module.core, own, strict=True)])
+        moved[-1].append(module.ratios.detach() - torch.tensor([0.6, 0.4]))
+    for plain, scaled in zip(*moved, strict=True):
+        assert plain.norm() > 1e-3
+        assert (plain - scaled).norm() < 0.02 * plain.norm()
 
 
 # --- The spec's two facts ---

@@ -9,7 +9,10 @@ import torch
 from experiments import NormMLP, experiment, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import CriticalFL, EntryMean, FedAvg
 from fl_lightning.algorithms.global_model.criticalfl import (
@@ -21,6 +24,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     only_entries,
 )
 from fl_lightning.engines import StackedEngine
+from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
@@ -86,6 +90,12 @@ def test_critical_rounds_double_the_participants_once_and_others_halve_them():
     assert not seen[-3][1]
     falls = [m for m, _ in seen if m < 24][3:7]
     assert falls[:3] == [12, 6, 5]
+
+
+@pytest.mark.parametrize(("share", "clients", "most"), [(0.75, 10, 7), (0.75, 128, 96), (1.0, 6, 6), (0.0, 6, 0)])
+def test_the_largest_number_of_participants_is_the_share_rounded_down(share, clients, most):
+    state = CriticalFL(max_share=share).initial_state(MLP((4,), 3), 3, clients, np.random.default_rng(0))
+    assert int(state[CRITICAL]["most"]) == most
 
 
 def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
@@ -237,6 +247,29 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
     torch.testing.assert_close(
         run.state[CRITICAL]["norms"], torch.tensor(norms, dtype=torch.float64), rtol=1e-3, atol=0
     )
+
+
+def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
+    torch.manual_seed(0)
+    module = CriticalFL().client_module(MLP((6,), 4, hidden=(5,)), partial(torch.optim.SGD, lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    seen = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen.append(sum(float(p.grad.square().sum()) for p in pl_module.backbone.parameters()))
+
+    options = {
+        "accelerator": "cpu",
+        "plugins": MixedPrecision("16-mixed", "cpu", scaler=scaler),
+        "callbacks": [Watch()],
+    }
+    data = DataLoader(TensorDataset(torch.randn(96, 6), torch.arange(96) % 4), 8)
+    with lightning_at_ease():
+        quiet_trainer(options).fit(module, data)
+    finite = [square for square in seen if np.isfinite(square)]
+    assert 0 < len(finite) < len(seen) == 12
+    assert module.gradient_norm == pytest.approx(0.1 * sum(finite), rel=1e-5)
 
 
 def test_a_critical_round_sends_a_fifth_and_a_bit_an_entry(tmp_path):

@@ -8,11 +8,13 @@ import torch
 from experiments import SGD, NormMLP, experiment, same_bytes
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import Ditto, FedAvg, Local
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import ClientFailure, ConfigError
+from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.errors import ClientFailure, ConfigError, NonFiniteError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP
 from fl_lightning.seeding import Stream, derive
@@ -146,6 +148,14 @@ def test_an_own_model_that_diverges_is_named(tmp_path):
     run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
     with pytest.raises(ClientFailure, match=r"the own model's '.*' is NaN or Inf: lower .* algorithm.lam"):
         run.fit()
+
+
+def test_a_shared_model_that_diverges_is_named_at_the_end_of_the_epoch():
+    module = Ditto().client_module(MLP((4,), 3, (5,)), partial(torch.optim.SGD, lr=1e30))
+    data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), 8)
+    with lightning_at_ease(), pytest.raises(NonFiniteError, match="loss term 'ce' is NaN or Inf"):
+        quiet_trainer({"accelerator": "cpu", "max_epochs": 3}).fit(module, data)
+    assert module.current_epoch == 0
 
 
 def test_the_stacked_engine_refuses_in_one_line(tmp_path):

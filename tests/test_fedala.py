@@ -127,6 +127,22 @@ def test_it_learns_on_a_sample_in_batches_for_so_many_passes(threshold, first):
         assert sample < {tuple(row.tolist()) for row in x}
 
 
+def test_the_loss_of_a_pass_is_that_of_its_last_batch(monkeypatch):
+    asked, outputs = [], []
+    monkeypatch.setattr(ala, "settled", lambda losses, threshold: asked.append((list(losses), threshold)))
+    method = FedALA(rand_percent=50, threshold=0.3, max_epochs=4)
+    module, _, _ = client(method)
+    module.batch_size = 8
+    module.backbone.register_forward_hook(lambda _, args, logits: outputs.append((args[0], logits.detach())))
+    x, y = data(41)
+    target = {tuple(row.tolist()): label for row, label in zip(x, y, strict=True)}
+    method.prepare(module, [(x, y)], [])
+    last = outputs[2::3]
+    expected = [F.cross_entropy(o, torch.stack([target[tuple(r.tolist())] for r in batch])).item() for batch, o in last]
+    assert len(set(expected)) == 4
+    assert asked == [(expected[:passes], 0.3) for passes in range(4)]
+
+
 HEAD = {"head.weight": (4, 5), "head.bias": (4,)}
 
 

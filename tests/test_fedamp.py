@@ -166,6 +166,12 @@ def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_
     cloud, start = run.download(2, late).section("cloud"), run.worker.template.backbone.state_dict()
     assert cloud.keys() == start.keys()
     assert not same_bytes(cloud, start)
+    others = [run.memory[k]["uploaded"] for k in run.participants(1)]
+    squares = [sum(float((start[n].double() - o[n].double()).square().sum()) for n in start) for o in others]
+    shares = [math.exp(-square / 100) / 100 for square in squares]
+    for n, value in start.items():
+        mixed = sum(share * o[n].double() for share, o in zip(shares, others, strict=True))
+        torch.testing.assert_close(cloud[n].double(), (1 - sum(shares)) * value.double() + mixed, rtol=1e-6, atol=1e-7)
     module = run.worker.received(run._task(1, late, run.download(2, late)))
     assert same_bytes(module.backbone.state_dict(), start)
     module.on_fit_start()

@@ -141,6 +141,19 @@ def test_fine_tuning_by_hand(tmp_path):
     assert same_bytes(weights(module.backbone), weights(net))
 
 
+def test_what_the_model_has_frozen_stays_frozen():
+    backbone = MLP((4,), 3, (8, 8))
+    backbone.encoder[1].weight.requires_grad_(False)
+    method = FedBABU(tune_epochs=2)
+    module = method.client_module(backbone)
+    before = weights(module.backbone)
+    with torch.no_grad():
+        method.personalize(module, [(torch.randn(8, 4), torch.arange(8) % 3)])
+    after = weights(module.backbone)
+    assert {name for name in after if torch.equal(before[name], after[name])} == {"encoder.1.weight"}
+    assert not module.backbone.encoder[1].weight.requires_grad
+
+
 # --- What is refused ---
 
 

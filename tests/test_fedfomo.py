@@ -75,6 +75,22 @@ def test_a_mixture_is_the_one_written_out_by_hand(peers, seed):
     assert same_bytes(module.notes[fomo.PREVIOUS], dict(module.backbone.state_dict()))
 
 
+def test_it_is_of_no_account_in_which_order_models_are_stored():
+    """A client's own memory comes back sorted by name, a module's weights do not."""
+    own, previous, sent = model(1, 0.5), model(2), {3: model(4, 0.3)}
+    worths, mixtures = [], []
+    for order in (list, sorted, lambda names: sorted(names, reverse=True)):
+        kept = {name: previous[name] for name in order(previous)}
+        module = prepared(own, kept, {j: {n: m[n] for n in order(m)} for j, m in sent.items()})
+        worths.append(module.notes[fomo.AFFINITY]["worth"])
+        mixtures.append(dict(module.backbone.state_dict()))
+    expected, mixture = by_hand(own, previous, sent)
+    assert min(expected) > 0
+    for worth, mixed in zip(worths, mixtures, strict=True):
+        assert worth.tolist() == pytest.approx(expected[1:], rel=1e-4)
+        torch.testing.assert_close(mixed, mixture, rtol=1e-4, atol=1e-5)
+
+
 def test_where_no_model_gains_a_client_keeps_its_own_bit_for_bit():
     best = model(0, 0.0)  # uniform outputs
     own, worse = model(1, 3.0), model(2, 4.0)

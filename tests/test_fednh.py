@@ -203,6 +203,10 @@ def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
     compare(tmp_path, FedNH(), **options)
 
 
+def test_the_aggregator_by_itself_has_the_methods_default():
+    assert PrototypeAveraging().rho == FedNH().aggregator.rho == 0.9
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,17 +6,7 @@ from functools import partial
 import pytest
 from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
 
-from fl_lightning.algorithms import (
-    Ditto,
-    DualAggregation,
-    FedAvg,
-    FedBABU,
-    FedPer,
-    FedRep,
-    PerFedAvg,
-    Proximal,
-    WeightedMean,
-)
+from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -114,17 +104,6 @@ def test_weighting_is_by_samples_unless_told_otherwise(tmp_path):
     uniform = weights_after(tmp_path / "a", FedPer(weighting="uniform"), rounds=1)
     assert same_bytes(uniform, weights_after(tmp_path / "b", FedPer(aggregator=WeightedMean("uniform")), rounds=1))
     assert not same_bytes(uniform, weights_after(tmp_path / "c", FedPer(), rounds=1))
-
-
-@pytest.mark.parametrize("method", [FedPer, FedRep, FedBABU, PerFedAvg, Ditto])
-def test_parts_of_other_methods_are_taken(method):
-    term, aggregator = Proximal(0.1), DualAggregation()
-    taken = method(loss_terms=[term], aggregator=aggregator, buffers="local")
-    assert taken.loss_terms == [term]
-    assert taken.aggregator is aggregator
-    assert taken.buffers == "local"
-    (own,) = taken.client_module(MLP((4,), 3, (5,))).terms()
-    assert own.mu == 0.1
 
 
 @pytest.mark.parametrize("part", ["heads", "head.weight", "h", "encoder.0", ""])

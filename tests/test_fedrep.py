@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedRep
+from fl_lightning.client import LossTerm
 from fl_lightning.engines import StackedEngine, Task
 from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.evaluation import Evaluation
@@ -80,6 +82,24 @@ def test_a_fit_by_hand(tmp_path):
         torch.testing.assert_close(sent[name], value, rtol=1e-5, atol=1e-6)
 
 
+class Epochs(LossTerm):
+    """Notes the epochs of each fit."""
+
+    seen: ClassVar[list[int]] = []  # of all copies
+
+    def begin_epoch(self, module):
+        self.seen.append(module.current_epoch)
+
+    def forward(self, step):
+        return step.logits.sum() * 0.0
+
+
+def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
+    Epochs.seen.clear()
+    experiment(tmp_path, FedRep(loss_terms=[Epochs()]), rounds=1, clients_per_round=2, trainer=epochs(3)).fit()
+    assert Epochs.seen == [0, 1, 2] * 2
+
+
 def test_the_head_is_kept_and_the_body_averaged(tmp_path):
     run = experiment(tmp_path, FedRep(), rounds=3, clients_per_round=3)
     run.fit()
@@ -115,11 +135,12 @@ def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model
 # --- The final phase ---
 
 
-def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path):
-    received = Evaluation(clients="received")
-    runs = {
-        n: experiment(tmp_path / str(n), FedRep(final_epochs=n), model=NormMLP, evaluation=received) for n in (0, 3)
-    }
+@pytest.mark.parametrize(
+    ("clients", "engine"), [("received", "sequential"), ("trained", "sequential"), ("trained", StackedEngine())]
+)
+def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients, engine):
+    options = {"model": NormMLP, "evaluation": Evaluation(clients=clients), "engine": engine}
+    runs = {n: experiment(tmp_path / str(n), FedRep(final_epochs=n), **options) for n in (0, 3)}
     for run in runs.values():
         run.fit()
     plain, tuned = runs[0], runs[3]
@@ -138,13 +159,16 @@ def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path):
     assert plain.csv.rows[-1]["client/loss_mean"] != tuned.csv.rows[-1]["client/loss_mean"]
 
 
-def test_the_final_phase_by_hand(tmp_path):
+@pytest.mark.parametrize("fit", [False, True])
+def test_the_final_phase_by_hand(tmp_path, fit):
     """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
     run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
     run.load()
     run.worker.eval_batch_size = 7  # of no account
     module = run.worker.received(task_of_round(run, 1, 1))
-    net = copy.deepcopy(module.backbone)
+    if fit:
+        run.worker._fit(module, task_of_round(run, 1, 1))
+    net = copy.deepcopy(module.backbone).requires_grad_(True)
     own = run.data.shards[1].train
     x, y = run.data.data.x_train[own], run.data.data.y_train[own]
     optimizer = HEAVY(net.head.parameters())

@@ -1,10 +1,14 @@
 """What holds for every method of the package: resumed runs, missing classes, BatchNorm, clients trained at once."""
 
+import inspect
+
 import pytest
 from experiments import NormMLP, digits, experiment
 from methods import CLASSES, METHODS, SIAMESE, assert_same_run
 from test_stacked import compare
 
+from fl_lightning.algorithms import PeerAlgorithm, WeightedMean
+from fl_lightning.client import LossTerm
 from fl_lightning.engines import StackedEngine
 from fl_lightning.errors import ConfigError
 
@@ -35,6 +39,31 @@ def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name
     rest = experiment(tmp_path / "parts", method(), rounds=3, **options)
     rest.fit(resume=True)
     assert_same_run(whole, rest)
+
+
+class Own(LossTerm):
+    """A term of the user's."""
+
+    def forward(self, step):
+        return step.logits.sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_most_methods_take_is_handed_on(name):
+    kind, accepted = CLASSES[name], inspect.signature(CLASSES[name]).parameters
+    term, aggregator = Own(), WeightedMean("uniform")
+    parts = {"loss_terms": [term], "aggregator": aggregator, "buffers": "local"}
+    method = kind(**{part: value for part, value in parts.items() if part in accepted})
+    if "loss_terms" in accepted:
+        assert term in method.loss_terms
+    if "aggregator" in accepted:
+        assert method.aggregator is aggregator
+    if "buffers" in accepted:
+        assert method.buffers == "local"
+    for weighting in ("samples", "uniform") if "weighting" in accepted else ():
+        method = kind(weighting=weighting)
+        held = method if isinstance(method, PeerAlgorithm) else method.aggregator
+        assert held.weighting == weighting
 
 
 @pytest.mark.parametrize("name", NAMES)

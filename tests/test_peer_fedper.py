@@ -1,19 +1,26 @@
 """FedPer between peers: heads never cross."""
 
+from functools import partial
+
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes
 from test_peers import model_of, published
 from test_stacked import compare
 
-from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Ring
+from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Proximal, Ring
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP
 from fl_lightning.state import weighted_mean
 
 
-def test_with_nothing_personal_it_is_gossip_bit_for_bit(tmp_path):
-    one = experiment(tmp_path / "one", PeerFedPer(personal=(), n_com=2), model=NormMLP)
+@pytest.mark.parametrize(
+    "options", [{"n_com": 2}, {"graph": Ring(), "weighting": "uniform", "loss_terms": [Proximal(1.0)]}]
+)
+def test_with_nothing_personal_it_is_gossip_bit_for_bit(tmp_path, options):
+    one = experiment(tmp_path / "one", PeerFedPer(personal=(), **options), model=NormMLP)
     one.fit()
-    other = experiment(tmp_path / "other", PeerAlgorithm(n_com=2), model=NormMLP)
+    other = experiment(tmp_path / "other", PeerAlgorithm(**options), model=NormMLP)
     other.fit()
     assert same_bytes(one.state["model"], other.state["model"])
     assert all(same_bytes(published(one, k)[0], published(other, k)[0]) for k in range(6))
@@ -50,6 +57,18 @@ def test_any_layers_can_be_personal(tmp_path):
     run.fit()
     names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
     assert names == {"head.weight", "head.bias"}
+
+
+def test_a_part_is_a_whole_name_and_one_that_is_not_there_is_refused(tmp_path):
+    deep = partial(MLP, hidden=(8,) * 6)
+    run = experiment(tmp_path / "there", PeerFedPer(personal=["encoder.1"]), model=deep, rounds=1)
+    run.fit()
+    names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
+    assert "encoder.11.weight" in names
+    assert not any(name.startswith("encoder.1.") for name in names)
+    missing = experiment(tmp_path / "missing", PeerFedPer(personal=["encoder.1", "hea"]))
+    with pytest.raises(ConfigError, match=r"algorithm.personal: 'hea' is no part of MLP"):
+        missing.fit()
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])

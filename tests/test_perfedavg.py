@@ -252,6 +252,35 @@ def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
     assert not run.memory
 
 
+def test_adapting_starts_without_the_fits_gradients_and_leaves_none():
+    torch.manual_seed(0)
+    method = PerFedAvg(alpha=0.5)
+    module = method.client_module(MLP((4,), 3, (5,))).eval()
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    start = [p.detach().clone() for p in module.backbone.parameters()]
+    gradients = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.backbone.parameters()))
+    for p in module.backbone.parameters():
+        p.grad = torch.full_like(p, 1e3)  # of a fit's last batch
+    with torch.no_grad():
+        method.personalize(module, [(x, y)])
+    for p, w, g in zip(module.backbone.parameters(), start, gradients, strict=True):
+        torch.testing.assert_close(p.detach(), w - 0.5 * g)
+        assert p.grad is None
+
+
+def test_what_is_measured_in_mixed_precision_is_the_adapted_model():
+    method = PerFedAvg(alpha=5.0, adapt_steps=2)
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    logits = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        module = method.client_module(MLP((4,), 3, (5,))).eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            method.personalize(module, [(x, y)])
+            logits.append(module(x))
+    assert torch.equal(*logits)
+
+
 def test_the_global_model_is_measured_as_it_is(tmp_path):
     rows = []
     for steps in (0, 1):

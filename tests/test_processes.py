@@ -14,7 +14,7 @@ import pytest
 import torch
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_resume import FIVE, survive_kills
+from test_resume import FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.cli import main
@@ -420,13 +420,13 @@ class Deep:
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills("ua_pdfl", tmp_path, 1, "--engine", "ProcessesEngine", "--engine.workers", "2")
+    survive_kills(command_line("ua_pdfl"), tmp_path, 1, "--engine", "ProcessesEngine", "--engine.workers", "2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", FIVE)
 def test_many_killed_runs_resume_to_the_same_bytes(tmp_path, method):
-    survive_kills(method, tmp_path, 5, "--engine", "ProcessesEngine", "--engine.workers", "2")
+    survive_kills(command_line(method), tmp_path, 5, "--engine", "ProcessesEngine", "--engine.workers", "2")
 
 
 # --- What cannot work ---

@@ -13,25 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from commands import rows, untimed_rows
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping
+from methods import CLASSES, elements
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
 from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import Engine
 from fl_lightning.errors import CheckpointError, Interrupted
-from fl_lightning.loggers import MetricsCsv
 from fl_lightning.models import MLP, Head
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    csv = MetricsCsv(run_dir / "metrics.csv")
-    csv.rewind(6)
-    return untimed(csv.rows)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +162,15 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
-def command_line(method: str) -> list[str]:
-    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null"]
+def command_line(method: str, *words: str) -> list[str]:
+    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null", *words]
 
 
-def kill_and_resume(method: str, folder: Path, delay: float, words: Sequence[str]) -> bool:
+def kill_and_resume(command: Sequence[str], folder: Path, delay: float) -> bool:
     """Kill a run after a delay, then resume it; False if it had already ended by then."""
-    command = [sys.executable, "-m", "fl_lightning", *command_line(method), "--run_dir", str(folder), *words]
+    words = [sys.executable, "-m", "fl_lightning", *command, "--run_dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     while not (folder / "config.yaml").exists():
         assert process.poll() is None, process.stdout.read()
@@ -186,30 +183,47 @@ def kill_and_resume(method: str, folder: Path, delay: float, words: Sequence[str
     return killed
 
 
-def survive_kills(method: str, tmp_path: Path, kills: int, *words: str) -> None:
+def left(folder: Path) -> dict[str, bytes | list[bytes]]:
+    """What a run that has ended left of models, clients and measurements, less what a clock put there."""
+    kept = [path for pattern in ("final/*", "clients/*", "clients.csv") for path in folder.glob(pattern)]
+    state = max(folder.glob("checkpoints/*/state.pt"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept} | {"state": elements(state)}
+
+
+def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: str) -> None:
     """Kill runs with further words on their command lines, and compare them with one that has none, and was not."""
     whole = tmp_path / "whole"
-    assert main([*command_line(method), "--run_dir", str(whole)]) == 0
-    csv = MetricsCsv(whole / "metrics.csv")
-    csv.rewind(6)
-    duration = sum(row["time/round_s"] for row in csv.rows)
+    assert main([*command, "--run_dir", str(whole)]) == 0
+    duration = sum(float(row["time/round_s"]) for row in rows(whole))
     chance, survived, tried = random.Random(0), 0, 0
     while survived < kills:
         tried += 1
         folder = tmp_path / f"killed-{tried}"
-        survived += kill_and_resume(method, folder, chance.uniform(0, duration), words)
-        for name in ("final/model.pt", "final/summary.json"):
-            assert (folder / name).read_bytes() == (whole / name).read_bytes()
-        assert metrics(folder) == metrics(whole)
+        survived += kill_and_resume([*command, *words], folder, chance.uniform(0, duration))
+        assert left(folder) == left(whole)
+        assert untimed_rows(folder) == untimed_rows(whole)
         assert tried < 3 * kills + 5, "the run ends before it can be killed"
 
 
 @pytest.mark.parametrize("method", ["fedskc", "fedsiam_da", "ua_pdfl"])  # little, some and all of it with the clients
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
-    survive_kills(method, tmp_path, 1)
+    survive_kills(command_line(method), tmp_path, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", FIVE)
 def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path, method):
-    survive_kills(method, tmp_path, 20)
+    survive_kills(command_line(method), tmp_path, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
+def test_every_method_survives_a_kill(tmp_path, name):
+    """Each on its own digits config; those that have none on that of their family."""
+    own = {}
+    for path in CONFIGS.glob("digits_*.yaml"):
+        algorithm = yaml.safe_load(path.read_text())["algorithm"]
+        own[algorithm if isinstance(algorithm, str) else algorithm["class_path"]] = path.stem.removeprefix("digits_")
+    config = own.get(name) or {"HeurFedAMP": "fedamp", "PeerAlgorithm": "peer_fedper"}[name]
+    words = [] if name in own else ["--algorithm", name]
+    survive_kills(command_line(config, "--rounds", "4", *words), tmp_path, 1)

@@ -296,11 +296,12 @@ def test_combine_keeps_the_largest_of_integer_entries() -> None:
 def test_flatten_is_every_parameter_and_no_statistic() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2).half())
     model[1].running_mean += 5
-    flat = flatten(model.state_dict())
-    assert flat.dtype == torch.float64
+    state = model.state_dict()
     expected = [value for p in model.parameters() for value in p.flatten().tolist()]
-    assert flat.tolist() == expected
-    assert torch.equal(flatten({"running_variance": torch.ones(1)}), torch.ones(1, dtype=torch.float64))
+    flat = flatten([state, {name: 2 * state[name] for name in sorted(state)}])
+    assert flat.dtype == torch.float64
+    assert flat.tolist() == [expected, [2 * value for value in expected]]
+    assert torch.equal(flatten([{"running_variance": torch.ones(1)}]), torch.ones(1, 1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 5), (2 * PIECE + 3,), (PIECE, 2)])

@@ -28,7 +28,8 @@ LAST = "last_update"
 
 def update(start: Tensors, end: Tensors) -> Tensor:
     """`Δ_i`: what training added to the parameters, `(P,)`, float64."""
-    return flatten(end) - flatten(start)
+    before, after = flatten([start, end])
+    return after - before
 
 
 def cosines(one: Tensor, other: Tensor) -> Tensor:

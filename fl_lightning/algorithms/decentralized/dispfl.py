@@ -122,6 +122,10 @@ class MaskedModule(ClientModule):
             if parameter.grad is not None and name in self.masks:
                 parameter.grad.mul_(self.masks[name])
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Cut the weights again: the momentum of an optimizer that is kept is of an earlier mask, too."""
+        cut(self.backbone, self.masks)
+
 
 def cut(backbone: nn.Module, masks: Tensors) -> None:
     """Set what is not in a mask to zero, in place."""

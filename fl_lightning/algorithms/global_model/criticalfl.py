@@ -211,7 +211,8 @@ class MeasuredModule(ClientModule):
         """Clip as asked for, then add the squares of all gradients up; on the device, so that no step waits for it."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         squares = [p.grad.float().square().sum() for p in self.backbone.parameters() if p.grad is not None]
-        step = torch.stack(squares).sum()
+        total = torch.stack(squares).sum()
+        step = total.where(total.isfinite(), 0.0)  # a scaler of losses leaves the other steps out
         self._squares = step if self._squares is None else self._squares + step
         self._epochs, self._lr = self.current_epoch + 1, optimizer.param_groups[0]["lr"]
 

@@ -201,7 +201,7 @@ class DualAggregation(Aggregator):
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
         """`w = Σ ξ_k w_k`."""
         models = [upload.message.section("model") for upload in folded]
-        weights = dual_weights(torch.stack([flatten(model) for model in models]))
+        weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])
         return {
             "model": weighted_mean(models, weights.tolist()),

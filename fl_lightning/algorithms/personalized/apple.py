@@ -127,8 +127,8 @@ class MixedModule(ClientModule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
         return losses
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hand the gradient in the mixture on to what it was made of."""
+    def on_after_backward(self) -> None:
+        """Hand the gradient in the mixture on to what it was made of, before a scaler of losses divides it again."""
         pairs = [(value, p.grad) for value, p in zip(self._mixture, self.backbone.parameters(), strict=True)]
         made, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
         torch.autograd.backward(made, gradients)

@@ -126,7 +126,8 @@ class FedAMP(Algorithm):
         if not peers:
             return own
         others = [state[f"peer_{j}"] for j in peers]
-        weights = self.weights(flatten(own), [flatten(other) for other in others])
+        one, *rest = flatten([own, *others])
+        weights = self.weights(one, rest)
         return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:

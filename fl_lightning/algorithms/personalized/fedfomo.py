@@ -180,6 +180,8 @@ class FedFomo(Algorithm):
             return evaluate(module, batches).loss
 
         with torch.no_grad():
-            before, start = loss(previous), flatten(previous)
-            gains = [worth(before, loss(model), float((flatten(model) - start).norm())) for model in models]
+            before, (start, *ends) = loss(previous), flatten([previous, *models])
+            gains = [
+                worth(before, loss(model), float((end - start).norm())) for model, end in zip(models, ends, strict=True)
+            ]
         return torch.tensor(gains, dtype=torch.float64)

@@ -93,4 +93,6 @@ class FedRep(FedPer):
     def personalize(self, module: ClientModule, batches: Batches) -> None:
         """Train the head for the final epochs."""
         if self.final_epochs:
+            assert isinstance(module, HeadThenBody)
+            learn_only(module.backbone, lambda name: True, module.among)  # a fit ends with the head frozen
             fine_tune(module, batches, self.final_epochs, lambda name: name.startswith(self.personal))
