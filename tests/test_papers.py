@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run, summary
+from reduced import reduced
 
 from fl_lightning.config import flatten, with_config_paths
 from fl_lightning.experiment import experiment_parser
@@ -433,3 +435,25 @@ def test_its_metric_is_a_figure_of_such_a_run(stem, table):
 @cache
 def one_model(cell):
     return parser().instantiate(parsed(cell)).algorithm.one_model
+
+
+def kinds():
+    """A cell for each method of a paper and each set of options it is given."""
+    found = {}
+    for stem, table in TABLES.items():
+        for row, options in table["rows"].items():
+            column = next(iter(table["columns"]))
+            found.setdefault((table["paper"], options["algorithm"], *options), (stem, column, row))
+    return [*found.values(), ("fedskc_table1", "FC100, alpha 0.2", "FedProto")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stem", "column", "row"), kinds())
+def test_a_cell_runs_and_leaves_its_figure(stem, column, row, tmp_path, monkeypatch):
+    table = TABLES[stem]
+    small = reduced(table["columns"][column]["config"], tmp_path, monkeypatch)
+    if "algorithm.n_com" not in taken(words(table, column, row)):
+        small = [word for word in small if not word.startswith("--algorithm.n_com")]
+    outcome = run("fit", *words(table, column, row), *small, "--run_dir", tmp_path / "run")
+    assert outcome.code == 0, outcome.err
+    assert metric(table, column, row) in summary(tmp_path / "run")
