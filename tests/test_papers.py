@@ -343,21 +343,19 @@ def rivals_of(config):
     return yaml.safe_load((CONFIGS / config).read_text())["rivals"]
 
 
+@cache
 def few():
-    """Cells that hold every column, and every row with each of its configs' rivals."""
+    """Cells that hold every column, and every row with each of its configs' rivals, by what they say and set."""
     seen, chosen = set(), {}
     for stem, table in TABLES.items():
         for column, options in table["columns"].items():
             rivals = rivals_of(options["config"])
             for row, keys in table["rows"].items():
-                parts = {str(options), f"{rivals}{keys}"}
+                parts = {f"{said_of_column(table, column)}{options}", f"{said_of_row(table, row)}{rivals}{keys}"}
                 if not parts <= seen:
                     chosen.setdefault(stem, []).append((column, row))
                     seen |= parts
     return chosen
-
-
-FEW = few()
 
 
 def check(table, column, row):
@@ -368,7 +366,7 @@ def check(table, column, row):
 
 
 def test_a_cell_runs_what_its_column_and_row_say(stem, table):
-    for column, row in FEW.get(stem, []):
+    for column, row in few().get(stem, []):
         check(table, column, row)
 
 
@@ -422,7 +420,7 @@ def test_fedskcs_fedproto_has_its_term_and_those_of_the_data_set(config):
 
 def test_its_metric_is_a_figure_of_such_a_run(stem, table):
     """It is in the summary of a run: R_acc where the config asks for it, the global model's where there is one."""
-    for column, row in FEW.get(stem, []):
+    for column, row in few().get(stem, []):
         cell = words(table, column, row)
         found, figure = taken(cell), metric(table, column, row)
         logged = {"round": 1, "client/acc_mean": 0.5, "client/acc_weighted": 0.5}
