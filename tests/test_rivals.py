@@ -1,5 +1,7 @@
 """One config runs a paper's whole table: `--algorithm NAME` brings the rival's own settings."""
 
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from fl_lightning.algorithms import MOON
 from fl_lightning.commands.fit import expand
 from fl_lightning.config import with_config_paths
 from fl_lightning.experiment import experiment_parser, plain_config
-from fl_lightning.rivals import with_rival
+from fl_lightning.rivals import add, with_rival
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 WITH_RIVALS = {
@@ -18,6 +20,8 @@ WITH_RIVALS = {
     for path in sorted(CONFIGS.glob("*.yaml"))
     if "\nrivals:" in path.read_text()
 }
+
+ANEW = ["--algorithm", "fl_lightning.algorithms.Algorithm", "--algorithm"]
 
 TINY = """# tiny
 rounds: 1
@@ -47,27 +51,16 @@ def spelled(*words):
 
 
 def test_a_rival_is_spelled_out_where_it_stood(here):
-    prox = ["--algorithm", "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
-    assert spelled("--config", "table.yaml", "--algorithm", "FedProx", "--rounds", "2") == [
-        "--config",
-        "table.yaml",
-        *prox,
-        "--rounds",
-        "2",
-    ]
+    prox = [*ANEW, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
+    uniform = [*ANEW, "FedAvg", "--algorithm.weighting", "uniform"]
+    before = ["--config", "table.yaml"]
+    assert spelled(*before, "--algorithm", "FedProx", "--rounds", "2") == [*before, *prox, "--rounds", "2"]
     assert spelled("--config=table.yaml", "--algorithm=FedProx") == ["--config=table.yaml", *prox]
-    assert spelled("-c", "table.yaml", "--algorithm", "Uniform") == [
-        "-c",
-        "table.yaml",
-        "--algorithm",
-        "FedAvg",
-        "--algorithm.weighting",
-        "uniform",
-    ]
-    assert spelled("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", "--algorithm", "FedAvg"]
+    assert spelled("-c", "table.yaml", "--algorithm", "Uniform") == ["-c", "table.yaml", *uniform]
+    assert spelled("-c", "table.yaml", "--algorithm", "Plain") == ["-c", "table.yaml", *ANEW, "FedAvg"]
 
 
-@pytest.mark.parametrize("words", [["--algorithm", "FedDW"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
+@pytest.mark.parametrize("words", [["--algorithm", "FedSKC"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
 def test_what_is_no_rival_stays(here, words):
     assert spelled("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
     assert spelled(*words) == words
@@ -76,7 +69,7 @@ def test_what_is_no_rival_stays(here, words):
 def test_later_configs_add_to_the_rivals(here):
     Path("mine.yaml").write_text("rivals: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
     words = spelled("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
-    assert words[4:] == ["--algorithm", "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
+    assert words[4:] == [*ANEW, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
 
 
 def test_a_rival_runs_as_itself_and_resumes(here):
@@ -150,8 +143,24 @@ def parser():
     return experiment_parser()
 
 
+def rivals_of(config):
+    return add({}, yaml.safe_load((CONFIGS / config).read_text())["rivals"], CONFIGS / config)
+
+
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
 def test_every_rival_of_a_shipped_config_is_understood(parser, config, name):
+    """And has no option of the config's own method: one of the same name stays when the class changes."""
     words = with_rival(with_config_paths(["--config", config, "--algorithm", name]))
-    parsed = parser.parse_args(words)
-    assert parsed.algorithm.class_path.startswith("fl_lightning.")
+    parsed = parser.parse_args(words).algorithm
+    package, _, method = parsed.class_path.rpartition(".")
+    assert package.startswith("fl_lightning")
+    if method != yaml.safe_load((CONFIGS / config).read_text())["algorithm"]["class_path"]:
+        parameters = inspect.signature(getattr(importlib.import_module(package), method)).parameters
+        taken = {key: plain(value) for key, value in parsed.init_args.items() if key != "loss_terms"}
+        said = {key.removeprefix("algorithm.") for key in rivals_of(config)[name]}
+        other = {key for key, value in taken.items() if value != plain(parameters[key].default)}
+        assert other <= said
+
+
+def plain(value):
+    return list(value) if isinstance(value, tuple) else value
