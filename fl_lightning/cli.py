@@ -10,6 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -25,6 +26,7 @@ from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import one_line, plainly
 from fl_lightning.data import Scenario
 from fl_lightning.errors import CheckpointError, ConfigError, FLError
+from fl_lightning.naming import run_names
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.report.figures import partition_figure
 from fl_lightning.report.tables import partition_table, summary_table, test_table, write_counts
@@ -192,7 +194,8 @@ def fit(given: Namespace, parser: ArgumentParser) -> int:
     else:
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
     orchestrator = build(given, parser, run_dir)
-    summary = orchestrator.fit(resume=bool(given.resume), config=config)
+    name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
+    summary = orchestrator.fit(bool(given.resume), config, name, group)
     Console().print(summary_table(summary))
     print(f"run: {run_dir}")
     return 0
@@ -356,10 +359,49 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
+    """What a run and its group are called."""
+    setting = setting_of(config)
+    return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
+
+
+def setting_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What runs share that differ in the seed: a config's keys, dotted, less those that do not alter the maths."""
+    free, flat = FREE_KEYS - {"rounds"} | {"seed"}, flatten(config)
+    return {key: flat[key] for key in flat if not any(f"{key}.".startswith(f"{one}.") for one in free)}
+
+
+def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
+    """The setting that the config files alone describe; of a class that the command line put in, its own defaults.
+
+    Files that are no whole config are taken to describe all there is.
+    """
+
+    def stated(*more: str) -> dict[str, Any]:
+        words = [*(f"--config={path}" for path in given.config or []), *more]
+        with plainly(parser), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once already
+            return setting_of(plain_config(parser.parse_args(words), parser))
+
+    try:
+        found = stated()
+    except ConfigError:
+        return setting
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()
+    put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
+    with suppress(ConfigError):  # a class with arguments that must be given
+        found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found
+    return found
+
+
+def config_name(configs: Sequence[Any] | None) -> str:
+    """The name of the last config file, which a run is named after."""
+    return Path(str(configs[-1])).stem if configs else "run"
+
+
 def new_run_dir(configs: Sequence[Any] | None) -> Path:
     """`runs/<config>/<time>-<id>`, new."""
-    name = Path(str(configs[-1])).stem if configs else "run"
-    return Path("runs") / name / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
+    return Path("runs") / config_name(configs) / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 def chosen_round(checkpoint: str, run_dir: Path) -> int | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fl_lightning.engines import Result
 
 Row = dict[str, float]
+
+LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 """One round's metrics by name."""
 
 
@@ -120,6 +122,12 @@ def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:
         return {}
     best_round, best = max(series, key=lambda point: (point[1], -point[0]))
     return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
+
+
+def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
+    """The lowest value so far of each loss that the rounds have, as `<loss>_best`."""
+    series = {name: [row[name] for row in rows if name in row] for name in LOSSES}
+    return {f"{name}_best": min(values) for name, values in series.items() if values}
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> int | None:
