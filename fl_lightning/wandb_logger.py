@@ -96,7 +96,7 @@ class WandbRoundLogger(LightningWandbLogger):
         }
         if self.mode in OFFLINE:
             self._wandb_init["settings"].silent = True
-        self._held = -1  # the last round that the W&B run held when it was resumed
+        self._held = -1  # the last round that the W&B run held when this folder's run was resumed
         self._open = False  # whether a round's row is
 
     @property
@@ -110,7 +110,6 @@ class WandbRoundLogger(LightningWandbLogger):
             self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
-            self._held = self._experiment.summary.get("round", -1)
         return self._experiment
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
@@ -137,11 +136,14 @@ class WandbRoundLogger(LightningWandbLogger):
             told["tags"] = list(dict.fromkeys([*told["tags"], *labels.tags]))
         own = {key: value for key, value in config.items() if key != "logger"}  # W&B has that in fields of its own
         told |= {"dir": str(run_dir), "config": {**grouped(own), "fl_lightning": source()}}
+        self._project, self._save_dir = told["project"], told["dir"]  # what Lightning calls `name` and `save_dir`
         if self.mode != "disabled":
             run = self.experiment
-            found = {"id": run.id, "project": run.project, "entity": run.entity, "online": self.mode not in OFFLINE}
+            self._held = run.summary.get("round", -1) if noted else -1
+            found = {"id": run.id, "project": run.project, "entity": run.entity}
+            note = known | found | {"online": online or self.mode not in OFFLINE}
             place.parent.mkdir(exist_ok=True)
-            write_atomically(place, json.dumps(known | found, indent=1) + "\n")
+            write_atomically(place, json.dumps(note, indent=1) + "\n")
         return not noted
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -225,7 +227,7 @@ def grouped(value: Any) -> Any:
         return value
     if not _is_class(value):
         return {key: grouped(one) for key, one in value.items()}
-    arguments = grouped(value.get("init_args") or {})
+    arguments = grouped({**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})})
     own = {"init_args": {"name": arguments.pop("name")}} if "name" in arguments else {}
     return {"name": value["class_path"].rpartition(".")[2], **arguments, **own}
 

@@ -9,10 +9,14 @@ from fl_lightning.cli import fit_parser, names, plain_config
 from fl_lightning.naming import changes, run_names
 
 
+@pytest.fixture(scope="module")
+def parser():
+    return fit_parser()
+
+
 @pytest.fixture
-def named(tmp_path):
+def named(parser, tmp_path):
     """Name and group of a command line over the tiny config, or over another text."""
-    parser = fit_parser()
 
     def of(*words, text=TINY):
         (tmp_path / "tiny.yaml").write_text(text)
@@ -100,8 +104,7 @@ def test_files_that_are_no_whole_config_have_names_too(named):
     assert named(*rest, text=part)[1] != named(*rest, "--rounds", "9", text=part)[1]
 
 
-def test_without_a_config_file_it_is_a_run():
-    parser = fit_parser()
+def test_without_a_config_file_it_is_a_run(parser):
     words = ["--scenario.dataset", "Digits", "--scenario.partition", "IID", "--scenario.clients", "3"]
     given = parser.parse_args([*words, "--model", "MLP", "--algorithm", "FedAvg", "--seed", "3"])
     assert names(given, parser, plain_config(given, parser))[0] == "run-seed3"

@@ -16,6 +16,7 @@ from commands import TINY, contents, rows, run, summary, tiny
 from experiments import client_series, experiment
 from wandb.proto.wandb_internal_pb2 import Record
 
+import fl_lightning
 from fl_lightning.algorithms import Local
 from fl_lightning.errors import ConfigError
 from fl_lightning.loggers import WandbRoundLogger, begin_logging
@@ -240,7 +241,7 @@ def test_the_config_is_in_the_run_as_filters_want_it(logged):
     }
     assert config["algorithm"] == {"name": "FedSKC", **written["algorithm"]["init_args"]}
     assert config["trainer"] == written["trainer"]
-    assert config["fl_lightning"]["version"] == "0.1.0"
+    assert config["fl_lightning"]["version"] == fl_lightning.__version__
     assert len(config["fl_lightning"].get("commit", 40 * "0")) == 40
 
 
@@ -257,6 +258,7 @@ def test_a_config_is_grouped():
     }
     assert grouped({"class_path": "Bare"}) == {"name": "Bare"}
     assert grouped(one("A", name="mine", size=3)) == {"name": "A", "size": 3, "init_args": {"name": "mine"}}
+    assert grouped({"class_path": "A", "init_args": {"x": 1}, "dict_kwargs": {"y": 2}}) == {"name": "A", "x": 1, "y": 2}
     assert grouped([]) == []
     assert grouped([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
 
@@ -383,14 +385,17 @@ def test_what_others_log_in_between_costs_no_round(tmp_path):
 
 
 def test_rounds_that_the_server_holds_are_not_sent_again(tmp_path, monkeypatch):
+    """But for those of another folder, whose W&B run somebody goes on with by its id."""
     online = Online(monkeypatch, round=2)
     online.step = 3
-    logger = attached(tmp_path, offline=False)
-    for n in (1, 2, 3):
-        logger.log_metrics({"a": n}, step=n)
-        logger.save()
-    assert online.rows == [(3, {"a": 3, "round": 3})]
-    assert online.closed == 1
+    for told in ([(3, 1), (3, 2), (3, 3)], [(3, 3)]):
+        logger = attached(tmp_path, offline=False)
+        for n in (1, 2, 3):
+            logger.log_metrics({"a": n}, step=n)
+            logger.save()
+        assert online.rows == [(step, {"a": n, "round": n}) for step, n in told]
+        assert online.closed == len(told)
+        online.rows, online.closed = [], 0
 
 
 def test_a_shared_run_has_no_step(tmp_path, monkeypatch):
@@ -516,10 +521,16 @@ def test_in_a_sweep_the_run_is_the_agents(tmp_path, monkeypatch):
     assert [online.given[2][key] for key in ("id", "project", "entity")] == ["id1", "p", "e"]
 
 
+def test_lightning_is_told_where_it_lies(tmp_path, monkeypatch):
+    Online(monkeypatch)
+    logger = attached(tmp_path)
+    assert (logger.name, logger.save_dir, logger.version) == ("fl-lightning", str(tmp_path), "id1")
+
+
 def test_names_given_on_the_server_are_left_alone(tmp_path, monkeypatch):
     """A run that was online is resumed without names, but for those that the config says."""
     online = Online(monkeypatch)
-    for options in ({"offline": False}, {"offline": False}, {"offline": False, "name": "mine", "tags": ["x"]}):
+    for options in ({"offline": False}, {"offline": True}, {"offline": False, "name": "mine", "tags": ["x"]}):
         attached(tmp_path, **options)
     told = [[given[key] for key in ("id", "name", "group", "tags")] for given in online.given]
     assert told == [
