@@ -387,7 +387,7 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
         found = stated()
     except ConfigError:
         return setting
-    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # they have keys below them
     put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
     with suppress(ConfigError):  # a class with arguments that must be given
         found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found

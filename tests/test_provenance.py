@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -83,7 +82,8 @@ def test_there_is_none_without_a_commit_or_a_checkout(checkout, tmp_path):
     assert commit_of(checkout) is None
 
 
-def test_of_the_package():
-    root = Path(fl_lightning.__file__).parents[1]
-    commit = {"commit": git(root, "rev-parse", "HEAD")} if (root / ".git").exists() else {}
-    assert source() == {"version": fl_lightning.__version__} | commit
+def test_of_the_package(checkout, monkeypatch):
+    """It lies in the checkout's own folder, or else in none."""
+    for place, commit in (("fl_lightning", {"commit": git(checkout, "rev-parse", "HEAD")}), ("lib/fl_lightning", {})):
+        monkeypatch.setattr(fl_lightning, "__file__", str(checkout / place / "__init__.py"))
+        assert source() == {"version": fl_lightning.__version__} | commit
