@@ -118,7 +118,8 @@ def test_keys_are_told_apart_by_what_it_takes():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(True, "true"), (None, "null"), (2.0, "2"), (1e-7, "1e-07"), ("some.where.Thing", "Thing"), ("a/b.npz", "a/b.npz"),
+    [(True, "true"), (None, "null"), (2.0, "2"), (1e-7, "1e-07"), (0.0123, "0.0123"),
+     ("some.where.Thing", "Thing"), ("a/b.npz", "a/b.npz"),
      ([1, 2], "1+2"), ([[3, 1], "x"], "3+1+x"), ("0.5", "0.5")],
 )  # fmt: skip
 def test_values_are_short(value, text):
@@ -132,6 +133,12 @@ def test_names_are_no_longer_than_wandb_takes_them():
     assert name.startswith("tiny-key0=0,key1=1,")
     assert name.endswith("-seed12")
     assert run_names("tiny", 12, setting | {"key99": 0}, {})[1] != group
+
+
+def test_the_order_of_keys_makes_no_other_setting():
+    assert run_names("tiny", 0, {"a": 1, "b": 2}, {}) != run_names("tiny", 0, {"a": 2, "b": 1}, {})
+    stated = {"b": 2, "a": 1}
+    assert run_names("tiny", 0, {"a": 1, "b": 2}, stated) == run_names("tiny", 0, stated, stated)
 
 
 def test_a_key_to_come_changes_no_group_while_it_is_null():
