@@ -260,6 +260,7 @@ def test_a_config_is_grouped():
     assert grouped(one("A", name="mine", size=3)) == {"name": "A", "size": 3, "init_args": {"name": "mine"}}
     assert grouped({"class_path": "A", "init_args": {"x": 1}, "dict_kwargs": {"y": 2}}) == {"name": "A", "x": 1, "y": 2}
     assert grouped([]) == []
+    assert grouped([one("A"), 1]) == [{"name": "A"}, 1]
     assert grouped([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
 
 
