@@ -74,5 +74,6 @@ class RoundFigure(RoundCallback):
         write_png(self.draw(self._arrays), folder / f"{stem}.png")
         log_image = getattr(run.logger, "log_image", None)
         if log_image:
-            log_image(f"figures/{self.name}", [str(folder / f"{stem}.png")], step=run.round)
+            caption = [f"round {run.round}"]
+            log_image(f"figures/{self.name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
         self._arrays = None

@@ -15,13 +15,12 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
-import wandb
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import CheckpointError, blame, one_line
-from fl_lightning.metrics import Row, read_rows
+from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
+from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
@@ -240,109 +239,46 @@ class WarningsTxt:
         self._on_disk = len(self._lines)
 
 
-class WandbRoundLogger(LightningWandbLogger):
-    """Weights & Biases: one run an experiment, `round` as the step of every metric, offline unless told otherwise.
-
-    The files lie in the run's folder; a resumed experiment goes on in the same W&B run.
-
-    Args:
-        project: W&B project.
-        name: Name of the run; by default W&B invents one.
-        offline: Keep everything on disk (`wandb sync` uploads it later); false needs an account.
-        entity: W&B user or team.
-        group: Name under which W&B groups runs, such as seeds of one setting.
-        tags: Tags of the run.
-    """
-
-    def __init__(
-        self,
-        project: str = "fl-lightning",
-        name: str | None = None,
-        offline: bool = True,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: list[str] | None = None,
-    ) -> None:
-        settings = wandb.Settings(console="off", silent=offline)
-        super().__init__(
-            name=name,
-            project=project,
-            offline=offline,
-            entity=entity,
-            group=group,
-            tags=tags,
-            settings=settings,
-        )
-        self._wandb_init.pop("anonymous", None)  # W&B warns about it, even when it is None
-
-    def attach(self, run_dir: Path) -> None:
-        """Tie the W&B run to a run folder: files go there, and the folder's name is the run's id."""
-        (run_dir / "wandb").mkdir(exist_ok=True)
-        self._wandb_init |= {
-            "dir": str(run_dir),
-            "id": re.sub(r"[^A-Za-z0-9_-]", "-", run_dir.name),
-            "resume": "allow",
-        }
-
-    @property
-    def experiment(self) -> Any:
-        """The W&B run; made at the first call.
-
-        Not by Lightning's property: that makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
-        for whatever else this process may run.
-        """
-        if self._experiment is None:
-            self._experiment = wandb.init(mode="offline" if self._offline else None, **self._wandb_init)
-            self._experiment.define_metric("round")
-            self._experiment.define_metric("*", step_metric="round")
-        return self._experiment
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log one round's metrics under `round`."""
-        self.experiment.log({**metrics, **({} if step is None else {"round": step})})
-
-    def log_summary(self, summary: dict[str, Any]) -> None:
-        """Put final figures into the run's summary."""
-        self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
-
-    def log_counts(self, key: str, counts: Sequence[Sequence[int]]) -> None:
-        """Log a clients x classes table, where clients are few enough for a row each."""
-        if len(counts) > FEW_CLIENTS:
-            return
-        columns = ["client", *(f"class {j}" for j in range(len(counts[0])))]
-        self.log_table(key, columns, [[k, *map(int, row)] for k, row in enumerate(counts)])
-
-    def finalize(self, status: str) -> None:
-        """Close the W&B run."""
-        if self._experiment is not None:
-            self._experiment.finish(exit_code=0 if status == "success" else 1)
-            self._experiment = None
-
-
 def _flush(file: TextIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def begin_logging(logger: Logger, run_dir: Path, config: dict[str, Any] | None, counts: np.ndarray) -> None:
-    """Show a logger the run's config and, to W&B, who holds what.
+def begin_logging(
+    logger: Logger, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
+) -> None:
+    """Show a logger the run's config and, to W&B, what it is called and who holds what.
 
     Args:
         logger: The run's logger.
         run_dir: The run's folder, where W&B leaves its files.
         config: The resolved config, if there is one.
+        labels: What to call the run.
         counts: Samples a client and class, `(clients, C)`.
+        round: The last finished round.
 
     Raises:
         ConfigError: The logger fails.
     """
+    with blame("logger"):
+        if not isinstance(logger, WandbRoundLogger):
+            if config:
+                logger.log_hyperparams(config)
+        elif logger.attach(run_dir, config or {}, labels) and len(counts) <= FEW_CLIENTS:
+            logger.log_counts("partition", counts.tolist(), round)
+
+
+def end_round(logger: Logger, rows: Sequence[Row], targets: Sequence[float]) -> None:
+    """Let a logger put a round away, of which everything has been logged, and show W&B what the run has come to.
+
+    Args:
+        logger: The run's logger.
+        rows: All rounds' metrics so far.
+        targets: The accuracies of R_acc.
+    """
+    logger.save()
     if isinstance(logger, WandbRoundLogger):
-        logger.attach(run_dir)
-    if config:
-        with blame("logger"):
-            logger.log_hyperparams(config)
-    if isinstance(logger, WandbRoundLogger):
-        logger.log_counts("partition", counts.tolist())
+        logger.log_summary(summarize(rows, targets) | lowest_losses(rows))
 
 
 def _column_order(name: str) -> tuple[int, list[tuple[int, str]]]:

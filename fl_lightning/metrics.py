@@ -13,6 +13,8 @@ from pathlib import Path
 Row = dict[str, float]
 """One round's metrics by name."""
 
+LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
+
 _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 
 
@@ -66,6 +68,12 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
     sign = -1 if lower else 1
     best_round, best = max(series, key=lambda point: (not math.isnan(point[1]), sign * point[1], -point[0]))
     return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
+
+
+def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
+    """The lowest value so far of each loss that the rounds have, as `<loss>_best`."""
+    found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}
+    return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:

@@ -33,13 +33,14 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, WarningsTxt, begin_logging, few_enough, split_series
+from fl_lightning.loggers import MetricsCsv, WarningsTxt, begin_logging, end_round, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
+from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
 Summary = dict[str, Any]
@@ -161,12 +162,20 @@ class FederatedOrchestrator:
 
     # --- The loop ---
 
-    def fit(self, resume: bool = False, config: dict[str, Any] | None = None) -> Summary:
+    def fit(
+        self,
+        resume: bool = False,
+        config: dict[str, Any] | None = None,
+        name: str | None = None,
+        group: str | None = None,
+    ) -> Summary:
         """Run the rounds, or go on after the last checkpoint.
 
         Args:
             resume: Go on with the run in `run_dir`.
             config: The resolved config, for the logger.
+            name: What to call the run, for the logger.
+            group: What to call its setting, of which runs with other seeds have it too.
 
         Returns:
             The run's figures, as in `final/summary.json`.
@@ -177,8 +186,9 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
+        kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
         with self.warned:
-            self._set_up(resume, config)
+            self._set_up(resume, config, Labels(name, group, [type(kind).__name__ for kind in kinds]))
             with self._running():
                 if not self.algorithm.server and not self.round:
                     self._publish()
@@ -186,7 +196,7 @@ class FederatedOrchestrator:
                     metrics = self._run_round(self.round + 1)
                     self._notify("on_round_metrics", metrics)
                     self._log(metrics)
-                    self._notify("on_round_end", metrics)
+                    self._end_round(metrics)
                 return self._finish()
 
     @property
@@ -322,6 +332,11 @@ class FederatedOrchestrator:
         if self.logger:
             self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
 
+    def _end_round(self, metrics: Row) -> None:
+        self._notify("on_round_end", metrics)
+        if self.logger:
+            end_round(self.logger, self.csv.rows, self.evaluation.targets)
+
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, moment)(self, *args)
@@ -400,7 +415,7 @@ class FederatedOrchestrator:
         self.state = self.algorithm.aggregate(self._visible, uploads())
         self.memory.turn()
 
-    def _set_up(self, resume: bool, config: dict[str, Any] | None) -> None:
+    def _set_up(self, resume: bool, config: dict[str, Any] | None, labels: Labels) -> None:
         if self.csv.path.exists() and not resume:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
@@ -415,7 +430,7 @@ class FederatedOrchestrator:
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
         if self.logger:
-            begin_logging(self.logger, self.run_dir, config, self.data.class_counts())
+            begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -453,7 +468,7 @@ class FederatedOrchestrator:
             write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
         if isinstance(self.logger, WandbRoundLogger):
-            self.logger.log_summary(summary)
+            self.logger.log_files()
         return summary
 
     def _interrupted(self, signum: int) -> Interrupted:

@@ -17,7 +17,7 @@ from fl_lightning.engines import Task
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation, Score, client_summary, evaluate
 from fl_lightning.message import Message
-from fl_lightning.metrics import best_and_last, rounds_to, summarize
+from fl_lightning.metrics import best_and_last, lowest_losses, rounds_to, summarize
 from fl_lightning.models import MLP, Head
 from fl_lightning.seeding import Stream, derive
 
@@ -154,6 +154,14 @@ def test_r_acc_is_the_first_round_that_reaches_the_target(target: float, round: 
 def test_r_acc_of_another_metric() -> None:
     assert rounds_to(ROWS, 0.2, "client/acc_mean") == 3
     assert rounds_to([], 0.2) is None
+
+
+def test_the_lowest_losses_are_of_the_rounds_that_have_them() -> None:
+    told = [{"global/loss": 2.0, "client/train_loss": 1.0}, {"client/train_loss": 3.0}, {"global/loss": 0.5, "x": 0.1}]
+    rows = [{"round": n, **row} for n, row in enumerate(told, 1)]
+    assert lowest_losses(rows) == {"global/loss_best": 0.5, "client/train_loss_best": 1.0}
+    assert lowest_losses([{"round": 1, "client/loss_mean": 0.2}]) == {"client/loss_mean_best": 0.2}
+    assert lowest_losses([]) == {}
 
 
 def test_a_run_comes_to_its_figures() -> None:

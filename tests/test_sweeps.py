@@ -13,7 +13,7 @@ import wandb
 import yaml
 from commands import rows, run, summary
 from reduced import reduced
-from test_wandb import Logged, of_kind, values
+from test_wandb import Logged, of_kind, summary_of, values
 from wandb import wandb_agent
 from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
 
@@ -162,8 +162,7 @@ def test_a_run_is_wandbs_run_of_the_sweep(agent_at, monkeypatch):
     assert (begun.run_id, begun.sweep_id) == ("run1", "sweep1")
     config = values(begun.config.update)
     assert (config["scenario.partition.alpha"], config["seed"]) == (0.5, 2)
-    told = {}
-    for record in of_kind(logged.records, "summary"):
-        told |= values(record.update)
-    assert loaded(sweep)["metric"]["name"] in told
+    assert config["scenario"]["partition"]["alpha"] == 0.5  # as other runs have it
+    assert isinstance(summary_of(logged.records)[loaded(sweep)["metric"]["name"]], float)
+    assert re.fullmatch("digits_fedskc-alpha=0.5,.+-seed2", begun.display_name)
     assert (agent_at / "run" / "config.yaml").read_text().count("seed: 2") == 1

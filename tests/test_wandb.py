@@ -1,22 +1,32 @@
 """What a W&B run holds, read back from its file."""
 
+import inspect
 import json
 import os
+import shutil
 import struct
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import wandb
 import yaml
-from commands import TINY, rows, run, summary, tiny
-from experiments import client_series
+from commands import TINY, contents, rows, run, summary, tiny
+from experiments import client_series, experiment
 from wandb.proto.wandb_internal_pb2 import Record
 
-from fl_lightning.loggers import WandbRoundLogger
+import fl_lightning
+from fl_lightning.algorithms import Local
+from fl_lightning.errors import ConfigError
+from fl_lightning.loggers import WandbRoundLogger, begin_logging
+from fl_lightning.wandb_logger import Labels, grouped
 
 BLOCK = 32 * 1024
 WANDB = ["--logger", "WandbRoundLogger"]
+DRAWN = ["--callbacks", "[{class_path: ClassRelations, init_args: {every: 1}}, BytesByRound]"]
+PICTURES = ("figures/class_relations", "figures/bytes")
+LABELS = Labels("digits-seed0", "digits-123456", ["FedSKC", "Digits", "Dirichlet"])
 
 DIVERGING = """
 from fl_lightning.algorithms import FedAvg
@@ -69,9 +79,30 @@ def values(items):
 
 
 def history(found):
-    """One dict a logged round."""
-    logged = [values(record.item) for record in of_kind(found, "history")]
-    return [row for row in logged if "global/acc" in row]
+    """One dict a logged row."""
+    return [values(record.item) for record in of_kind(found, "history")]
+
+
+def metrics(row):
+    """What of a row is in metrics.csv and clients.csv."""
+    apart = ("_", "partition.", *PICTURES)
+    return {name: value for name, value in row.items() if not name.startswith(apart)}
+
+
+def config_of(found):
+    """The config that a run shows."""
+    config = values(of_kind(found, "run")[0].config.update)
+    for record in of_kind(found, "config"):
+        config |= values(record.update)
+    return config
+
+
+def summary_of(found):
+    """The summary that a run shows."""
+    told = {}
+    for record in of_kind(found, "summary"):
+        told |= values(record.update)
+    return told
 
 
 class Logged:
@@ -86,37 +117,77 @@ class Logged:
 
 @pytest.fixture(scope="module", autouse=True)
 def wandb_at(tmp_path_factory):
-    """W&B's own folders out of the way."""
+    """W&B's own folders out of the way, and no word of it in the environment."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
         for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
-        patch.delenv("WANDB_MODE", raising=False)
         yield
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
     """Two rounds, logged to W&B."""
-    run_dir = tmp_path_factory.mktemp("logged") / "2026-01-02T03-04-05-abcdef"
-    outcome = tiny(run_dir, "--rounds", "2", *WANDB)
+    run_dir = tmp_path_factory.mktemp("logged") / "tiny"
+    outcome = tiny(run_dir, "--rounds", "2", "--logger.notes", "a try", "--logger.tags", "[mine, FedSKC]", *WANDB)
     return Logged(run_dir), outcome
 
 
 @pytest.fixture(scope="module")
-def resumed(logged, tmp_path_factory):
-    """The same run, then a third round in a second sitting."""
-    run_dir = tmp_path_factory.mktemp("resumed") / logged[0].run_dir.name
-    tiny(run_dir, "--rounds", "2", *WANDB)
-    assert run("fit", "--resume", run_dir, "--rounds", "3", "--log_clients", "false").code == 0
-    return Logged(run_dir)
+def resumed(tmp_path_factory):
+    """The same with pictures, and a third round in a second sitting; the folder was moved in between."""
+    run_dir = tmp_path_factory.mktemp("resumed") / "tiny"
+    tiny(run_dir, "--rounds", "2", *WANDB, *DRAWN)
+    Logged(run_dir)
+    moved = run_dir.rename(run_dir.parent / "elsewhere")
+    assert run("fit", "--resume", moved, "--rounds", "3", "--log_clients", "false").code == 0
+    return Logged(moved)
 
 
-def test_there_is_one_run_named_after_its_folder(logged):
-    (started,) = of_kind(logged[0].records, "run")
-    assert started.run_id == logged[0].run_dir.name
-    assert started.project == "fl-lightning"
+class Online:
+    """Takes the place of W&B's run, with a server that remembers one run."""
+
+    def __init__(self, monkeypatch, **summary) -> None:
+        self.given, self.rows, self.closed = [], [], 0
+        self.summary, self.step, self.id, self.project, self.entity = summary, 0, "id1", "p", "e"
+        monkeypatch.setattr(wandb, "init", self.init)
+
+    def init(self, **given):
+        self.given.append(given)
+        return self
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, row, step=None, commit=None):
+        if row:
+            self.rows.append((step, row))
+        self.closed += bool(commit)
+
+
+# --- What is in a run ------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_again_by_their_folder_and_never_mixed_up(logged, resumed):
+    (first,), (before, after) = ([of_kind(part, "run")[0] for part in one.parts] for one in (logged[0], resumed))
+    assert before.run_id == after.run_id != first.run_id  # whose folders had one name, and one was moved
+    assert all(one.project == "fl-lightning" and one.resume for one in (first, before, after))
     (ended,) = of_kind(logged[0].records, "exit")
     assert ended.exit_code == 0
+
+
+def test_it_is_called_after_its_config_and_what_it_is(logged, resumed):
+    (one,) = of_kind(logged[0].records, "run")
+    assert one.display_name == "tiny-rounds=2-seed0"
+    assert one.run_group.startswith("tiny-rounds=2-")
+    assert list(one.tags) == ["mine", "FedSKC", "Digits", "Dirichlet"]
+    assert (one.job_type, one.notes) == ("fit", "a try")
+    before, after = of_kind(resumed.records, "run")
+    assert (before.display_name, before.run_group) == (one.display_name, one.run_group)
+    assert list(before.tags) == ["FedSKC", "Digits", "Dirichlet"]
+    for name in ("display_name", "run_group", "tags", "job_type", "project", "entity"):
+        assert getattr(after, name) == getattr(before, name)
 
 
 def test_round_is_the_step_of_every_metric(logged):
@@ -128,51 +199,91 @@ def test_round_is_the_step_of_every_metric(logged):
     assert b"global_step" not in logged[0].paths[0].read_bytes()
 
 
+def test_a_round_is_one_row_pictures_included(logged, resumed):
+    """The partition is of before the first round."""
+    for found, rounds in ((logged[0].records, [0, 1, 2]), (resumed.records, [0, 1, 2, 3])):
+        told = history(found)
+        assert [row["round"] for row in told] == [row["_step"] for row in told] == rounds
+        steps = [record.step.num for record in of_kind(found, "history")]
+        assert steps == rounds
+    captions = [row.get("figures/class_relations.captions") for row in history(resumed.records)]
+    assert captions == [None, ["round 1"], ["round 2"], ["round 3"]]
+    assert [row.get("figures/bytes.captions") for row in history(resumed.records)] == [
+        None,
+        None,
+        ["round 2"],
+        ["round 3"],
+    ]
+
+
 def test_the_history_is_metrics_csv_and_clients_csv(logged):
-    told = history(logged[0].records)
+    told = history(logged[0].records)[1:]
     written = rows(logged[0].run_dir)
-    assert [row["round"] for row in told] == [1, 2]
     for row, expected in zip(told, written, strict=True):
-        own = {name: value for name, value in row.items() if not name.startswith("_")}
         series = client_series(logged[0].run_dir, row["round"])
-        assert own == {name: float(text) for name, text in expected.items() if text} | series
+        assert metrics(row) == {name: float(text) for name, text in expected.items() if text} | series
     names = told[0].keys()
     assert {"global/acc", "global/loss", "client/acc_mean", "client/acc_std", "client/train_loss"} <= names
     assert {"comm/up_bytes", "comm/down_bytes", "comm/total_bytes"} <= names
     assert {f"client_{k}/{what}" for k in range(4) for what in ("acc", "train_loss")} <= names
 
 
-def test_the_config_is_in_the_run(logged):
-    config = {}
-    for record in of_kind(logged[0].records, "config"):
-        config |= values(record.update)
+def test_the_config_is_in_the_run_as_filters_want_it(logged):
+    """Each value of config.yaml below its dotted key, and a class's name with it; nothing of `class_path` is left."""
+    config = config_of(logged[0].records)
+    assert config["algorithm"]["name"] == "FedSKC"
+    assert config["algorithm"]["tau"] == 0.08
+    assert config["scenario"]["partition"] == {"name": "Dirichlet", "alpha": 0.5, "min_samples": 20, "form": "class"}
     written = yaml.safe_load((logged[0].run_dir / "config.yaml").read_text())
-    assert {name: config[name] for name in written} == written
-    assert written["algorithm"]["init_args"]["tau"] == 0.08
+    assert config.keys() == written.keys() - {"logger"} | {"_wandb", "fl_lightning"}
+    assert {key: config[key] for key, value in written.items() if not isinstance(value, dict)} == {
+        key: value for key, value in written.items() if not isinstance(value, dict)
+    }
+    assert config["algorithm"] == {"name": "FedSKC", **written["algorithm"]["init_args"]}
+    assert config["trainer"] == written["trainer"]
+    assert config["fl_lightning"]["version"] == fl_lightning.__version__
+    assert len(config["fl_lightning"].get("commit", 40 * "0")) == 40
 
 
-def test_the_partition_is_in_the_run(logged):
-    (reference,) = [
-        json.loads(item.value_json)
-        for record in of_kind(logged[0].records, "history")
-        for item in record.item
-        if list(item.nested_key) == ["partition", "path"]
-    ]
+def test_a_config_is_grouped():
+    def one(name, /, **arguments):
+        return {"class_path": f"some.where.{name}", "init_args": arguments}
+
+    assert grouped({"terms": [one("A", mu=1), one("B"), one("A", inner=one("C", x=[1, 2]))]}) == {
+        "terms": {
+            "A": {"name": "A", "mu": 1},
+            "B": {"name": "B"},
+            "A-2": {"name": "A", "inner": {"name": "C", "x": [1, 2]}},
+        }
+    }
+    assert grouped({"class_path": "Bare"}) == {"name": "Bare"}
+    assert grouped(one("A", name="mine", size=3)) == {"name": "A", "size": 3, "init_args": {"name": "mine"}}
+    assert grouped({"class_path": "A", "init_args": {"x": 1}, "dict_kwargs": {"y": 2}}) == {"name": "A", "x": 1, "y": 2}
+    assert grouped([]) == []
+    assert grouped([one("A"), 1]) == [{"name": "A"}, 1]
+    assert grouped([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
+
+
+def test_the_partition_is_in_the_run(logged, resumed):
+    (reference,) = [row["partition.path"] for row in history(logged[0].records) if "partition.path" in row]
     table = json.loads((logged[0].paths[0].parent / "files" / reference).read_text())
     assert table["columns"] == ["client", *(f"class {label}" for label in range(10))]
     lines = [line.split(",") for line in (logged[0].run_dir / "partition.csv").read_text().splitlines()]
     assert table["data"] == [[int(n) for n in (line[0], *line[2:])] for line in lines if line[1] == "train"]
+    assert sum("partition.path" in row for row in history(resumed.records)) == 1
 
 
-def test_the_final_summary_is_in_the_run(logged):
-    told = {}
-    for record in of_kind(logged[0].records, "summary"):
-        told |= values(record.update)
-    figures = summary(logged[0].run_dir)
-    assert {name: told[name] for name, value in figures.items() if value is not None} == {
-        name: value for name, value in figures.items() if value is not None
-    }
-    assert figures["global/acc_last"] == told["global/acc"]
+def test_the_summary_is_the_runs_figures(logged, resumed):
+    """All rounds' figures, of a second sitting as well, and each metric's last value as a number."""
+    for one in (logged[0], resumed):
+        told, figures, written = summary_of(one.parts[-1]), summary(one.run_dir), rows(one.run_dir)
+        reached = {name: value for name, value in figures.items() if value is not None}
+        assert {name: told[name] for name in reached} == reached
+        assert "R_0.9" not in told
+        for name in ("global/acc", "client/acc_mean", "global/loss"):
+            assert told[name] == float(written[-1][name])
+        for name in ("global/loss", "client/loss_mean", "client/train_loss"):
+            assert told[f"{name}_best"] == min(float(row[name]) for row in written)
 
 
 def test_nothing_but_our_own_lines_is_printed(logged):
@@ -183,20 +294,16 @@ def test_nothing_but_our_own_lines_is_printed(logged):
     assert "lightning" not in out.lower()
 
 
-def test_a_resumed_run_has_the_same_id_and_goes_on(resumed, logged):
-    assert len(resumed.parts) == 2
-    ids = [started.run_id for part in resumed.parts for started in of_kind(part, "run")]
-    assert ids == [logged[0].run_dir.name] * 2
-    assert all(started.resume for started in of_kind(resumed.records, "run"))
+def test_a_resumed_run_goes_on(resumed):
     told = history(resumed.records)
-    assert [row["round"] for row in told] == [1, 2, 3]
-    assert told[2]["global/acc"] == float(rows(resumed.run_dir)[2]["global/acc"])
-    assert told[2]["comm/total_bytes"] == 3 * told[0]["comm/total_bytes"]
+    assert told[3]["global/acc"] == float(rows(resumed.run_dir)[2]["global/acc"])
+    assert told[3]["comm/total_bytes"] == 3 * told[1]["comm/total_bytes"]
+    assert config_of(resumed.parts[1])["rounds"] == 3
     assert [metric.step_metric for metric in of_kind(resumed.parts[1], "metric")] == ["", "round"]
 
 
 def test_without_log_clients_no_client_has_a_series(resumed):
-    before, after = history(resumed.parts[0])[0], history(resumed.parts[1])[0]
+    before, after = history(resumed.parts[0])[1], history(resumed.parts[1])[0]
     assert [name for name in before if name.startswith("client_")]
     assert [name for name in after if name.startswith("client_")] == []
     assert "client/acc_mean" in after
@@ -208,6 +315,7 @@ def test_offline_is_a_setting_of_the_run_not_of_the_process(logged):
 
 
 def test_a_failed_run_is_a_failed_run_there(tmp_path, monkeypatch):
+    """What it came to until then is in its summary."""
     (tmp_path / "diverging.py").write_text(DIVERGING)
     (tmp_path / "own.yaml").write_text(TINY)
     monkeypatch.syspath_prepend(tmp_path)
@@ -218,7 +326,10 @@ def test_a_failed_run_is_a_failed_run_there(tmp_path, monkeypatch):
     logged = Logged(tmp_path / "run")
     (ended,) = of_kind(logged.records, "exit")
     assert ended.exit_code == 1
-    assert [row["round"] for row in history(logged.records)] == [1]
+    told = history(logged.records)
+    assert [row["round"] for row in told] == [0, 1]
+    assert summary_of(logged.records)["global/acc_best"] == told[1]["global/acc"]
+    assert of_kind(logged.records, "run")[0].display_name == "own-algorithm=Diverging-seed0"
 
 
 def test_any_lightning_logger_takes_its_place(tmp_path):
@@ -240,14 +351,262 @@ def test_any_lightning_logger_takes_its_place(tmp_path):
     assert yaml.safe_load(config.read_text())["algorithm"]["class_path"] == "fl_lightning.FedSKC"
 
 
-def test_names_and_groups_reach_wandb():
-    logger = WandbRoundLogger(project="p", name="n", entity="e", group="g", tags=["a", "b"], offline=False)
-    wanted = {"project": "p", "name": "n", "entity": "e", "group": "g", "tags": ["a", "b"]}
-    assert {key: logger._wandb_init[key] for key in wanted} == wanted
-    assert not logger._offline
+# --- Steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_partition_of_many_clients_is_no_table():
-    logger = WandbRoundLogger()
-    logger.log_counts("partition", [[1, 2]] * 1001)
-    assert logger._experiment is None
+def attached(run_dir, **options):
+    logger = WandbRoundLogger(**options)
+    run_dir.mkdir(exist_ok=True)
+    logger.attach(run_dir, {}, LABELS)
+    return logger
+
+
+def test_what_others_log_in_between_costs_no_round(tmp_path):
+    """W&B drops rows behind its step, and a callback may log to W&B's run directly."""
+    logger = attached(tmp_path)
+    for n in (1, 2, 3):
+        logger.log_metrics({"a": n}, step=n)
+        if n == 1:
+            logger.log_metrics({"beside": 1})  # goes into the open row
+            logger.log_image("figures/x", [torch.rand(4, 4).numpy()], step=n)
+        else:
+            logger.experiment.log({"stray": n})
+            logger.experiment.log({"stray": -n})
+            logger.log_metrics({"b": n}, step=n)
+        logger.save()
+        logger.save()
+    logger.finalize("success")
+    told = history(Logged(tmp_path).records)
+    assert [row["a"] for row in told if "a" in row] == [1, 2, 3]
+    assert [row["round"] for row in told if "a" in row] == [row["a"] for row in told if "a" in row]
+    assert [(row["b"], row["round"]) for row in told if "b" in row] == [(2, 2), (3, 3)]
+    assert told[0]["beside"] == 1
+    assert told[0]["figures/x._type"] == "images/separated"
+    assert [row["_step"] for row in told] == list(range(1, len(told) + 1))
+
+
+def test_rounds_that_the_server_holds_are_not_sent_again(tmp_path, monkeypatch):
+    """But for those of another folder, whose W&B run somebody goes on with by its id."""
+    online = Online(monkeypatch, round=2)
+    online.step = 3
+    for told in ([(3, 1), (3, 2), (3, 3)], [(3, 3)]):
+        logger = attached(tmp_path, offline=False)
+        for n in (1, 2, 3):
+            logger.log_metrics({"a": n}, step=n)
+            logger.save()
+            logger.save()  # of nothing new
+        assert online.rows == [(step, {"a": n, "round": n}) for step, n in told]
+        assert online.closed == len(told)
+        online.rows, online.closed = [], 0
+
+
+def test_a_shared_run_has_no_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    online = Online(monkeypatch)
+    del online.step  # W&B raises
+    logger = attached(tmp_path)
+    logger.log_metrics({"a": 1}, step=1)
+    logger.save()
+    assert online.rows == [(None, {"a": 1, "round": 1})]
+
+
+def test_the_partition_of_many_clients_is_no_table(tmp_path, monkeypatch):
+    online = Online(monkeypatch)
+    for clients, tables in ((1000, 1), (1001, 0)):
+        online.rows.clear()
+        (tmp_path / str(clients)).mkdir()
+        counts = torch.ones(clients, 2).int().numpy()
+        begin_logging(WandbRoundLogger(), tmp_path / str(clients), {}, LABELS, counts, 0)
+        assert len(online.rows) == tables
+
+
+# --- What is silent, and what is said --------------------------------------------------------------------------------
+
+
+OPTIONS = {
+    "project": ("WANDB_PROJECT", "fl-lightning"),
+    "entity": ("WANDB_ENTITY", None),
+    "name": ("WANDB_NAME", "digits-seed0"),
+    "group": ("WANDB_RUN_GROUP", "digits-123456"),
+    "job_type": ("WANDB_JOB_TYPE", "fit"),
+    "notes": ("WANDB_NOTES", None),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_goes_before_the_environment_and_that_before_the_default(option, tmp_path, monkeypatch):
+    online, (variable, default) = Online(monkeypatch), OPTIONS[option]
+    attached(tmp_path)
+    monkeypatch.setenv(variable, "")
+    attached(tmp_path / "empty")
+    monkeypatch.setenv(variable, "from outside")
+    attached(tmp_path / "outside")
+    attached(tmp_path / "told", **{option: "told"})
+    assert [given[option] for given in online.given] == [default, default, "from outside", "told"]
+
+
+@pytest.mark.parametrize(
+    ("option", "outside", "mode"),
+    [
+        (None, None, "offline"),
+        (None, "online", "online"),
+        (None, "disabled", "disabled"),
+        (True, "online", "offline"),
+        (False, None, "online"),
+        (False, "disabled", "online"),
+    ],
+)
+def test_the_mode(option, outside, mode, monkeypatch):
+    if outside:
+        monkeypatch.setenv("WANDB_MODE", outside)
+    given = WandbRoundLogger(offline=option)._wandb_init
+    assert given["mode"] == mode
+    assert given["settings"].silent == (mode != "online")
+    assert given["settings"].console == "off"
+
+
+def test_every_option_is_silent_unless_it_is_given():
+    parameters = inspect.signature(WandbRoundLogger).parameters
+    assert {name for name, one in parameters.items() if one.default is not None} == {"log_model"}
+
+
+@pytest.mark.parametrize(
+    ("option", "outside", "tags"),
+    [
+        (None, None, []),
+        (None, "a, FedSKC,,b", ["a", "FedSKC", "b"]),
+        (["c"], "a", ["c"]),
+        ([], "a", []),
+    ],
+)
+def test_tags_are_added_to_ones_own(option, outside, tags, tmp_path, monkeypatch):
+    if outside:
+        monkeypatch.setenv("WANDB_TAGS", outside)
+    online = Online(monkeypatch)
+    attached(tmp_path, tags=option)
+    assert online.given[0]["tags"] == list(dict.fromkeys([*tags, *LABELS.tags]))
+
+
+def test_the_environment_reaches_the_run(tmp_path, monkeypatch):
+    told = {"PROJECT": "thesis", "ENTITY": "us", "NAME": "one", "RUN_GROUP": "many", "TAGS": "x,y", "RUN_ID": "id7"}
+    for name, text in told.items():
+        monkeypatch.setenv(f"WANDB_{name}", text)
+    attached(tmp_path).finalize("success")
+    (found,) = of_kind(Logged(tmp_path).records, "run")
+    assert [found.project, found.entity, found.display_name, found.run_group, found.run_id] == [
+        told[name] for name in ("PROJECT", "ENTITY", "NAME", "RUN_GROUP", "RUN_ID")
+    ]
+    assert list(found.tags) == ["x", "y", *LABELS.tags]
+
+
+def test_disabled_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    words = ["--rounds", "1", *WANDB, *DRAWN, "--logger.log_model", "all"]
+    outcome = tiny(tmp_path / "run", *words)
+    assert outcome.err == ""
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert len(rows(tmp_path / "run")) == 1
+
+
+def test_in_a_sweep_the_run_is_the_agents(tmp_path, monkeypatch):
+    """W&B warns of a project or an id that is given to a run of a sweep."""
+    for name, text in {"SWEEP_ID": "s", "RUN_ID": "r", "PROJECT": "p", "ENTITY": "e"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", text)
+    online = Online(monkeypatch)
+    attached(tmp_path)
+    attached(tmp_path)
+    assert [[given[key] for key in ("id", "project", "entity")] for given in online.given] == [[None] * 3] * 2
+    assert online.given[0]["name"] == LABELS.name
+    for name in ("SWEEP_ID", "RUN_ID", "PROJECT", "ENTITY"):
+        monkeypatch.delenv(f"WANDB_{name}")
+    attached(tmp_path)  # resumed without the agent
+    assert [online.given[2][key] for key in ("id", "project", "entity")] == ["id1", "p", "e"]
+
+
+def test_lightning_is_told_where_it_lies(tmp_path, monkeypatch):
+    Online(monkeypatch)
+    logger = attached(tmp_path)
+    assert (logger.name, logger.save_dir, logger.version) == ("fl-lightning", str(tmp_path), "id1")
+
+
+def test_names_given_on_the_server_are_left_alone(tmp_path, monkeypatch):
+    """A run that was online is resumed without names, but for those that the config says."""
+    online = Online(monkeypatch)
+    for options in ({"offline": False}, {"offline": True}, {"offline": False, "name": "mine", "tags": ["x"]}):
+        attached(tmp_path, **options)
+    told = [[given[key] for key in ("id", "name", "group", "tags")] for given in online.given]
+    assert told == [
+        [None, LABELS.name, LABELS.group, LABELS.tags],
+        ["id1", None, None, []],
+        ["id1", "mine", None, ["x", *LABELS.tags]],
+    ]
+
+
+def test_a_run_that_goes_online_later_brings_its_names(tmp_path, monkeypatch):
+    online = Online(monkeypatch)
+    attached(tmp_path)
+    WandbRoundLogger(offline=False).attach(tmp_path, {}, Labels(None, None, LABELS.tags))
+    told = [[given[key] for key in ("name", "group", "tags", "mode")] for given in online.given]
+    assert told == [[LABELS.name, LABELS.group, LABELS.tags, mode] for mode in ("offline", "online")]
+
+
+def test_what_wandb_refuses_is_one_line(tmp_path):
+    words = [*WANDB, "--run_dir", tmp_path / "run", "--logger.tags", json.dumps(["x" * 65])]
+    (tmp_path / "own.yaml").write_text(TINY)
+    code, _, err = run("fit", "--config", tmp_path / "own.yaml", *words)
+    assert code == 2
+    assert err.startswith("fl-lightning: error: logger: ")
+    assert "65 characters" in err
+    assert err.count("\n") == 1
+
+
+# --- Artifacts -------------------------------------------------------------------------------------------------------
+
+
+def files_of(artifact, folder):
+    """An artifact's files, put where whoever fetches it finds them."""
+    for one in artifact.manifest.contents:
+        (folder / one.path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(one.local_path, folder / one.path)
+    return {path: content for path, content in contents(folder).items() if content is not None}
+
+
+def test_log_model_leaves_the_model_and_all_a_run_to_go_on_with(tmp_path):
+    run_dir = tmp_path / "run"
+    tiny(run_dir, "--rounds", "2", *WANDB, "--logger.log_model", "all")
+    logged = Logged(run_dir)
+    model, checkpoints = [one for one in of_kind(logged.records, "artifact") if one.type == "model"]
+    run_id = of_kind(logged.records, "run")[0].run_id
+    assert (model.name, checkpoints.name) == (f"model-{run_id}", f"checkpoints-{run_id}")
+    assert files_of(model, tmp_path / "model") == {"model.pt": (run_dir / "final" / "model.pt").read_bytes()}
+    fetched = files_of(checkpoints, tmp_path / "fetched")
+    kept = ("config.yaml", "metrics.csv", "clients.csv", "checkpoints/", "clients/")
+    assert fetched == {
+        path: content for path, content in contents(run_dir).items() if path.startswith(kept) and content is not None
+    }
+    again = run("test", tmp_path / "fetched")
+    assert again.code == 0
+    assert again.out == run("test", run_dir).out
+    assert run("fit", "--resume", tmp_path / "fetched", "--rounds", "3", "--logger", "null").code == 0
+
+
+def test_log_model_leaves_the_model_alone(tmp_path):
+    logger = WandbRoundLogger(log_model=True)
+    experiment(tmp_path, rounds=1, logger=logger).fit()
+    (model,) = [one for one in of_kind(Logged(tmp_path).records, "artifact") if one.type == "model"]
+    assert [one.path for one in model.manifest.contents] == ["model.pt"]
+
+
+def test_without_it_there_is_no_artifact(logged):
+    assert [one for one in of_kind(logged[0].records, "artifact") if one.type == "model"] == []
+
+
+def test_a_method_without_a_model_says_so(tmp_path):
+    with pytest.warns(UserWarning, match=r"logger.log_model: this method leaves no final/model.pt; `all` logs"):
+        experiment(tmp_path, Local(), rounds=1, logger=WandbRoundLogger(log_model=True)).fit()
+    assert [one for one in of_kind(Logged(tmp_path).records, "artifact") if one.type == "model"] == []
+
+
+def test_log_model_is_true_false_or_all():
+    with pytest.raises(ConfigError, match=r"logger.log_model: 'most' is neither true, false nor all"):
+        WandbRoundLogger(log_model="most")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
+from fl_lightning.cli_errors import plainly
 from fl_lightning.config import FREE_KEYS, below, config_file, flatten, with_config_paths
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import build, experiment_parser, plain_config
+from fl_lightning.naming import run_names
 from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import with_rival
 
@@ -43,7 +47,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     else:
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
     orchestrator = build(given, parser, run_dir)
-    summary = orchestrator.fit(resume=bool(given.resume), config=config)
+    name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
+    summary = orchestrator.fit(bool(given.resume), config, name, group)
     Console().print(summary_table(summary))
     print(f"run: {run_dir}")
     return 0
@@ -72,7 +77,46 @@ def refuse_another_experiment(saved: dict[str, Any], config: dict[str, Any]) -> 
         raise ConfigError(f"--resume: another experiment: {changes}; leave them as they were, or start anew")
 
 
+def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
+    """What a run and its group are called."""
+    setting = setting_of(config)
+    return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
+
+
+def setting_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What runs share that differ in the seed: a config's keys, dotted, less those that do not alter the maths."""
+    apart = MAY_CHANGE - {"rounds"} | {"seed"}
+    return {key: value for key, value in flatten(config).items() if key not in apart and not below(key, apart)}
+
+
+def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
+    """The setting that the config files alone describe; of a class that the command line put in, its own defaults.
+
+    Files that are no whole config are taken to describe all there is.
+    """
+
+    def stated(*more: str) -> dict[str, Any]:
+        words = [*(f"--config={path}" for path in given.config or []), *more]
+        with plainly(parser), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once already
+            return setting_of(plain_config(parser.parse_args(with_rival(words)), parser))
+
+    try:
+        found = stated()
+    except ConfigError:
+        return setting
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # they have keys below them
+    put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
+    with suppress(ConfigError):  # a class with arguments that must be given
+        found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found
+    return found
+
+
+def config_name(configs: Sequence[Any] | None) -> str:
+    """The name of the last config file, which a run is named after."""
+    return Path(str(configs[-1])).stem if configs else "run"
+
+
 def new_run_dir(configs: Sequence[Any] | None) -> Path:
     """`runs/<config>/<time>-<id>`, new."""
-    name = Path(str(configs[-1])).stem if configs else "run"
-    return Path("runs") / name / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
+    return Path("runs") / config_name(configs) / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"

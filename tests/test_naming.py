@@ -1,0 +1,149 @@
+"""Names of runs: seeds of one setting share a group, two settings never do."""
+
+import re
+
+import pytest
+from commands import TINY
+
+from fl_lightning.commands.fit import names
+from fl_lightning.commands.fit import parser as fit_parser
+from fl_lightning.experiment import plain_config
+from fl_lightning.naming import changes, run_names
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return fit_parser()
+
+
+@pytest.fixture
+def named(parser, tmp_path):
+    """Name and group of a command line over the tiny config, or over another text."""
+
+    def of(*words, text=TINY):
+        (tmp_path / "tiny.yaml").write_text(text)
+        given = parser.parse_args(["--config", str(tmp_path / "tiny.yaml"), *words])
+        return names(given, parser, plain_config(given, parser))
+
+    return of
+
+
+def test_seeds_of_a_setting_share_a_group(named):
+    (name, group), (other, same) = named(), named("--seed", "12")
+    assert (name, other) == ("tiny-seed0", "tiny-seed12")
+    assert group == same
+    assert re.fullmatch(r"tiny-[0-9a-f]{6}", group)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--engine", "stacked"],
+        ["--logger", "CSVLogger", "--logger.save_dir", "x"],
+        ["--callbacks", "[RowNorms]"],
+        ["--evaluation.targets", "[0.1]"],
+        ["--trainer.accelerator", "auto"],
+        ["--run_dir", "x"],
+        ["--algorithm.tau", "0.08"],  # as it is
+    ],
+)
+def test_who_watches_and_where_is_no_other_setting(named, words):
+    assert named(*words) == named()
+
+
+def test_where_the_data_lie_is_no_other_setting(named):
+    text = TINY.replace("Digits", "MNIST")
+    assert named("--scenario.dataset.data_dir", "elsewhere", text=text) == named(text=text)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--algorithm.tau", "0.1"], "tau=0.1"),
+        (["--rounds", "7"], "rounds=7"),
+        (["--scenario.partition.alpha", "1", "--algorithm.tau", "1e-3"], "alpha=1,tau=0.001"),
+        (["--scenario.partition", "IID"], "partition=IID"),
+        (["--algorithm", "MOON", "--algorithm.mu", "2.5"], "algorithm=MOON,mu=2.5"),
+        (["--optimizer.weight_decay", "0.1"], "weight_decay=0.1"),
+        (["--trainer.deterministic", "true", "--trainer.max_epochs", "null"], "max_epochs=null,deterministic=true"),
+        (
+            ["--algorithm.loss_terms", "[{class_path: Proximal, init_args: {mu: 1}}, {class_path: DistillingWeights}]"],
+            "loss_terms=Proximal+DistillingWeights",
+        ),
+    ],
+)
+def test_what_the_command_line_changed_is_told(named, words, told):
+    name, group = named(*words)
+    assert name == f"tiny-{told}-seed0"
+    assert re.fullmatch(re.escape(f"tiny-{told}-") + "[0-9a-f]{6}", group)
+
+
+def test_of_a_class_only_what_is_not_its_default_is_told(named):
+    """And where it has arguments without defaults, all of them."""
+    assert named("--algorithm", "MOON")[0] == "tiny-algorithm=MOON-seed0"
+    name, _ = named("--round_lr_scheduler", "ExponentialLR", "--round_lr_scheduler.gamma", "0.9")
+    assert name.startswith("tiny-round_lr_scheduler=ExponentialLR,gamma=0.9")
+
+
+def test_a_file_that_was_edited_is_another_setting(named):
+    edited = TINY.replace("batch_size: 16", "batch_size: 8")
+    (name, group), (same, other) = named(), named(text=edited)
+    assert name == same
+    assert group != other
+
+
+def test_groups_differ_where_names_cannot_tell(named):
+    """Terms with other arguments, say."""
+    groups = {named("--algorithm.loss_terms", f"[{{class_path: Proximal, init_args: {{mu: {mu}}}}}]") for mu in (1, 2)}
+    assert len(groups) == 2
+    assert len({name for name, _ in groups}) == 1
+
+
+def test_files_that_are_no_whole_config_have_names_too(named):
+    part = "\n".join(line for line in TINY.splitlines() if not line.startswith(("model", "algorithm")))
+    rest = ["--model", "MLP", "--algorithm", "FedAvg"]
+    assert named(*rest, text=part)[0] == "tiny-seed0"
+    assert named(*rest, text=part)[1] != named(*rest, "--rounds", "9", text=part)[1]
+
+
+def test_without_a_config_file_it_is_a_run(parser):
+    words = ["--scenario.dataset", "Digits", "--scenario.partition", "IID", "--scenario.clients", "3"]
+    given = parser.parse_args([*words, "--model", "MLP", "--algorithm", "FedAvg", "--seed", "3"])
+    assert names(given, parser, plain_config(given, parser))[0] == "run-seed3"
+
+
+def test_keys_are_told_apart_by_what_it_takes():
+    setting = {"algorithm.mu": 1, "model.head.mu": 2, "algorithm.tau": 0.5}
+    assert changes(setting, {}) == "algorithm.mu=1,model.head.mu=2,tau=0.5"
+    assert changes(setting, {"algorithm.mu": 1}) == "mu=2,tau=0.5"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "true"), (None, "null"), (2.0, "2"), (1e-7, "1e-07"), (0.0123, "0.0123"),
+     ("some.where.Thing", "Thing"), ("a/b.npz", "a/b.npz"),
+     ([1, 2], "1+2"), ([[3, 1], "x"], "3+1+x"), ("0.5", "0.5")],
+)  # fmt: skip
+def test_values_are_short(value, text):
+    assert changes({"key": value}, {"key": "before"}) == f"key={text}"
+
+
+def test_names_are_no_longer_than_wandb_takes_them():
+    setting = {f"key{i}": i for i in range(100)}
+    name, group = run_names("tiny", 12, setting, {})
+    assert len(name) == len(group) == 128
+    assert name.startswith("tiny-key0=0,key1=1,")
+    assert name.endswith("-seed12")
+    assert run_names("tiny", 12, setting | {"key99": 0}, {})[1] != group
+
+
+def test_the_order_of_keys_makes_no_other_setting():
+    assert run_names("tiny", 0, {"a": 1, "b": 2}, {}) != run_names("tiny", 0, {"a": 2, "b": 1}, {})
+    stated = {"b": 2, "a": 1}
+    assert run_names("tiny", 0, {"a": 1, "b": 2}, stated) == run_names("tiny", 0, stated, stated)
+
+
+def test_a_key_to_come_changes_no_group_while_it_is_null():
+    stated = {"a": 1, "new": None}
+    assert run_names("tiny", 0, stated, stated) == run_names("tiny", 0, {"a": 1}, {"a": 1})
+    assert run_names("tiny", 0, stated | {"new": 0}, stated)[1] != run_names("tiny", 0, stated, stated)[1]

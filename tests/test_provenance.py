@@ -1,0 +1,89 @@
+"""The commit that a checkout stands at is git's own answer."""
+
+import shutil
+import subprocess
+
+import pytest
+
+import fl_lightning
+from fl_lightning.provenance import commit_of, source
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "protocol.file.allow=always"]
+    done = subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    for i in range(2):
+        (folder / "file").write_text(str(i))
+        git(folder, "add", "file")
+        git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+def test_of_a_branch(checkout):
+    assert commit_of(checkout) == git(checkout, "rev-parse", "HEAD")
+    git(checkout, "checkout", "-q", "-b", "some/branch", "HEAD~1")
+    assert commit_of(checkout) == git(checkout, "rev-parse", "HEAD") != git(checkout, "rev-parse", "main")
+
+
+def test_of_packed_refs(checkout):
+    git(checkout, "branch", "main2", "HEAD~1")
+    git(checkout, "tag", "-a", "v1", "-m", "one")
+    git(checkout, "pack-refs", "--all")
+    assert not (checkout / ".git" / "refs" / "heads" / "main").exists()
+    assert commit_of(checkout) == git(checkout, "rev-parse", "HEAD")
+    git(checkout, "checkout", "-q", "main2")
+    assert commit_of(checkout) == git(checkout, "rev-parse", "HEAD")
+
+
+def test_of_no_branch(checkout):
+    git(checkout, "checkout", "-q", "--detach", "HEAD~1")
+    assert commit_of(checkout) == git(checkout, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_of_a_further_worktree(checkout, packed):
+    git(checkout, "worktree", "add", "-q", "-b", "side", "../side", "HEAD~1")
+    if packed:
+        git(checkout, "pack-refs", "--all")
+    side = checkout.parent / "side"
+    assert commit_of(side) == git(side, "rev-parse", "HEAD") != commit_of(checkout)
+
+
+def test_of_a_submodule(checkout, tmp_path):
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    git(outer, "init", "-q")
+    git(outer, "submodule", "--quiet", "add", str(checkout), "inner")
+    assert commit_of(outer / "inner") == git(checkout, "rev-parse", "HEAD")
+
+
+def test_there_is_none_without_a_commit_or_a_checkout(checkout, tmp_path):
+    """A folder below a checkout is none: what is installed into a project's environment is no part of the project."""
+    (checkout / "site-packages").mkdir()
+    assert commit_of(checkout / "site-packages") is None
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    git(empty, "init", "-q")
+    assert commit_of(empty) is None
+    for text in ("gitdir: /nowhere", "", "\xff"):
+        (tmp_path / ".git").write_text(text, encoding="latin-1")
+        assert commit_of(tmp_path) is None
+    (checkout / ".git" / "HEAD").write_text("nonsense")
+    assert commit_of(checkout) is None
+
+
+def test_of_the_package(checkout, monkeypatch):
+    """It lies in the checkout's own folder, or else in none."""
+    for place, commit in (("fl_lightning", {"commit": git(checkout, "rev-parse", "HEAD")}), ("lib/fl_lightning", {})):
+        monkeypatch.setattr(fl_lightning, "__file__", str(checkout / place / "__init__.py"))
+        assert source() == {"version": fl_lightning.__version__} | commit
