@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.lazy import load
 
 if TYPE_CHECKING:
+    from fl_lightning import runs
     from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, FedSKC
     from fl_lightning.client import ClientModule, LossTerm, Step
     from fl_lightning.data import Scenario
@@ -29,6 +30,7 @@ __all__ = [
     "Step",
     "Upload",
     "open_run",
+    "runs",
 ]
 
 _HOMES = {
@@ -44,6 +46,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first used."""
+    if name == "runs":
+        return load(f"{__name__}.runs")
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,8 +67,10 @@ class Interrupted(FLError):
 
 
 def one_line(error: BaseException | str) -> str:
-    """An error's message, or any text, on one line."""
-    return " ".join(str(error).split())
+    """An error's message, or any text, on one line that a terminal shows and does not obey."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(str(error).split())
+    )
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 Row = dict[str, float]
 """One round's metrics by name."""
 
+_WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 
-def read_rows(path: Path) -> list[Row]:
-    """The rounds of a `metrics.csv`, or the lines of a `clients.csv`; a line that a kill cut short comes back empty."""
-    text = path.read_bytes().decode(errors="replace")
-    text = text[: text.rfind("\n") + 1]
-    return [_parse(row) for row in csv.DictReader(io.StringIO(text))]
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rounds of a `metrics.csv`, or the lines of a `clients.csv`; a line that a kill cut short comes back empty.
+
+    Raises:
+        ValueError: It is no CSV file, or names a column twice.
+    """
+    lines = _lines(path)
+    names = next(lines, [])
+    for cells in lines:
+        yield _parse(names, cells)
+
+
+def read_columns(path: Path) -> dict[str, array[float]]:
+    """The columns of a `clients.csv`, NaN where they are blank; less than a tenth of the memory that its rows take.
+
+    Raises:
+        ValueError: It is no CSV file of numbers, names a column twice, or has a line that lacks a cell.
+    """
+    lines = _lines(path)
+    columns = {name: array("d") for name in next(lines, [])}
+    for number, cells in enumerate(lines, 2):
+        if len(cells) != len(columns):
+            raise ValueError(f"line {number} has {len(cells)} cells, its header {len(columns)}")
+        for column, text in zip(columns.values(), cells, strict=True):
+            column.append(float(text) if text else math.nan)
+    return columns
 
 
 def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:
@@ -50,13 +73,27 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     return summary
 
 
-def _parse(row: dict[str, str]) -> Row:
+def _lines(path: Path) -> Iterator[list[str]]:
+    """A CSV file's lines, its header first; without one that a kill cut short."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = csv.reader(line for line in file if line.endswith("\n"))
+        try:
+            names = next(lines, [])
+            if len(set(names)) < len(names):
+                raise ValueError("it names a column twice")
+            yield names
+            yield from lines
+        except csv.Error as error:
+            raise ValueError(f"line {lines.line_num}: {error}") from error
+
+
+def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
     """A row of numbers; one that a kill cut short comes back empty."""
     try:
-        return {name: _number(text) for name, text in row.items() if text}
-    except (TypeError, ValueError):
+        return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
+    except ValueError:
         return {}
 
 
 def _number(text: str) -> float:
-    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    return int(text) if _WHOLE(text) else float(text)

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from fl_lightning.config import flatten
 from fl_lightning.errors import ConfigError, FLError, one_line
-from fl_lightning.metrics import Row, read_rows, summarize
+from fl_lightning.metrics import Row, read_columns, read_rows, summarize
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Paths = str | Path | Iterable[str | Path]
+"""A run's folder, or a folder of such at any depth; or several of them."""
 
 Where = Mapping[str, Any] | Sequence[str]
-"""Settings that runs must have: a mapping, or words such as `algorithm.tau=0.08`."""
+"""Settings that runs must have: a mapping, or words such as `algorithm.tau=0.08`; of a list, either value will do."""
 
-MOST_SETTINGS = 10_000
-"""No experiment has more; a config that unfolds to more was made to fill the memory of whoever reads it."""
+Figures = dict[str, float | int | None]
+"""What a run came to, by name."""
+
+MOST_BYTES = {"config.yaml": 2**20, "metrics.csv": 2**27, "clients.csv": 2**30, "final/summary.json": 2**20}
+"""No run's file is larger; one that is would fill the memory of whoever reads it. So would more settings than these:"""
+MOST_SETTINGS = 200_000
+DEEPEST = 50
+LONGEST_NUMBER = 300
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 
 
 class DamagedRun(FLError):
     """A folder that is no run, or one that cannot be read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """A run's folder, opened to be read.
 
@@ -36,31 +53,32 @@ class Run:
         folder: Where it lies.
         config: Its resolved config; empty where the run was started from Python without one.
         rounds: Its metrics by round, in order, as far as they were on disk.
+        final: Its figures in `final/summary.json`; None if it has not come to its end.
     """
 
     folder: Path
     config: dict[str, Any]
     rounds: list[Row]
+    final: Figures | None = None
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config with dotted keys, as on the command line; classes by their bare names."""
-        return flatten(self.config, name=lambda path: str(path).rpartition(".")[2])
+        """The config with dotted keys, as on the command line; classes too: their names, or paths if they are yours."""
+        return flatten(self.config, name=_short)
 
-    @cached_property
+    @property
     def finished(self) -> bool:
         """Whether it came to its end."""
-        return (self.folder / "final" / "summary.json").is_file()
+        return self.final is not None
 
     @cached_property
-    def summary(self) -> dict[str, float | int | None]:
+    def summary(self) -> Figures:
         """Its figures, as in `final/summary.json`; of a run that has not ended, those of the rounds that it has."""
-        if self.finished:
-            try:
-                return dict(json.loads((self.folder / "final" / "summary.json").read_text()))
-            except (OSError, TypeError, ValueError) as error:
-                raise DamagedRun(f"{self.folder}: final/summary.json cannot be read: {one_line(error)}") from error
-        return summarize(self.rounds, self.settings.get("evaluation.targets") or ())
+        if self.final is not None:
+            return self.final
+        targets = self.settings.get("evaluation.targets")
+        numbers = [each for each in targets if isinstance(each, float | int)] if isinstance(targets, list) else []
+        return summarize(self.rounds, numbers)
 
     def key(self, name: str) -> str:
         """A setting's whole key, given that or its end: `alpha` for `scenario.partition.alpha`.
@@ -80,48 +98,23 @@ class Run:
         return self.settings.get(self.key(name))
 
 
-def open_run_folder(folder: str | Path) -> Run:
-    """A run, read from its folder.
+class Tables(NamedTuple):
+    """Runs as tables; `run`, the folder's path, says in each which run a row is of.
 
-    Raises:
-        DamagedRun: It is none, or its config or metrics cannot be read; the message says which and why.
+    Args:
+        runs: A row a run: `run`, `finished`, its settings by their whole keys, lists as JSON, and the figures of its
+            summary, of which `rounds` is how many it has.
+        rounds: A row a run and round: `run`, `round` and the round's metrics.
+        clients: A row a run, round and client that has a value: `run`, `round`, `client` and the client's metrics.
     """
-    folder = Path(folder)
-    if not (folder / "metrics.csv").is_file():
-        raise DamagedRun(f"{folder}: no run: it holds no metrics.csv")
-    try:
-        config = yaml.safe_load(_text(folder / "config.yaml")) if (folder / "config.yaml").exists() else {}
-        if not isinstance(config, dict) or _size(config) > MOST_SETTINGS:
-            raise ValueError("it holds no mapping of settings")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DamagedRun(f"{folder}: config.yaml cannot be read: {one_line(error)}") from error
-    try:
-        rows = [row for row in read_rows(folder / "metrics.csv") if row]
-    except (OSError, ValueError) as error:
-        raise DamagedRun(f"{folder}: metrics.csv cannot be read: {one_line(error)}") from error
-    if [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
-        raise DamagedRun(f"{folder}: metrics.csv does not hold rounds 1 to {len(rows)}, each once")
-    if not rows:
-        raise DamagedRun(f"{folder}: no round has ended yet")
-    return Run(folder, config, rows)
+
+    runs: pd.DataFrame
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
 
 
-def find(paths: Iterable[str | Path]) -> list[Path]:
-    """The run folders among these paths and below them, each once; in the order of the paths, below each by name.
-
-    Raises:
-        ConfigError: A path is no folder.
-    """
-    found: dict[Path, None] = {}
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise ConfigError(f"{path}: no such folder")
-        found |= dict.fromkeys(_below(path))
-    return list(found)
-
-
-def open_runs(paths: Iterable[str | Path], where: Where = ()) -> list[Run]:
-    """The runs among these folders and below them; what cannot be read is left out with a warning.
+def load(paths: Paths, where: Where = ()) -> Tables:
+    """The runs among these folders and below them as tables; what cannot be read is left out with a warning.
 
     Args:
         paths: Run folders, or folders of such.
@@ -130,57 +123,277 @@ def open_runs(paths: Iterable[str | Path], where: Where = ()) -> list[Run]:
     Raises:
         ConfigError: No run is left, or a path is no folder.
     """
-    paths, wanted = list(paths), conditions(where)
+    import pandas as pd  # it takes a second to import, and whoever only wants runs opened need not wait
+
+    runs = open_runs(paths, where)
+    names: list[dict[str, Any]] = [{"run": str(run.folder)} for run in runs]
+    rounds = pd.DataFrame([own | row | own for own, run in zip(names, runs, strict=True) for row in run.rounds])
+    clients = [_clients(run) for run in runs]
+    found = [table for table in clients if len(table)] or clients[:1]
+    return Tables(pd.DataFrame([_row(run) for run in runs]), rounds, pd.concat(found, ignore_index=True))
+
+
+def open_run_folder(folder: str | Path) -> Run:
+    """A run, read from its folder.
+
+    Raises:
+        DamagedRun: It is none, or its config or metrics cannot be read; the message says which and why.
+    """
+    folder = Path(folder)
+    if not (folder / "metrics.csv").exists():
+        raise DamagedRun(f"{folder}: no run: it holds no metrics.csv")
+    config = _read(folder, "config.yaml", _config, {})
+    rounds = _read(folder, "metrics.csv", _rounds, [])
+    if not rounds:
+        raise DamagedRun(f"{folder}: no round has ended yet")
+    final = _read(folder, "final/summary.json", _figures, None)
+    if final and final["rounds"] > len(rounds):
+        raise DamagedRun(f"{folder}: it had {final['rounds']} rounds, metrics.csv has {len(rounds)}")
+    return Run(folder, config, rounds, final if final and final["rounds"] == len(rounds) else None)  # else it went on
+
+
+def find(paths: Paths) -> list[Path]:
+    """The run folders among these paths and below them, each once; in the order of the paths, below each by name.
+
+    A folder is taken for a run's if it holds a `metrics.csv` or a `config.yaml`. Links to folders are not followed
+    but for the paths themselves.
+
+    Raises:
+        ConfigError: A path is no folder.
+    """
+    found: dict[Path, Path] = {}
+    for path in _listed(paths):
+        if not path.is_dir():
+            raise ConfigError(f"{path}: no such folder")
+        for folder in _below(path):
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
+    """The runs among these folders and below them; what cannot be read is left out with a warning.
+
+    Args:
+        paths: Run folders, or folders of such.
+        where: Settings they must have, by key or the end of one: `{"algorithm": "FedSKC"}` or `["alpha=0.1"]`.
+
+    Raises:
+        ConfigError: No run is left, a path is no folder, or no run has a setting that `where` names.
+    """
+    paths, wanted = _listed(paths), conditions(where)
+    empty = [path for path in paths if not find(path)]
     runs = []
     for folder in find(paths):
         try:
             runs.append(open_run_folder(folder))
         except DamagedRun as error:
             warnings.warn(f"{error}; left out", stacklevel=2)
-    chosen = [run for run in runs if all(run.setting(key) == value for key, value in wanted.items())]
+    if not runs:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no run there")
+    for path in empty:
+        warnings.warn(f"{path}: no run there; left out", stacklevel=2)
+    for key in wanted:
+        known_key(key, runs, "where")
+    chosen = [run for run in runs if all(_is(run.setting(key), value) for key, value in wanted.items())]
     if not chosen:
-        places = ", ".join(map(str, paths))
         told = " and ".join(f"{key}={value}" for key, value in wanted.items())
-        raise ConfigError(f"{places}: none of {len(runs)} runs has {told}" if runs else f"{places}: no run there")
+        raise ConfigError(f"{', '.join(map(str, paths))}: none of {len(runs)} runs has {told}")
     return chosen
+
+
+def known_key(name: str, runs: Iterable[Run], option: str) -> str:
+    """The whole key of a setting that some of these runs have, given that or its end.
+
+    Args:
+        name: The key, or its end.
+        runs: The runs.
+        option: What asks for it, for the message.
+
+    Raises:
+        ConfigError: None has it, or the end fits several keys.
+    """
+    found = {run.key(name) for run in runs} & {key for run in runs for key in run.settings}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise ConfigError(f"{option}: {name} may be {' or '.join(sorted(found))}; give the whole key")
+    ends = {key.rpartition(".")[2]: key for run in runs for key in run.settings}
+    near = get_close_matches(name, [*ends, *ends.values()], 1)
+    raise ConfigError(f"{option}: no run has a setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def conditions(where: Where) -> dict[str, Any]:
     """What `where` says, as a mapping; the values of words are read as YAML.
 
     Raises:
-        ConfigError: A word is not of the form KEY=VALUE.
+        ConfigError: A word is not of the form KEY=VALUE, or a key comes twice.
     """
     if isinstance(where, Mapping):
         return dict(where)
-    wanted = {}
+    wanted: dict[str, Any] = {}
     for word in where:
-        key, sign, value = word.partition("=")
+        key, sign, text = word.partition("=")
         if not sign or not key:
             raise ConfigError(f"where: {word!r} is not of the form KEY=VALUE")
-        wanted[key] = yaml.safe_load(value)
+        if key in wanted:
+            raise ConfigError(f"where: {key} is given twice; {key}=[{wanted[key]}, {text}] takes runs with either")
+        wanted[key] = _value(text)
     return wanted
 
 
+# --- Files that anybody may have put there ---
+
+
+def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
+    """What one of a run's files holds.
+
+    Raises:
+        DamagedRun: It is there and cannot be read.
+    """
+    path = folder / name
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may never end
+            raise ValueError("it is no file")
+        if about.st_size > MOST_BYTES[name]:
+            raise ValueError("it is larger than it can be")
+        return how(path)
+    except FileNotFoundError:
+        return missing
+    except (OSError, ArithmeticError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DamagedRun(f"{folder}: {name} cannot be read: {one_line(error)}") from error
+
+
+def _config(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    _refuse_bombs(text)
+    config = yaml.load(text, LOADER)
+    if not isinstance(config, dict):
+        raise ValueError("it holds no mapping of settings")
+    return config
+
+
+def _refuse_bombs(text: str) -> None:
+    """Refuse YAML that unfolds to no config: by aliases, by its depth or by numbers of a million digits.
+
+    Raises:
+        ValueError: Says which it was.
+    """
+    count = 0
+    sizes: dict[str | None, int] = {}
+    unclosed: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"*{event.anchor} leads nowhere, or into itself")
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = unclosed.pop()
+            sizes[anchor] = count - before
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            if event.tag is not None:
+                raise ValueError(f"{event.tag}: settings have no tags")
+            if isinstance(event, yaml.CollectionStartEvent):
+                unclosed.append((event.anchor, count))
+            else:
+                sizes[event.anchor] = 1
+                if len(event.value) > LONGEST_NUMBER and set(event.value) <= set("0123456789abcdefABCDEFox_:.+-"):
+                    raise ValueError(f"a number of {len(event.value):,} digits")
+            count += 1
+        if count > MOST_SETTINGS or len(unclosed) > DEEPEST:
+            raise ValueError("it unfolds to more than a config can be")
+
+
+def _rounds(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    for row in filter(None, read_rows(path)):
+        if row.get("round") != len(rows) + 1:
+            raise ValueError(f"round {len(rows) + 1} is missing, or out of its place")
+        rows.append(row)
+    return rows
+
+
+def _figures(path: Path) -> Figures:
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(figures, dict) or not isinstance(figures.get("rounds"), int):
+        raise ValueError("it holds no figures of a run")
+    if wrong := [name for name, value in figures.items() if not isinstance(value, float | int | None)]:
+        raise ValueError(f"{wrong[0]} is no number")
+    return figures
+
+
+def _clients(run: Run) -> pd.DataFrame:
+    """A run's `clients.csv`; empty where there is none, and with a warning where it cannot be read."""
+    import pandas as pd
+
+    columns: dict[str, Any] = {"round": [], "client": []}
+    try:
+        columns = _read(run.folder, "clients.csv", _client_columns, columns)
+    except DamagedRun as error:
+        warnings.warn(f"{error}; its clients are left out", stacklevel=3)
+    own = {"run": str(run.folder)}
+    return pd.DataFrame(own | columns | own).astype({"run": "str", "round": "int64", "client": "int64"})
+
+
+def _client_columns(path: Path) -> dict[str, np.ndarray]:
+    columns = {name: np.array(column) for name, column in read_columns(path).items()}
+    if list(columns)[:2] != ["round", "client"]:
+        raise ValueError("it does not begin with round and client")
+    for name in ("round", "client"):
+        ids = columns[name]
+        if not ((ids >= 0) & (ids < 2**53) & (ids == np.floor(ids))).all():
+            raise ValueError(f"a {name} is no whole number")
+    return columns
+
+
+# --- Settings ---
+
+
+def _row(run: Run) -> dict[str, Any]:
+    own = {"run": str(run.folder), "finished": run.finished}
+    settings = {
+        key: json.dumps(value, default=str) if isinstance(value, list | dict) else value
+        for key, value in run.settings.items()
+    }
+    return own | settings | own | run.summary
+
+
+def _short(path: Any) -> str:
+    """A class as it is named on the command line: shipped ones and torch's by their names, others by their paths."""
+    package, _, rest = str(path).partition(".")
+    return rest.rpartition(".")[2] if rest and package in ("fl_lightning", "torch", "lightning") else str(path)
+
+
+def _value(text: str) -> Any:
+    try:
+        value = yaml.load(text, LOADER)
+        return float(value) if isinstance(value, str) else value  # YAML does not take 1e-3 for a number
+    except ValueError:
+        return value
+    except yaml.YAMLError as error:
+        raise ConfigError(f"where: {text!r} is no value: {one_line(error)}") from error
+
+
+def _is(setting: Any, wanted: Any) -> bool:
+    """Whether a setting is what is wanted or, given a list, one of it."""
+    if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
+        return any(_is(setting, each) for each in wanted)
+    wanted = _short(wanted) if isinstance(wanted, str) else wanted
+    return bool(setting == wanted) and isinstance(setting, bool) == isinstance(wanted, bool)
+
+
+def _listed(paths: Paths) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+
+
 def _below(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_tell):
         if "metrics.csv" in names:
             folders.clear()  # a run holds no runs
+        if "metrics.csv" in names or "config.yaml" in names:
             yield Path(place)
         folders.sort()
 
 
-def _text(path: Path) -> str:
-    if path.stat().st_size > 2**20:
-        raise ValueError("it is larger than a config can be")
-    return path.read_text()
-
-
-def _size(config: Any) -> int:
-    """How many settings a config unfolds to, counted no further than is needed to see that it is no config."""
-    count, left = 0, [config]
-    while left and count <= MOST_SETTINGS:
-        count += 1
-        here = left.pop()
-        left += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
-    return count
+def _tell(error: OSError) -> None:
+    warnings.warn(f"{error.filename}: {error.strerror}; left out", stacklevel=2)

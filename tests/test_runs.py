@@ -1,0 +1,562 @@
+"""Run folders as data: what is read, what is left out, and what hostile ones cannot do."""
+
+import contextlib
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fl_lightning
+from fl_lightning import runs
+from fl_lightning.errors import ConfigError
+from fl_lightning.metrics import summarize
+from fl_lightning.runs import DamagedRun, conditions, find, load, open_run_folder, open_runs
+
+CONFIG = {
+    "scenario": {
+        "dataset": {"class_path": "fl_lightning.data.Digits", "init_args": {"data_dir": "d"}},
+        "partition": {"class_path": "fl_lightning.data.Dirichlet", "init_args": {"alpha": 0.1}},
+        "clients": 4,
+    },
+    "model": {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [8, 4]}},
+    "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},
+    "rounds": 3,
+    "seed": 1,
+    "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+    "evaluation": {"clients": "trained", "targets": [0.5, 0.8]},
+    "callbacks": [{"class_path": "mine.Watcher"}],
+}
+ROUNDS = [
+    {"round": 1, "global/acc": 0.25, "comm/up_bytes": 10, "comm/down_bytes": 20, "time/round_s": 0.5},
+    {"round": 2, "comm/up_bytes": 10, "comm/down_bytes": 20, "time/round_s": 0.25},
+    {"round": 3, "global/acc": 0.75, "comm/up_bytes": 11, "comm/down_bytes": 20, "time/round_s": 1.0},
+]
+
+
+def write_csv(path, rows):
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_run(folder, config=CONFIG, rounds=ROUNDS, finished=True, clients=None):
+    """A run's folder, as a run would leave it."""
+    (folder / "final").mkdir(parents=True)
+    if config is not None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    write_csv(folder / "metrics.csv", rounds)
+    if finished:
+        summary = summarize(rounds, ((config or {}).get("evaluation") or {}).get("targets", []))
+        (folder / "final" / "summary.json").write_text(json.dumps(summary))
+    if clients:
+        write_csv(folder / "clients.csv", clients)
+    return folder
+
+
+def changed(**values):
+    """The config with other values of `algorithm`, `tau`, `alpha`, `seed` and so on."""
+    config = json.loads(json.dumps(CONFIG))
+    places = {
+        "algorithm": (config["algorithm"], "class_path"),
+        "tau": (config["algorithm"]["init_args"], "tau"),
+        "alpha": (config["scenario"]["partition"]["init_args"], "alpha"),
+    }
+    for name, value in values.items():
+        place, key = places.get(name, (config, name))
+        place[key] = value
+    return config
+
+
+@contextlib.contextmanager
+def told():
+    """The warnings that are given inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lines = []
+        yield lines
+    lines += [str(each.message) for each in caught]
+
+
+# --- One run ---
+
+
+def test_a_run_is_its_config_its_rounds_and_its_summary(tmp_path):
+    run = open_run_folder(write_run(tmp_path / "run"))
+    assert run.config == CONFIG
+    assert run.rounds == ROUNDS
+    assert run.finished
+    assert run.summary == summarize(ROUNDS, [0.5, 0.8])
+    assert run.summary["R_0.5"] == 3
+    assert run.summary["R_0.8"] is None
+
+
+def test_settings_have_the_command_lines_keys_and_class_names(tmp_path):
+    settings = open_run_folder(write_run(tmp_path / "run")).settings
+    assert settings["scenario.partition"] == "Dirichlet"
+    assert settings["scenario.partition.alpha"] == 0.1
+    assert settings["optimizer"] == "SGD"
+    assert settings["model.hidden"] == [8, 4]
+    assert {key for key in settings if "class_path" in key or "init_args" in key} == set()
+
+
+def test_a_class_of_ones_own_keeps_its_path(tmp_path):
+    """A FedAvg of one's own is not the shipped one."""
+    run = open_run_folder(write_run(tmp_path / "run", changed(algorithm="mine.FedAvg")))
+    assert run.settings["algorithm"] == "mine.FedAvg"
+
+
+def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
+    run = open_run_folder(write_run(tmp_path / "run"))
+    assert run.key("alpha") == run.key("partition.alpha") == "scenario.partition.alpha"
+    assert run.setting("tau") == 0.08
+    assert run.setting("lpha") is None
+    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and evaluation.clients; give the whole"):
+        run.key("clients")
+
+
+def test_a_run_that_has_not_ended_has_the_figures_of_its_rounds(tmp_path):
+    run = open_run_folder(write_run(tmp_path / "run", rounds=ROUNDS[:2], finished=False))
+    assert not run.finished
+    assert run.summary == summarize(ROUNDS[:2], [0.5, 0.8])
+
+
+@pytest.mark.parametrize("targets", [None, 0.5, "abc", [[0.5]], ["x", 0.5], {"a": 1}])
+def test_targets_of_any_kind_do_no_harm(targets, tmp_path):
+    config = CONFIG | {"evaluation": {"targets": targets}}
+    run = open_run_folder(write_run(tmp_path / "run", config, finished=False))
+    assert run.summary == summarize(ROUNDS, [0.5] if targets == ["x", 0.5] else [])
+
+
+def test_a_run_that_was_resumed_beyond_its_end_has_not_ended(tmp_path):
+    folder = write_run(tmp_path / "run", rounds=ROUNDS[:2])
+    write_csv(folder / "metrics.csv", ROUNDS)
+    run = open_run_folder(folder)
+    assert not run.finished
+    assert run.summary["rounds"] == 3
+
+
+def test_a_run_from_python_has_no_config(tmp_path):
+    run = open_run_folder(write_run(tmp_path / "run", config=None))
+    assert (run.config, run.settings, run.finished) == ({}, {}, True)
+
+
+def test_a_line_cut_short_by_a_kill_is_none(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False)
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("4,0.5")
+    assert open_run_folder(folder).rounds == ROUNDS
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("9")
+    assert open_run_folder(folder).rounds == ROUNDS
+
+
+def test_opening_a_run_imports_no_class_that_it_names(tmp_path, monkeypatch):
+    (tmp_path / "trap.py").write_text("raise SystemExit('run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = write_run(tmp_path / "run", changed(algorithm="trap.Trap", callbacks=[{"class_path": "trap.Trap"}]))
+    assert load(folder).runs.algorithm.tolist() == ["trap.Trap"]
+    assert "trap" not in sys.modules
+
+
+# --- Damaged, foreign and hostile folders ---
+
+NUMBER = "1" * 5000
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 11))
+WIDE = f"a: &a [{'x,' * 90_000}]\nb: &b [{'*a,' * 90_000}]\nc: [{'*b,' * 90_000}]\n"
+CONFIGS = {
+    "no mapping": ("- a\n- b\n", "it holds no mapping of settings"),
+    "nothing": ("", "it holds no mapping of settings"),
+    "no YAML": ("a: [", "while parsing"),
+    "aliases": (BOMB, "unfolds to more"),
+    "merged aliases": (MERGES, "unfolds to more"),
+    "wide aliases": (WIDE, "unfolds to more"),
+    "itself": ("a: &a [*a]", r"\*a leads nowhere, or into itself"),
+    "an alias of nothing": ("a: *b", r"\*b leads nowhere, or into itself"),
+    "5,000 lists": ("a: " + "[" * 5000 + "]" * 5000, "unfolds to more"),
+    "500,000 open lists": ("[" * 500_000, "unfolds to more"),
+    "nested lines": ("- " * 100_000, "unfolds to more"),
+    "nested keys": ("{a: " * 100_000, "unfolds to more"),
+    "many settings": ("".join(f"a{i}: 1\n" for i in range(101_000)), "unfolds to more"),
+    "a huge number": (f"a: {NUMBER}", "a number of 5,000 digits"),
+    "a huge hexadecimal number": ("a: 0x" + "f" * 10_000, "a number of 10,002 digits"),
+    "a huge number to base 60": ("a: " + "1:" * 200_000 + "1", "a number of 400,001 digits"),
+    "a time before all times": ("a: 0001-01-01 00:00:00 +14:00", "out of range"),
+    "no date": ("a: 2001-13-45", "month must be in"),
+    "a tag": ("a: !!int '1:1 :1'", "tag:yaml.org,2002:int: settings have no tags"),
+    "an object": ("a: !!python/object/apply:os.system [echo]", "settings have no tags"),
+    "a list as a key": ("? [a]\n: b", "unhashable"),
+    "two documents": ("a: 1\n---\nb: 1\n", "expected a single document"),
+    "no UTF-8": (b"a: \xff\xfe", "can't decode byte 0xff"),
+    "control letters": ("a: \x00\x1b", "control characters are not allowed"),
+    "much": ("# " + "x" * 2**20, "larger than it can be"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_cannot_be_read_says_why_at_once(name, tmp_path):
+    text, why = CONFIGS[name]
+    folder = write_run(tmp_path / "run")
+    (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    started = time.process_time()
+    with pytest.raises(DamagedRun, match=f"config.yaml cannot be read: .*{why}") as error:
+        open_run_folder(folder)
+    assert time.process_time() - started < 5
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_may_share_parts_and_hold_numbers_of_any_kind(tmp_path):
+    folder = write_run(tmp_path / "run")
+    shared = [1, 2]
+    config = {"a": shared, "b": shared, "c": float("inf"), "d": 10**200, "e": {"x": [[1] * 300] * 300}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "&id001" in (folder / "config.yaml").read_text()
+    run = open_run_folder(folder)
+    assert run.config == config
+    assert load(folder).runs.c.tolist() == [float("inf")]
+
+
+METRICS = {
+    "an empty file": ("", "no round has ended yet"),
+    "a header alone": ("round,global/acc\n", "no round has ended yet"),
+    "no rounds": ("a,b\n1,2\n", "metrics.csv cannot be read: round 1 is missing"),
+    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: it names a column twice"),
+    "a round twice": ("round,a\n1,2\n1,2\n", "round 2 is missing, or out of its place"),
+    "a round left out": ("round,a\n1,2\n3,2\n", "round 2 is missing, or out of its place"),
+    "a line of words": ("round,a\n1,2\n2,x\n3,2\n", "round 2 is missing, or out of its place"),
+    "a line of fewer cells": ("round,a,b\n1,2,3\n2,3\n3,2,1\n", "round 2 is missing, or out of its place"),
+    "a line of more cells": ("round,a\n1,2\n2,3,4\n3,2\n", "round 2 is missing, or out of its place"),
+    "a quote that never ends": ('round,a\n1,"2\n' + "2,3\n" * 50_000, "field larger than field limit"),
+    "NaN": ("round,a\nnan,2\n", "round 1 is missing, or out of its place"),
+    "no text": (os.urandom(1000) + b"\n", "cannot be read|no round has ended"),
+    "zeros": (b"round,a\n" + b"\0" * 1000 + b"\n1,2\n2", "cannot be read|no round"),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_that_cannot_be_read_say_why(name, tmp_path):
+    text, why = METRICS[name]
+    folder = write_run(tmp_path / "run", finished=False)
+    (folder / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    if name == "zeros" and sys.version_info >= (3, 11):  # csv takes them since then, and the line is none
+        assert open_run_folder(folder).rounds == [{"round": 1, "a": 2}]
+        return
+    with pytest.raises(DamagedRun, match=why):
+        open_run_folder(folder)
+
+
+def test_numbers_that_no_float_holds_and_nan_do_no_harm(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False)
+    (folder / "metrics.csv").write_text(f"round,a,b,c,d,run\n1,nan,-inf,{'9' * 400},{2**70},7\n")
+    row = open_run_folder(folder).rounds[0]
+    assert str(row["a"]) == "nan"
+    assert (row["b"], row["c"], row["d"]) == (float("-inf"), float("inf"), 2**70)
+    rounds = load(folder).rounds
+    assert rounds.run.tolist() == [str(folder)]
+    assert float(rounds.d[0]) == 2.0**70
+
+
+SUMMARIES = {
+    "no JSON": ("{", "Expecting property name"),
+    "no mapping": ("[1]", "it holds no figures of a run"),
+    "pairs": ('[["rounds", 3]]', "it holds no figures of a run"),
+    "words": ('{"rounds": 3, "global/acc_last": "high"}', "global/acc_last is no number"),
+    "no rounds": ('{"global/acc_last": 1}', "it holds no figures of a run"),
+    "5,000 lists": ('{"rounds": 3, "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+    "a huge number": (f'{{"rounds": 3, "a": {NUMBER}}}', "digits"),
+    "no UTF-8": (b"\xff", "can't decode"),
+    "much": (" " * (2**20 + 1), "larger than it can be"),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_that_cannot_be_read_says_why(name, tmp_path):
+    text, why = SUMMARIES[name]
+    folder = write_run(tmp_path / "run")
+    (folder / "final" / "summary.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DamagedRun, match=f"final/summary.json cannot be read: .*{why}"):
+        open_run_folder(folder)
+
+
+def test_metrics_that_lost_rounds_since_the_run_ended_are_damaged(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_csv(folder / "metrics.csv", ROUNDS[:2])
+    with pytest.raises(DamagedRun, match=r"it had 3 rounds, metrics.csv has 2"):
+        open_run_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.csv", "final/summary.json", "clients.csv"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device", "link to itself", "unreadable"])
+def test_what_is_no_file_is_not_read(name, kind, tmp_path):
+    """Reading a pipe would wait for ever, `/dev/zero` would fill the memory."""
+    folder = write_run(tmp_path / "run")
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "unreadable":
+        path.symlink_to("/proc/self/mem")
+    else:
+        path.symlink_to({"device": "/dev/zero", "link to a device": "/dev/full", "link to itself": path}[kind])
+    write_run(tmp_path / "sound")
+    with told() as lines:
+        tables = load(tmp_path)
+    kept = ["run", "sound"] if name == "clients.csv" else ["sound"]
+    assert [Path(run).name for run in tables.runs.run] == kept
+    assert len(lines) == 1
+    assert str(folder) in lines[0]
+    assert lines[0].endswith("left out")
+
+
+def test_a_million_rounds_are_read(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False)
+    (folder / "metrics.csv").write_text("round,a\n" + "".join(f"{i},0.5\n" for i in range(1, 10**6 + 1)))
+    started = time.process_time()
+    run = open_run_folder(folder)
+    assert (len(run.rounds), run.rounds[-1]) == (10**6, {"round": 10**6, "a": 0.5})
+    assert time.process_time() - started < 10
+
+
+def test_a_file_that_no_run_leaves_is_not_read(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.csv").open("ab") as file:
+        file.truncate(2**27 + 1)
+    with pytest.raises(DamagedRun, match=r"metrics.csv cannot be read: it is larger than it can be"):
+        open_run_folder(folder)
+
+
+# --- Many runs ---
+
+
+def test_runs_are_found_below_folders_each_once_and_by_name(tmp_path, monkeypatch):
+    for name in ("b/2", "b/1", "a", "c/deep/er"):
+        write_run(tmp_path / name)
+    write_run(tmp_path / "a" / "inside")  # a run holds no runs
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+    assert [str(path) for path in find(".")] == ["a", "b/1", "b/2", "c/deep/er"]
+    assert find(tmp_path / "b" / "2") == [tmp_path / "b" / "2"]
+    assert [str(path) for path in find(["b/2", Path("link"), "b", "."])] == ["b/2", "link/1", "a", "c/deep/er"]
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        with pytest.raises(ConfigError, match=f"{name}: no such folder"):
+            open_runs([tmp_path / name])
+
+
+def test_no_run_at_all_is_one_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with told() as lines, pytest.raises(ConfigError, match=r"empty: no run there$") as error:
+        load(tmp_path / "empty")
+    assert error.value.exit_code == 2
+    assert lines == []
+
+
+def test_each_folder_that_is_no_run_is_told_of_and_left_out(tmp_path):
+    sound = write_run(tmp_path / "runs" / "sound")
+    write_run(tmp_path / "runs" / "damaged").joinpath("config.yaml").write_text("a: [")
+    begun = tmp_path / "runs" / "begun"
+    begun.mkdir()
+    (begun / "config.yaml").write_text("a: 1")
+    (tmp_path / "foreign").mkdir()
+    with told() as lines:
+        opened = open_runs([tmp_path / "runs", tmp_path / "foreign"])
+    assert [run.folder for run in opened] == [sound]
+    assert [line.partition(": ")[0] for line in lines] == [
+        str(begun),
+        str(tmp_path / "runs" / "damaged"),
+        str(tmp_path / "foreign"),
+    ]
+    assert "no run: it holds no metrics.csv; left out" in lines[0]
+    assert lines[2].endswith("no run there; left out")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_looked_into_is_told_of(tmp_path):
+    write_run(tmp_path / "sound")
+    (tmp_path / "closed").mkdir(mode=0)
+    with told() as lines:
+        assert len(open_runs(tmp_path)) == 1
+    assert lines == [f"{tmp_path / 'closed'}: Permission denied; left out"]
+
+
+def test_where_takes_keys_their_ends_and_several_values(tmp_path):
+    for tau in (0.08, 0.001):
+        for seed in (0, 1, 2):
+            write_run(tmp_path / f"{tau}-{seed}", changed(tau=tau, seed=seed))
+
+    def names(where):
+        return [run.folder.name for run in open_runs(tmp_path, where)]
+
+    assert names(["tau=1e-3"]) == names(["algorithm.tau=0.001"]) == ["0.001-0", "0.001-1", "0.001-2"]
+    assert names({"tau": 0.08, "seed": 1}) == names(["tau=0.08", "seed=1"]) == ["0.08-1"]
+    assert names(["tau=0.08", "seed=[0, 2]"]) == names({"tau": 0.08, "seed": (0, 2)}) == ["0.08-0", "0.08-2"]
+    assert len(names(["hidden=[8, 4]"])) == len(names(["algorithm=FedSKC"])) == 6
+    assert len(names({"algorithm": "fl_lightning.algorithms.FedSKC"})) == 6
+    with pytest.raises(ConfigError, match=r"none of 6 runs has hidden=\[8\] and tau=0.08"):
+        names(["hidden=[8]", "tau=0.08"])
+    with pytest.raises(ConfigError, match="none of 6 runs has seed=True"):
+        names(["seed=true"])
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        (["alpa=1"], "where: no run has a setting 'alpa'; did you mean alpha?"),
+        (["zzz=1"], "where: no run has a setting 'zzz'$"),
+        (["clients=4"], "scenario.clients and evaluation.clients; give the whole key"),
+        (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
+        (["=1"], "where: '=1' is not of the form KEY=VALUE"),
+        (["seed=1", "seed=2"], r"where: seed is given twice; seed=\[1, 2\] takes runs with either"),
+        (["seed=["], r"where: '\[' is no value"),
+    ],
+)
+def test_a_where_that_cannot_be_is_named(where, why, tmp_path):
+    write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=why):
+        open_runs(tmp_path, where)
+
+
+def test_an_end_that_means_another_key_in_another_run_is_refused(tmp_path):
+    write_run(tmp_path / "a", {"algorithm": {"mu": 1}})
+    write_run(tmp_path / "b", {"model": {"mu": 1}})
+    with pytest.raises(ConfigError, match=r"where: mu may be algorithm.mu or model.mu; give the whole key"):
+        open_runs(tmp_path, ["mu=1"])
+
+
+def test_conditions_are_values_of_yaml():
+    words = ["a=1", "b=x=y", "c=null", "d=[1, a]", "e=true", "f=1e3", "g="]
+    assert conditions(words) == {"a": 1, "b": "x=y", "c": None, "d": [1, "a"], "e": True, "f": 1000.0, "g": None}
+
+
+# --- Tables ---
+
+
+def test_load_gives_a_row_a_run_a_round_and_a_client(tmp_path):
+    clients = [
+        {"round": 1, "client": 0, "acc": 0.1 + 0.2, "train_loss": 1.5},
+        {"round": 1, "client": 3, "acc": "", "train_loss": 1 / 3},
+        {"round": 3, "client": 0, "acc": 0.5, "train_loss": 1e-300},
+    ]
+    first = write_run(tmp_path / "1", clients=clients)
+    second = write_run(
+        tmp_path / "2", changed(algorithm="fl_lightning.algorithms.FedAvg"), rounds=ROUNDS[:1], finished=False
+    )
+    tables = load(tmp_path)
+    runs = tables.runs
+    assert runs.run.tolist() == [str(first), str(second)]
+    assert runs.finished.tolist() == [True, False]
+    assert runs.algorithm.tolist() == ["FedSKC", "FedAvg"]
+    assert runs["model.hidden"].tolist() == ["[8, 4]"] * 2
+    assert runs["global/acc_last"].tolist() == [0.75, 0.25]
+    assert runs["rounds"].tolist() == [3, 1]
+    assert runs["comm/total_up_bytes"].tolist() == [31, 10]
+    assert list(runs)[:2] == ["run", "finished"]
+    rounds = tables.rounds
+    assert list(zip(rounds.run, rounds["round"], strict=True)) == [
+        *((str(first), i) for i in (1, 2, 3)),
+        (str(second), 1),
+    ]
+    assert rounds["comm/up_bytes"].tolist() == [10, 10, 11, 10]
+    assert rounds["global/acc"].isna().tolist() == [False, True, False, False]
+    assert list(tables.clients) == ["run", "round", "client", "acc", "train_loss"]
+    assert tables.clients.client.tolist() == [0, 3, 0]
+    assert tables.clients.acc.isna().tolist() == [False, True, False]
+    assert tables.clients.train_loss.tolist() == [1.5, 1 / 3, 1e-300]
+    assert tables.clients.acc[0] == 0.1 + 0.2
+    assert set(tables.clients.run) == {str(first)}
+    merged = tables.rounds.merge(runs[["run", "algorithm"]], on="run")
+    assert merged.groupby("algorithm")["global/acc"].max().to_dict() == {"FedAvg": 0.25, "FedSKC": 0.75}
+
+
+def test_without_clients_the_table_is_empty_and_has_its_columns(tmp_path):
+    write_run(tmp_path / "1")
+    write_run(tmp_path / "2", changed(seed=2))
+    clients = load(tmp_path).clients
+    assert (len(clients), list(clients)) == (0, ["run", "round", "client"])
+
+
+def test_load_takes_what_where_takes(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / str(seed), changed(seed=seed))
+    assert load(tmp_path, where={"seed": 2}).runs.seed.tolist() == [2]
+    assert load([tmp_path / "1", tmp_path / "2"]).runs.seed.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a,b\n1,2\n", "it does not begin with round and client"),
+        ("", "it does not begin with round and client"),
+        ("round,client,acc,acc\n1,1,1,1\n", "it names a column twice"),
+        ("round,client,acc\n1,2\n", "line 2 has 2 cells, its header 3"),
+        ("round,client,acc\n1,2,3\n1,2,3,4\n", "line 3 has 4 cells, its header 3"),
+        ("round,client,acc\n1,2,x\n", "could not convert"),
+        ("round,client,acc\n1,,0\n", "a client is no whole number"),
+        ("round,client,acc\n1.5,1,0\n", "a round is no whole number"),
+        ("round,client,acc\n1,-1,0\n", "a client is no whole number"),
+        ("round,client,acc\n1,inf,0\n", "a client is no whole number"),
+        ("round,client,acc\n1e30,1,0\n", "a round is no whole number"),
+    ],
+)
+def test_clients_that_cannot_be_read_are_left_out_with_a_line(text, why, tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "clients.csv").write_text(text)
+    with told() as lines:
+        tables = load(tmp_path)
+    assert (len(tables.runs), len(tables.rounds), len(tables.clients)) == (1, 3, 0)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{folder}: clients.csv cannot be read: {why}")
+    assert lines[0].endswith("its clients are left out")
+
+
+def test_clients_csv_with_odd_columns_is_read(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "clients.csv").write_text("round,client,run,acc\n1,2,7,nan\n2,2,7,inf\n3,2,7")
+    clients = load(tmp_path).clients
+    assert clients.run.tolist() == [str(folder)] * 2
+    assert clients.acc.tolist()[1] == float("inf")
+
+
+def test_a_config_cannot_pose_as_the_tables_own_columns(tmp_path):
+    folder = write_run(tmp_path / "run", {"run": "x", "finished": "x", "global/acc_last": 9, "rounds": 70})
+    runs = load(tmp_path).runs
+    assert runs.loc[0, ["run", "finished", "global/acc_last", "rounds"]].tolist() == [str(folder), True, 0.75, 3]
+
+
+def test_a_runs_own_files_are_read(tmp_path):
+    from experiments import experiment
+
+    run = experiment(tmp_path / "run")
+    summary = run.fit()
+    opened = open_run_folder(tmp_path / "run")
+    assert opened.summary == summary
+    assert opened.rounds == run.csv.rows
+    clients = load(tmp_path).clients
+    assert clients.groupby("round").size().to_dict() == {1: 4, 2: 4, 3: 4}
+
+
+def test_runs_come_with_the_package_and_bring_neither_torch_nor_pandas(tmp_path):
+    write_run(tmp_path / "run")
+    code = (
+        "import sys, fl_lightning; opened = fl_lightning.runs.open_runs(sys.argv[1]);"
+        "opened[0].settings; opened[0].summary;"
+        "print(*({'torch', 'lightning', 'pandas'} & set(sys.modules)), 'none');"
+        "fl_lightning.runs.load(sys.argv[1]); print(*({'torch', 'lightning'} & set(sys.modules)), 'none')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["none", "none"]
+    assert fl_lightning.runs is runs
