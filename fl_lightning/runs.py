@@ -260,7 +260,7 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
         return how(path)
     except FileNotFoundError:
         return missing
-    except (OSError, ArithmeticError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DamagedRun(f"{folder}: {name} cannot be read: {one_line(error)}") from error
 
 

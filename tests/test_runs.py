@@ -190,7 +190,6 @@ CONFIGS = {
     "a huge number": (f"a: {NUMBER}", "a number of 5,000 digits"),
     "a huge hexadecimal number": ("a: 0x" + "f" * 10_000, "a number of 10,002 digits"),
     "a huge number to base 60": ("a: " + "1:" * 200_000 + "1", "a number of 400,001 digits"),
-    "a time before all times": ("a: 0001-01-01 00:00:00 +14:00", "out of range"),
     "no date": ("a: 2001-13-45", "month must be in"),
     "a tag": ("a: !!int '1:1 :1'", "tag:yaml.org,2002:int: settings have no tags"),
     "an object": ("a: !!python/object/apply:os.system [echo]", "settings have no tags"),
