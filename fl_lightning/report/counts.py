@@ -23,12 +23,14 @@ def read_counts(path: Path, split: str = "train") -> np.ndarray:
     Raises:
         ValueError: It is no such file.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
-        if header[:2] != ["client", "split"] or len(header) < 3:
-            raise ValueError("it does not begin with client, split and a column a class")
-        counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header, *lines = [*csv.reader(file)] or [[]]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    if header[:2] != ["client", "split"] or len(header) < 3:
+        raise ValueError("it does not begin with client, split and a column a class")
+    counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
     if not counts or any(len(row) != len(header) - 2 or min(row) < 0 for row in counts):
         raise ValueError(f"it does not hold a whole line for each client's {split} split")
     return np.array(counts)
