@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,8 +18,8 @@ import pytest
 from commands import run as command
 from hypothesis import given
 from hypothesis import strategies as st
+from page_folders import write_counts, write_picture, write_run
 from PIL import Image
-from run_folders import write_counts, write_picture, write_run
 
 from fl_lightning.report import page
 from fl_lightning.report.counts import binned, read_counts
@@ -193,6 +194,59 @@ def test_runs_are_called_by_their_path_below_the_folder_that_holds_them_all(tmp_
     assert [run["name"] for run in contents(tmp_path / "x" / "a")["runs"]] == ["a"]
 
 
+def test_runs_that_differ_in_their_seed_or_what_watches_them_are_one_group(tmp_path):
+    write_run(tmp_path / "a", config(seed=0, run_dir="x", engine="sequential"), METRICS)
+    write_run(tmp_path / "b", config(seed=0, alpha=0.5), METRICS)
+    write_run(tmp_path / "c", config(seed=1, logger={"class_path": "W", "init_args": {"name": "c"}}), METRICS)
+    data = contents(tmp_path)
+    assert [run["group"] for run in data["runs"]] == [0, 1, 0]
+
+
+def names_of(tmp_path, *configs):
+    for i, each in enumerate(configs):
+        write_run(tmp_path / str(i), each, METRICS)
+    return contents(tmp_path)["groups"]
+
+
+def test_groups_are_called_by_what_tells_them_apart(tmp_path):
+    both = {"partition": {"alpha": 0.1}, "lr": 1}, {"partition": {"alpha": 0.5}, "lr": 1}
+    assert names_of(tmp_path / "1", config("FedAvg", lr=1), config("FedSKC", lr=2)) == ["FedAvg", "FedSKC"]
+    assert names_of(tmp_path / "2", config("FedAvg"), config("FedAvg", seed=3)) == ["FedAvg"]
+    assert names_of(tmp_path / "3", *(config("FedSKC", **each) for each in both)) == ["alpha=0.1", "alpha=0.5"]
+    found = names_of(tmp_path / "4", *(config(method, **each) for method in ("FedAvg", "FedSKC") for each in both))
+    assert found == ["FedAvg, alpha=0.1", "FedAvg, alpha=0.5", "FedSKC, alpha=0.1", "FedSKC, alpha=0.5"]
+    assert names_of(tmp_path / "5", config(mu=1), config(), config(mu=2)) == ["mu=1", "FedSKC", "mu=2"]
+
+
+def test_runs_without_a_config_are_alone_and_called_by_their_folder(tmp_path):
+    assert names_of(tmp_path, {}, {}) == ["0", "1"]
+
+
+def test_the_summary_is_of_means_and_sample_deviations(tmp_path):
+    accuracies = {"a": [0.5, 0.75], "b": [0.25, 0.625], "c": [0.125, None]}
+    for seed, (name, values) in enumerate(accuracies.items()):
+        columns = {"global/acc": values, "comm/total_bytes": [1e6, 2e6 + seed * 1e6], "time/round_s": [1, seed]}
+        write_run(tmp_path / name, config(seed=seed), columns)
+    write_run(tmp_path / "other", config("Local"), {"client/acc_mean": [0.25, 0.5]})
+    table = contents(tmp_path)["summary"]
+    first, second = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    last = [0.75, 0.625, 0.125]
+    assert first == {
+        "runs": "3",
+        "rounds": "2",
+        "global/acc_last": f"0.5 ± {statistics.stdev(last):.2g}",
+        "global/acc_best": f"0.5 ± {statistics.stdev(last):.2g}",
+        "R_0.5": f"1.5 ± {statistics.stdev([1, 2]):.2g} (2 of 3)",
+        "client/acc_mean_last": None,
+        "client/acc_mean_best": None,
+        "MB": "3 ± 1",
+        "seconds": "2 ± 1",
+    }
+    assert second["client/acc_mean_last"] == "0.5"
+    assert second["R_0.5"] == "2"
+    assert (second["runs"], second["global/acc_last"], second["MB"], second["seconds"]) == ("1", None, None, None)
+
+
 def test_settings_are_told_apart_and_can_be_put_together_again(tmp_path):
     write_run(tmp_path / "a", config(seed=1, note="x"), METRICS)
     write_run(tmp_path / "b", config(seed=2, flag=None), METRICS)
@@ -303,8 +357,8 @@ def test_the_last_picture_of_each_kind_is_taken(folder):
 
 
 def test_a_large_picture_is_reduced(folder):
-    blocks = np.kron(noise(20, 40) // 16 * 15, np.ones((80, 80, 1)))
-    write_picture(folder / "figures" / "drift" / "round-1.png", blocks + noise(1600, 3200) % 2)
+    blocks = np.kron(noise(20, 40) // 16 * 15, np.ones((40, 40, 1)))
+    write_picture(folder / "figures" / "drift" / "round-1.png", blocks + noise(800, 1600) % 2)
     assert (folder / "figures" / "drift" / "round-1.png").stat().st_size > page.PICTURE_BYTES
     (picture,) = contents(folder)["pictures"]
     assert picture["reduced"]

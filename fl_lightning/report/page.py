@@ -52,7 +52,10 @@ SIDES = (1400, 1000, 700)
 """Pixels of the longer side that a large picture is reduced to, one after another until it is small enough."""
 MOST_TEXT = 300
 """Characters of a setting's value."""
-NO_SETTING = ("seed", "run_dir", "logger")
+TELLS_NOTHING = {
+    *("seed", "run_dir", "logger", "log_clients", "callbacks"),
+    *("engine", "client_store", "checkpoint_every", "keep_checkpoints"),
+}
 """First parts of keys in which runs of one group may differ."""
 
 
@@ -124,8 +127,8 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """What the page shows of these runs, as it travels: numbers with five digits, by column."""
     left_out: list[str] = []
     names = run_names(runs)
-    groups = grouped(runs, names)
-    group_of = {id(run): i for i, group in enumerate(groups.values()) for run in group}
+    groups = grouped(runs)
+    group_of = {id(run): i for i, group in enumerate(groups) for run in group}
     common, own = told_apart([setting_texts(run) for run in runs])
     shown = []
     for run, name, settings in zip(runs, names, own, strict=True):
@@ -143,10 +146,10 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
             }
         )
     return {
-        "groups": list(groups),
+        "groups": group_names(groups),
         "runs": shown,
         "common": common,
-        "summary": summary(list(groups.values())),
+        "summary": summary(groups),
         "partitions": partitions(runs, names, left_out),
         "pictures": pictures(runs, names, left_out),
         "left_out": left_out,
@@ -257,29 +260,33 @@ def setting_texts(run: Run) -> dict[str, str]:
     return texts
 
 
-def grouped(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
-    """Runs that differ in nothing but the seed, by the settings in which they differ from the others."""
-    found: dict[str, list[Run]] = {}
-    for run, name in zip(runs, names, strict=True):
-        same = {key: text for key, text in setting_texts(run).items() if key.partition(".")[0] not in NO_SETTING}
-        found.setdefault(json.dumps(same) if same else name, []).append(run)
-    _, own = told_apart([setting_texts(group[0]) for group in found.values()])
-    keys = [
-        key for key in dict.fromkeys(key for each in own for key in each) if key.partition(".")[0] not in NO_SETTING
-    ]
+def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ in nothing but the seed and what does not alter the maths; one without a config is alone."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        same = json.dumps({key: text for key, text in setting_texts(run).items() if _tells_apart(key)})
+        groups.setdefault(same if run.config else str(run.folder), []).append(run)
+    return list(groups.values())
+
+
+def group_names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """What to call each group: the settings that tell it from the others, as few as will do, its method first."""
+    texts = [setting_texts(group[0]) for group in groups]
+    _, own = told_apart(texts)
+    keys = [key for key in dict.fromkeys(key for each in own for key in each) if _tells_apart(key)]
     keys.sort(key=lambda key: (key != "algorithm", sum(key not in each for each in own)))
-    titles = [""] * len(own)
+    names = [""] * len(groups)
     for key in keys:
-        if len(set(titles)) == len(titles):
-            break
-        longer = [_joined(title, key, each.get(key)) for title, each in zip(titles, own, strict=True)]
-        titles = longer if len(set(longer)) > len(set(titles)) else titles
-    whole = len(set(titles)) == len(titles)
-    firsts = [names[runs.index(group[0])] for group in found.values()]
-    return {
-        (title if whole and title else first): group
-        for title, first, group in zip(titles, firsts, found.values(), strict=True)
-    }
+        longer = [_joined(name, key, each.get(key)) for name, each in zip(names, own, strict=True)]
+        names = longer if len(set(longer)) > len(set(names)) else names
+    return [
+        name or each.get("algorithm") or run.folder.name
+        for name, each, (run, *_) in zip(names, texts, groups, strict=True)
+    ]
+
+
+def _tells_apart(key: str) -> bool:
+    return key.partition(".")[0] not in TELLS_NOTHING
 
 
 def _joined(title: str, key: str, text: str | None) -> str:
@@ -297,10 +304,10 @@ def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
     rows = []
     for group, own in zip(groups, figures, strict=True):
         seconds = [sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group]
-        sent = [each["comm/total_up_bytes"] + each["comm/total_down_bytes"] for each in own]  # type: ignore[operator]
+        sent = [run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group]
         cells = [_mean([each.get(name) for each in own]) for name in columns]
         rows.append([str(len(group)), _mean([each["rounds"] for each in own]), *cells, _mean(sent), _mean(seconds)])
-    return {"columns": ["runs", "rounds", *columns, "bytes", "seconds"], "rows": rows}
+    return {"columns": ["runs", "rounds", *columns, "MB", "seconds"], "rows": rows}
 
 
 def _targets(run: Run) -> list[float]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from fl_lightning.data import FederatedData
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row
-
-if TYPE_CHECKING:
-    from fl_lightning.data import FederatedData
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
