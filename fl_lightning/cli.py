@@ -20,6 +20,7 @@ COMMANDS = {
     "fit": "Run an experiment, or go on with one.",
     "test": "Evaluate a run's checkpoint again.",
     "partition": "Show and draw which client holds what.",
+    "compare": "Set groups of runs side by side.",
     "report": "Draw runs as one HTML page.",
     "list": "List what can be named in a config.",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,22 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigError, one_line
+
+FREE_KEYS = {
+    "engine",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "client_store",
+    "logger",
+    "log_clients",
+    "callbacks",
+    "run_dir",
+    "scenario.dataset.data_dir",
+    "scenario.dataset.download",
+    "trainer.accelerator",
+    "trainer.devices",
+}
+"""Keys that say where, how fast and what to watch, not what is computed; with all keys below them."""
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
@@ -72,3 +88,8 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
         else:
             flat |= flatten(value, prefix if part == "init_args" else f"{prefix}.{part}".lstrip("."), name)
     return flat
+
+
+def below(key: str, others: Iterable[str]) -> bool:
+    """Whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
+    return any(key.startswith(f"{other}.") for other in others)

@@ -43,18 +43,26 @@ def read_columns(path: Path) -> dict[str, array[float]]:
     return columns
 
 
-def best_and_last(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has."""
+def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
+    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has.
+
+    Args:
+        rows: The rounds.
+        name: The metric.
+        lower: Whether the lowest is the best, as of a loss.
+    """
     series = [(row["round"], row[name]) for row in rows if name in row]
     if not series:
         return {}
-    best_round, best = max(series, key=lambda point: (point[1], -point[0]))
+    sign = -1 if lower else 1
+    best_round, best = max(series, key=lambda point: (not math.isnan(point[1]), sign * point[1], -point[0]))
     return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
 
 
-def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc") -> int | None:
-    """R_acc: the first round in which a metric reached a target, or None."""
-    return next((int(row["round"]) for row in rows if row.get(name, -math.inf) >= target), None)
+def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
+    """R_acc: the first round in which a metric reached a target, or None; with `lower` from above."""
+    values = ((row["round"], row.get(name, math.nan)) for row in rows)
+    return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
@@ -71,6 +79,15 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
     return summary
+
+
+def human_bytes(count: float) -> str:
+    """A byte count with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def _lines(path: Path) -> Iterator[list[str]]:

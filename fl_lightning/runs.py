@@ -192,9 +192,8 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
         raise ConfigError(f"{', '.join(map(str, paths))}: no run there")
     for path in empty:
         warnings.warn(f"{path}: no run there; left out", stacklevel=2)
-    for key in wanted:
-        known_key(key, runs, "where")
-    chosen = [run for run in runs if all(_is(run.setting(key), value) for key, value in wanted.items())]
+    keys = {known_key(key, runs, "where"): value for key, value in wanted.items()}
+    chosen = [run for run in runs if all(is_setting(run.settings.get(key), value) for key, value in keys.items())]
     if not chosen:
         told = " and ".join(f"{key}={value}" for key, value in wanted.items())
         raise ConfigError(f"{', '.join(map(str, paths))}: none of {len(runs)} runs has {told}")
@@ -212,13 +211,13 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
     Raises:
         ConfigError: None has it, or the end fits several keys.
     """
-    found = {run.key(name) for run in runs} & {key for run in runs for key in run.settings}
+    keys = {key for run in runs for key in run.settings}
+    found = {name} & keys or {key for key in keys if key.endswith(f".{name}")}
     if len(found) == 1:
         return found.pop()
     if found:
         raise ConfigError(f"{option}: {name} may be {' or '.join(sorted(found))}; give the whole key")
-    ends = {key.rpartition(".")[2]: key for run in runs for key in run.settings}
-    near = get_close_matches(name, [*ends, *ends.values()], 1)
+    near = get_close_matches(name, {*keys, *(key.rpartition(".")[2] for key in keys)}, 1)
     raise ConfigError(f"{option}: no run has a setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
@@ -352,7 +351,7 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
 def _row(run: Run) -> dict[str, Any]:
     own = {"run": str(run.folder), "finished": run.finished}
     settings = {
-        key: json.dumps(value, default=str) if isinstance(value, list | dict) else value
+        key: json.dumps(value, default=str, skipkeys=True) if isinstance(value, list | dict) else value
         for key, value in run.settings.items()
     }
     return own | settings | own | run.summary
@@ -374,10 +373,10 @@ def _value(text: str) -> Any:
         raise ConfigError(f"where: {text!r} is no value: {one_line(error)}") from error
 
 
-def _is(setting: Any, wanted: Any) -> bool:
+def is_setting(setting: Any, wanted: Any) -> bool:
     """Whether a setting is what is wanted or, given a list, one of it."""
     if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
-        return any(_is(setting, each) for each in wanted)
+        return any(is_setting(setting, each) for each in wanted)
     wanted = _short(wanted) if isinstance(wanted, str) else wanted
     return bool(setting == wanted) and isinstance(setting, bool) == isinstance(wanted, bool)
 

@@ -1,8 +1,6 @@
 """Run folders as data: what is read, what is left out, and what hostile ones cannot do."""
 
 import contextlib
-import csv
-import json
 import os
 import subprocess
 import sys
@@ -12,68 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_folders import CONFIG, ROUNDS, changed, write_csv, write_run
 
 import fl_lightning
 from fl_lightning import runs
 from fl_lightning.errors import ConfigError
 from fl_lightning.metrics import summarize
 from fl_lightning.runs import DamagedRun, conditions, find, load, open_run_folder, open_runs
-
-CONFIG = {
-    "scenario": {
-        "dataset": {"class_path": "fl_lightning.data.Digits", "init_args": {"data_dir": "d"}},
-        "partition": {"class_path": "fl_lightning.data.Dirichlet", "init_args": {"alpha": 0.1}},
-        "clients": 4,
-    },
-    "model": {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [8, 4]}},
-    "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},
-    "rounds": 3,
-    "seed": 1,
-    "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-    "evaluation": {"clients": "trained", "targets": [0.5, 0.8]},
-    "callbacks": [{"class_path": "mine.Watcher"}],
-}
-ROUNDS = [
-    {"round": 1, "global/acc": 0.25, "comm/up_bytes": 10, "comm/down_bytes": 20, "time/round_s": 0.5},
-    {"round": 2, "comm/up_bytes": 10, "comm/down_bytes": 20, "time/round_s": 0.25},
-    {"round": 3, "global/acc": 0.75, "comm/up_bytes": 11, "comm/down_bytes": 20, "time/round_s": 1.0},
-]
-
-
-def write_csv(path, rows):
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_run(folder, config=CONFIG, rounds=ROUNDS, finished=True, clients=None):
-    """A run's folder, as a run would leave it."""
-    (folder / "final").mkdir(parents=True)
-    if config is not None:
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    write_csv(folder / "metrics.csv", rounds)
-    if finished:
-        summary = summarize(rounds, ((config or {}).get("evaluation") or {}).get("targets", []))
-        (folder / "final" / "summary.json").write_text(json.dumps(summary))
-    if clients:
-        write_csv(folder / "clients.csv", clients)
-    return folder
-
-
-def changed(**values):
-    """The config with other values of `algorithm`, `tau`, `alpha`, `seed` and so on."""
-    config = json.loads(json.dumps(CONFIG))
-    places = {
-        "algorithm": (config["algorithm"], "class_path"),
-        "tau": (config["algorithm"]["init_args"], "tau"),
-        "alpha": (config["scenario"]["partition"]["init_args"], "alpha"),
-    }
-    for name, value in values.items():
-        place, key = places.get(name, (config, name))
-        place[key] = value
-    return config
 
 
 @contextlib.contextmanager
@@ -416,7 +359,7 @@ def test_where_takes_keys_their_ends_and_several_values(tmp_path):
     [
         (["alpa=1"], "where: no run has a setting 'alpa'; did you mean alpha?"),
         (["zzz=1"], "where: no run has a setting 'zzz'$"),
-        (["clients=4"], "scenario.clients and evaluation.clients; give the whole key"),
+        (["clients=4"], "where: clients may be evaluation.clients or scenario.clients; give the whole key"),
         (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["=1"], "where: '=1' is not of the form KEY=VALUE"),
         (["seed=1", "seed=2"], r"where: seed is given twice; seed=\[1, 2\] takes runs with either"),

@@ -12,30 +12,14 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.config import config_file, flatten, with_config_paths
+from fl_lightning.config import FREE_KEYS, below, config_file, flatten, with_config_paths
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import build, experiment_parser, plain_config
 from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import with_rival
 
-# Keys that a resumed run may change: they say where, how fast and what to watch, not what is computed.
-FREE_KEYS = {
-    "rounds",
-    "engine",
-    "evaluation",
-    "evaluate_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "client_store",
-    "logger",
-    "log_clients",
-    "callbacks",
-    "run_dir",
-    "scenario.dataset.data_dir",
-    "scenario.dataset.download",
-    "trainer.accelerator",
-    "trainer.devices",
-}
+MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation", "evaluate_every"}
+"""Keys that a resumed run may change: what is computed in a round stays the same."""
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -82,7 +66,7 @@ def refuse_another_experiment(saved: dict[str, Any], config: dict[str, Any]) -> 
     """
     before, now = flatten(saved), flatten(config)
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    told = [k for k in sorted(changed - FREE_KEYS) if not any(k.startswith(f"{one}.") for one in FREE_KEYS | changed)]
+    told = [key for key in sorted(changed - MAY_CHANGE) if not below(key, MAY_CHANGE | changed)]
     if told:
         changes = ", ".join(f"{key} ({before.get(key)} -> {now.get(key)})" for key in told)
         raise ConfigError(f"--resume: another experiment: {changes}; leave them as they were, or start anew")

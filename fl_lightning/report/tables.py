@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fl_lightning.data import FederatedData
 from fl_lightning.files import write_atomically
-from fl_lightning.metrics import Row
+from fl_lightning.metrics import Row, human_bytes
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
@@ -85,12 +85,3 @@ def write_counts(path: Path, data: FederatedData) -> None:
         for client, row in enumerate(data.class_counts(split).tolist()):
             writer.writerow([client, split, *row])
     write_atomically(path, text.getvalue())
-
-
-def human_bytes(count: float) -> str:
-    """A byte count with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -1,0 +1,570 @@
+"""Groups of runs side by side: statistics against scipy, costs by brute force, and what is told of the rest."""
+
+import csv
+import io
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+from commands import run
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import changed, write_run
+from scipy import stats
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.comparison import comparable, compare, holm, paired, spread, text
+from fl_lightning.report.sheet import Sheet
+from fl_lightning.runs import open_runs
+
+PATHS = "fl_lightning.algorithms"
+
+
+def rounds_of(accs, name="global/acc", every=1, up=10, seconds=0.5):
+    """Rounds with these accuracies, one `every` so many; each round costs more than the one before."""
+    rows = []
+    for i, acc in enumerate(accs, 1):
+        row = {"round": i, "comm/up_bytes": up + i, "comm/down_bytes": 2 * up, "time/round_s": seconds * i}
+        rows.append(row | ({name: acc} if i % every == 0 else {}))
+    return rows
+
+
+def write(folder, algorithm="FedAvg", seed=0, accs=(0.25, 0.5, 0.75), name="global/acc", finished=True, **values):
+    values.setdefault("arguments", {})
+    config = changed(algorithm=f"{PATHS}.{algorithm}", seed=seed, **values)
+    places = "-".join([algorithm, *(str(value) for value in values.values()), str(seed), f"{time.monotonic_ns()}"])
+    return write_run(folder / re.sub(r"[^\w.-]", "", places), config, rounds_of(accs, name), finished)
+
+
+def compared(folder, *by, **options):
+    return compare(comparable(open_runs(folder)), by=by, **options)
+
+
+def named(found):
+    return [" ".join(group.names.values()) for group in found.groups]
+
+
+@pytest.fixture
+def study(tmp_path, rng):
+    """Three methods at two alphas with four seeds, one of them missing once; what they end with, too."""
+    ends = {}
+    for algorithm, gain in (("FedSKC", 0.05), ("FedAvg", 0.0), ("FedDW", 0.01)):
+        for alpha in (0.5, 0.1):
+            for seed in range(4):
+                if (algorithm, alpha, seed) == ("FedDW", 0.1, 3):
+                    continue
+                accs = np.sort(rng.uniform(0.4, 0.6, 5)) + gain
+                accs[3] += 0.2  # the best is not the last
+                write(tmp_path, algorithm, seed, accs.tolist(), alpha=alpha)
+                ends[algorithm, alpha, seed] = accs
+    return tmp_path, ends
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(np.random.randint(2**31))
+
+
+# --- Statistics ---
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=9))
+def test_a_spread_is_the_mean_and_the_samples_standard_deviation(values):
+    found = spread(values)
+    assert found.n == len(values)
+    assert found.mean == pytest.approx(statistics.fmean(values), rel=1e-12, abs=1e-12)
+    if len(values) == 1:
+        assert found.std is None
+    else:
+        assert found.std == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-9)
+    assert spread([]) is None
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 40])
+def test_a_paired_difference_is_scipys_t_test(n, rng):
+    ours, theirs = rng.normal(0.5, 0.1, n), rng.normal(0.45, 0.1, n)
+    found = paired(list(ours), list(theirs))
+    assert found.pairs == n
+    assert found.p == pytest.approx(stats.ttest_rel(ours, theirs).pvalue, rel=1e-10)
+    assert found.mean == pytest.approx(np.mean(ours - theirs), rel=1e-12)
+    assert found.std == pytest.approx(statistics.stdev(ours - theirs), rel=1e-12)
+    assert found.effect == pytest.approx(found.mean / found.std, rel=1e-12)
+    opposite = paired(list(theirs), list(ours))
+    assert (opposite.p, opposite.mean) == pytest.approx((found.p, -found.mean), rel=1e-12)
+
+
+def test_differences_that_do_not_vary_are_not_tested():
+    """Two seeds of a small test set differ by the same few samples often; p would be 0."""
+    for ours, theirs, mean in (([0.9, 0.8], [0.8, 0.7], 0.1), ([0.5, 0.6], [0.5, 0.6], 0.0), ([0.7], [0.5], 0.2)):
+        found = paired(ours, theirs)
+        assert (found.p, found.effect, found.stars) == (None, None, "")
+        assert found.mean == pytest.approx(mean, abs=1e-12)
+    assert paired([], []) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_figures_that_are_not_finite_make_no_test_and_no_warning(bad):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = paired([0.5, bad, 0.7], [0.4, 0.5, 0.5])
+        assert found.p is None
+        assert not math.isfinite(spread([bad, 1.0]).mean)
+
+
+def brute_force_holm(p_values):
+    """By its definition: the k-th smallest is rejected at a level if all smaller ones are; smallest such level."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    told = {}
+    for rank, i in enumerate(order):
+        told[i] = min(1, max((len(order) - k) * p_values[order[k]] for k in range(rank + 1)))
+    return [told[i] for i in range(len(p_values))]
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holms_correction_is_that_of_its_definition(p_values):
+    assert holm(p_values) == pytest.approx(brute_force_holm(p_values), abs=1e-15)
+
+
+def test_holms_correction_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+# --- Groups ---
+
+
+def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_figure(tmp_path):
+    for seed in (0, 1):
+        write(tmp_path, "FedAvg", seed, engine="sequential", data_dir="here")
+        write(tmp_path, "FedSKC", seed, engine="stacked", data_dir="there", arguments={"tau": 0.08})
+        write(tmp_path, "FedSKC", seed, callbacks=None, arguments={"tau": 0.1})
+        write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
+    found = compared(tmp_path)
+    assert found.keys == ["algorithm", "algorithm.tau", "optimizer.lr"]  # mu is told by FedDW
+    assert found.columns == ["algorithm", "optimizer.lr"]
+    assert named(found) == ["FedAvg 0.1", "FedDW 0.5", "FedSKC tau=0.08 0.1", "FedSKC tau=0.1 0.1"]
+    assert [group.seeds for group in found.groups] == [[0, 1]] * 4
+    assert found.groups[2].values == {"algorithm": "FedSKC", "algorithm.tau": 0.08, "optimizer.lr": 0.1}
+    assert found.remarks == []
+
+
+def test_one_setting_alone_is_one_group(tmp_path):
+    write(tmp_path, seed=0)
+    write(tmp_path, seed=1)
+    found = compared(tmp_path)
+    assert (found.keys, found.columns, len(found.groups)) == ([], [], 1)
+    assert re.search(r"^all runs +2 +0.7500 ± 0.0000", run("compare", tmp_path).out, re.M)
+
+
+def test_values_are_in_order_of_number_and_a_nan_is_like_a_nan(tmp_path):
+    for tau in (0.5, 0.08, 10, None, float("nan"), "auto"):
+        for seed in (0, 1):
+            write(tmp_path, "FedSKC", seed, arguments={"tau": tau})
+    found = compared(tmp_path)
+    assert named(found)[0] == "null"
+    assert [name for name in named(found) if name != "nan"] == ["null", "0.08", "0.5", "10", "auto"]
+    assert [len(group.runs) for group in found.groups] == [2] * 6
+
+
+def test_last_and_best_are_of_the_rounds_that_were_evaluated(study):
+    folder, ends = study
+    found = compared(folder, "algorithm", "alpha")
+    for group in found.groups:
+        key = group.values["algorithm"], group.values["scenario.partition.alpha"]
+        series = [accs for (algorithm, alpha, _), accs in ends.items() if (algorithm, alpha) == key]
+        last, best = [accs[-1] for accs in series], [max(accs) for accs in series]
+        assert group.last[:2] == pytest.approx((statistics.fmean(last), statistics.stdev(last)), rel=1e-9)
+        assert group.best[:2] == pytest.approx((statistics.fmean(best), statistics.stdev(best)), rel=1e-9)
+        assert group.last.n == len(series)
+        assert group.bytes[:2] == (5 * 30 + 15, 0)
+
+
+def test_the_best_of_a_loss_is_the_lowest(tmp_path):
+    write(tmp_path, accs=[0.5, 0.25, 0.375], name="global/loss")
+    found = compared(tmp_path, metric="global/loss", targets=[0.4])
+    assert (found.groups[0].best.mean, found.groups[0].last.mean) == (0.25, 0.375)
+    assert found.groups[0].reach[0.4].rounds.mean == 2
+    assert compared(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
+
+
+def test_reaching_a_target_is_counted_by_brute_force(tmp_path, rng):
+    series = [rng.uniform(0.3, 0.8, 12) for _ in range(5)]
+    for seed, accs in enumerate(series):
+        rows = rounds_of(accs.tolist(), every=3, up=100 + seed, seconds=0.25 + seed)
+        write_run(tmp_path / str(seed), changed(seed=seed), rows)
+    for target in (0.35, 0.6, 0.7, 0.79, 0.9):
+        reach = compared(tmp_path, targets=[target]).groups[0].reach[target]
+        ends, crossed, seconds = [], [], []
+        for seed, accs in enumerate(series):
+            for round in range(3, 13, 3):
+                if accs[round - 1] >= target:
+                    ends.append(round)
+                    crossed.append(sum(100 + seed + i + 2 * (100 + seed) for i in range(1, round + 1)))
+                    seconds.append(sum((0.25 + seed) * i for i in range(1, round + 1)))
+                    break
+        assert (reach.reached, reach.of) == (len(ends), 5)
+        for figure, expected in ((reach.rounds, ends), (reach.bytes, crossed), (reach.seconds, seconds)):
+            assert (figure and figure.mean) == (pytest.approx(statistics.fmean(expected)) if expected else None)
+
+
+def test_each_setting_and_seed_counts_once_by_its_newest_finished_run(tmp_path):
+    old, new, newest = (write(tmp_path, accs=[acc]) for acc in (0.1, 0.2, 0.3))
+    for age, folder in ((30, old), (10, new)):
+        os.utime(folder / "metrics.csv", (time.time() - age,) * 2)
+    (newest / "final" / "summary.json").unlink()
+    other = write(tmp_path, seed=1, accs=[0.4])
+    with pytest.warns(UserWarning, match="left out|counts") as caught:
+        kept = comparable(open_runs(tmp_path))
+    assert {item.folder for item in kept} == {new, other}
+    assert [str(each.message) for each in caught] == [
+        f"1 run, {newest}: not finished; left out (--unfinished takes them by the rounds they have)",
+        f"1 run, {old}: the same settings and seed as another run; the newest finished one counts",
+    ]
+    with pytest.warns(UserWarning, match="2 runs, .*: the same settings and seed"):
+        assert {item.folder for item in comparable(open_runs(tmp_path), unfinished=True)} == {new, other}
+
+
+def test_runs_without_a_config_are_left_out(tmp_path):
+    write_run(tmp_path / "a", config=None)
+    told = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml says what they ran; left out")
+    with told, pytest.raises(ConfigError, match="no run is left to compare"):
+        comparable(open_runs(tmp_path))
+
+
+# --- Differences ---
+
+
+def test_groups_are_compared_with_fedavg_at_their_own_other_settings(study):
+    folder, ends = study
+    found = compared(folder, "algorithm", "alpha")
+    assert found.reference == "FedAvg"
+    assert named(found)[:2] == ["FedAvg 0.1", "FedAvg 0.5"]
+    tested = {}
+    for group in found.groups:
+        algorithm, alpha = group.values.values()
+        assert group.reference == (algorithm == "FedAvg")
+        if algorithm == "FedAvg":
+            assert group.difference is None
+            continue
+        seeds = [seed for seed in range(4) if (algorithm, alpha, seed) in ends]
+        ours = [ends[algorithm, alpha, seed][-1] for seed in seeds]
+        theirs = [ends["FedAvg", alpha, seed][-1] for seed in seeds]
+        assert group.difference.pairs == len(seeds)
+        assert group.difference.mean == pytest.approx(np.mean(ours) - np.mean(theirs), rel=1e-9)
+        tested[algorithm, alpha] = group.difference, stats.ttest_rel(ours, theirs).pvalue
+    expected = brute_force_holm([p for _, p in tested.values()])
+    assert [found.p for found, _ in tested.values()] == pytest.approx([p for _, p in tested.values()], rel=1e-9)
+    assert [found.p_holm for found, _ in tested.values()] == pytest.approx(expected, rel=1e-9)
+    assert sorted(found.pairs for found, _ in tested.values()) == [3, 4, 4, 4]
+
+
+def test_stars_are_of_the_corrected_p(tmp_path):
+    for seed in range(6):
+        write(tmp_path, "FedAvg", seed, [0.5])
+        write(tmp_path, "FedDW", seed, [0.6 + 0.001 * seed])
+        write(tmp_path, "FedSKC", seed, [0.5 + (-1) ** seed * 0.01 * seed])
+    found = {str(group.values["algorithm"]): group.difference for group in compared(tmp_path).groups}
+    assert found["FedDW"].stars == "***"
+    assert found["FedSKC"].stars == ""
+    for p, stars in ((0.06, ""), (0.05, ""), (0.049, "*"), (0.009, "**"), (0.0009, "***")):
+        assert found["FedDW"]._replace(p=0.0, p_holm=p).stars == stars
+
+
+def test_runs_are_paired_by_what_else_varies_in_a_group(tmp_path):
+    """By algorithm alone, a run with alpha 0.1 has its pair at alpha 0.1; where there is none, it has none."""
+    accs = iter([[0.3], [0.5], [0.31], [0.52], [0.9]])
+    for algorithm in ("FedAvg", "FedDW"):
+        for alpha in (0.1, 0.5):
+            write(tmp_path, algorithm, 0, next(accs), alpha=alpha)
+    write(tmp_path, "FedDW", 0, next(accs), alpha=1.0)
+    found = compared(tmp_path, "algorithm")
+    difference = found.groups[1].difference
+    assert (difference.pairs, difference.mean) == (2, pytest.approx(0.015))
+    assert "runs of one group differ in scenario.partition.alpha, too" in found.remarks[0]
+
+
+def test_runs_that_differ_below_the_keys_are_one_pair_with_their_mean(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5])
+    for mu, acc in ((1, 0.6), (10, 0.8)):
+        write(tmp_path, "FedDW", 0, [acc], arguments={"mu": mu})
+    found = compared(tmp_path, "algorithm")
+    assert (found.groups[1].difference.pairs, found.groups[1].difference.mean) == (1, pytest.approx(0.2))
+    assert "algorithm.mu" in found.remarks[0]
+
+
+def test_settings_that_go_with_the_keys_do_not_part_pairs_but_are_told_of(tmp_path):
+    """A learning rate that was tuned for each method."""
+    for seed in (0, 1):
+        write(tmp_path, "FedAvg", seed, [0.5], lr=0.1)
+        write(tmp_path, "FedDW", seed, [0.5 + seed / 10], lr=0.2)
+    found = compared(tmp_path, "algorithm")
+    assert found.groups[1].difference.pairs == 2
+    assert found.remarks == ["groups differ in optimizer.lr, too"]
+    assert compared(tmp_path).groups[1].difference is None  # by lr, too, FedAvg has none with FedDW's
+
+
+def test_the_reference_may_be_any_group(tmp_path):
+    for tau in (0.08, 0.1):
+        for seed in (0, 1):
+            write(tmp_path, "FedSKC", seed, [tau + seed * tau], arguments={"tau": tau})
+    assert compared(tmp_path).reference == ""
+    found = compared(tmp_path, reference={"tau": 0.1})
+    assert (found.reference, named(found)) == ("algorithm.tau=0.1", ["0.1", "0.08"])
+    assert found.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
+    with pytest.raises(ConfigError, match=r"--reference: no group has algorithm.tau=0.2; there are 0.08, 0.1"):
+        compared(tmp_path, reference={"tau": 0.2})
+    with pytest.raises(ConfigError, match=r"--reference: optimizer.lr does not tell these groups apart; algorithm.tau"):
+        compared(tmp_path, reference={"lr": 0.1})
+    with pytest.raises(ConfigError, match="--reference: no run has a setting 'ta'; did you mean tau"):
+        compared(tmp_path, reference={"ta": 0.1})
+
+
+def test_several_fedavgs_are_none_until_one_is_chosen(tmp_path):
+    for weighting in ("samples", "uniform"):
+        write(tmp_path, "FedAvg", 0, [0.5], arguments={"weighting": weighting})
+    write(tmp_path, "FedDW", 0, [0.75])
+    found = compared(tmp_path)
+    assert found.reference == ""
+    assert found.remarks[0].startswith("nothing is compared with FedAvg: FedAvg fits 2 groups that are otherwise alike")
+    with pytest.raises(ConfigError, match=r"--reference: FedAvg fits 2 groups .* weighting=samples, FedAvg weighting="):
+        compared(tmp_path, reference={"algorithm": "FedAvg"})
+    chosen = compared(tmp_path, reference={"algorithm": "FedAvg", "weighting": "uniform"})
+    assert [bool(group.difference) for group in chosen.groups] == [False, True, True]
+    assert chosen.groups[0].values["algorithm.weighting"] == "uniform"
+    assert chosen.groups[0].reference
+
+
+# --- What is printed ---
+
+
+def test_the_table_has_a_row_a_group_and_tells_what_its_marks_mean(study):
+    folder, _ = study
+    code, out, err = run("compare", folder, "--by", "algorithm,alpha", "--target", "0.6", "0.99")
+    assert (code, err) == (0, "")
+    header, _, *lines = out.splitlines()
+    assert re.split(r"  +", header) == [
+        *("algorithm", "alpha", "seeds", "last", "best", "to FedAvg", "bytes"),
+        *("R_0.6", "bytes to 0.6", "s to 0.6", "R_0.99", "bytes to 0.99", "s to 0.99"),
+    ]
+    found = compared(folder, "algorithm", "alpha", targets=[0.6, 0.99])
+    cells = {tuple(re.split(r"  +", line)[:2]): re.split(r"  +", line) for line in lines[:6]}
+    for group in found.groups:
+        row = cells[group.values["algorithm"], str(group.values["scenario.partition.alpha"])]
+        assert row[2] == ("3 of 4" if len(group.runs) == 3 else "4")
+        assert row[3] == f"{group.last.mean:.4f} ± {group.last.std:.4f}"
+        assert row[4] == f"{group.best.mean:.4f} ± {group.best.std:.4f}"
+        assert row[-7:] == ["165 B", *row[-6:-3], "not reached", "-", "-"]
+        if group.difference:
+            assert row[5].startswith(f"{group.difference.mean:+.4f} ± {group.difference.std:.4f}")
+    assert "* p < 0.05, ** p < 0.01, *** p < 0.001: paired t-test" in out
+    assert "seeds: 0, 1, 2, 3; some groups lack some." in out
+
+
+def test_reaching_a_target_in_some_runs_is_counted(tmp_path):
+    for seed, acc in enumerate((0.7, 0.75, 0.65)):
+        write(tmp_path, seed=seed, accs=[0.1, acc])
+    out = run("compare", tmp_path, "--target", "0.7").out
+    assert re.search(r"2\.0 \(2 of 3\) +63 B +1\.5$", out, re.M)
+
+
+def test_a_metric_that_some_methods_lack_is_a_dash_and_told_of(tmp_path):
+    write(tmp_path, "FedAvg", accs=[0.5])
+    write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
+    out = run("compare", tmp_path, "--target", "0.5").out
+    assert re.search(r"^Local +1 +- +- +- +31 B +- +- +-$", out, re.M)
+    assert "no global/acc in Local: methods without a global model; --metric client/acc_mean has them." in out
+    out = run("compare", tmp_path, "--metric", "client/acc_mean").out
+    assert re.search(r"^Local +1 +0.7500 ", out, re.M)
+    assert "no client/acc_mean in FedAvg." in out
+
+
+def test_without_any_global_model_the_clients_are_compared(tmp_path):
+    write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
+    assert compared(tmp_path).metric == "client/acc_mean"
+
+
+def test_a_metric_that_some_runs_of_a_group_lack_is_told_of(tmp_path):
+    write(tmp_path, seed=0, accs=[0.5])
+    write(tmp_path, seed=1, accs=[0.75], name="client/acc_mean")
+    found = compared(tmp_path)
+    assert found.groups[0].last == (0.5, None, 1)
+    assert found.remarks == ["not all runs of all runs have global/acc; the figures are of those that do"]
+
+
+@pytest.mark.filterwarnings("always")
+def test_unfinished_runs_are_taken_on_demand_and_marked(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5])
+    write(tmp_path, "FedAvg", 1, [0.75], finished=False)
+    code, out, err = run("compare", tmp_path)
+    assert code == 0
+    assert re.search(r"^all runs +1 +0.5000 ", out, re.M)
+    assert "1 run, " in err
+    assert "not finished; left out (--unfinished takes" in err
+    code, out, err = run("compare", tmp_path, "--unfinished")
+    assert (code, err) == (0, "")
+    assert re.search(r"^all runs +2, 1 unfinished +0.6250 ± 0.1768 ", out, re.M)
+
+
+def test_across_makes_columns_of_a_setting_and_says_what_is_missing(study):
+    folder, _ = study
+    for run_folder in folder.glob("FedDW*-0.5-*"):
+        shutil.rmtree(run_folder)
+    found = compared(folder)
+    out = run("compare", folder, "--across", "alpha").out
+    header, _, *lines = out.splitlines()
+    assert re.split(r"  +", header) == ["algorithm", "alpha=0.1", "alpha=0.5"]
+    cells = {line.split()[0]: re.split(r"  +", line)[1:] for line in lines[:3]}
+    for group in found.groups:
+        cell = cells[group.values["algorithm"]][0 if group.values["scenario.partition.alpha"] == 0.1 else 1]
+        assert cell.startswith(f"{group.last.mean:.4f} ± {group.last.std:.4f}")
+        assert cell.endswith("(3 of 4)") == (len(group.runs) == 3)
+    assert cells["FedDW"][1] == "missing"
+    by_method = run("compare", folder, "--across", "algorithm", "--format", "csv").out
+    assert by_method.splitlines()[0] == "alpha,algorithm=FedAvg,algorithm=FedDW,algorithm=FedSKC"
+
+
+def test_csv_has_whole_keys_and_unrounded_figures(study):
+    folder, _ = study
+    code, out, err = run("compare", folder, "--format", "csv", "--target", "0.6")
+    assert (code, err) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    found = compared(folder, targets=[0.6])
+    assert len(rows) == 6
+    for row, group in zip(rows, found.groups, strict=True):
+        assert row["algorithm"] == group.values["algorithm"]
+        assert float(row["scenario.partition.alpha"]) == group.values["scenario.partition.alpha"]
+        figures = {"last_mean": group.last.mean, "last_std": group.last.std, "best_mean": group.best.mean}
+        figures |= {"best_std": group.best.std, "bytes": 165.0, "runs": len(group.runs), "unfinished": 0}
+        reach = group.reach[0.6]
+        figures |= {"R_0.6_mean": reach.rounds and reach.rounds.mean, "bytes_to_0.6": reach.bytes and reach.bytes.mean}
+        figures |= {"seconds_to_0.6": reach.seconds and reach.seconds.mean}
+        difference = group.difference
+        for name, column in (("mean", "difference_mean"), ("effect", "difference_effect"), ("p", "p")):
+            figures[column] = difference and getattr(difference, name)
+        figures |= {"p_holm": difference and difference.p_holm, "pairs": difference and difference.pairs}
+        for column, figure in figures.items():
+            assert row[column] == ("" if figure is None else str(figure)), column
+        assert row["R_0.6_reached"] == f"{reach.reached} of {reach.of}"
+        assert row["missing_seeds"] == ("3" if len(group.runs) == 3 else "")
+        assert row["seeds"] == " ".join(map(str, group.seeds))
+        assert row["reference"] == str(group.reference)
+
+
+def test_latex_has_booktabs_rules_the_best_in_bold_and_no_live_letters(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5], arguments={"note": "50%_of & {all} #1 $x$ a~b^c\\d <|>"})
+    write(tmp_path, "FedAvg", 0, [0.75], arguments={"note": "b"})
+    out = run("compare", tmp_path, "--format", "latex").out
+    lines = out.splitlines()
+    assert lines[0].startswith(r"\begin{tabular}{lrrrr}")
+    assert [line.strip() for line in lines if "rule" in line] == [r"\toprule", r"\midrule", r"\bottomrule"]
+    escaped = (
+        r"50\%\_of \& \{all\} \#1 \$x\$ a\textasciitilde{}b\textasciicircum{}c\textbackslash{}d "
+        r"\textless{}\textbar{}\textgreater{}"
+    )
+    assert rf"  {escaped} & 1 & 0.5000 & 0.5000 & 31 B \\" in lines
+    assert r"  b & 1 & \textbf{0.7500} & \textbf{0.7500} & 31 B \\" in lines
+    assert all(line.startswith("% ") for line in lines[lines.index(r"\end{tabular}") + 1 :])
+
+
+def test_of_a_loss_the_lowest_is_bold(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5], name="global/loss")
+    write(tmp_path, "FedDW", 0, [0.75], name="global/loss")
+    out = run("compare", tmp_path, "--metric", "global/loss", "--format", "markdown").out
+    assert "| FedAvg | 1 | **0.5000** | **0.5000** |" in out
+    out = run("compare", tmp_path, "--metric", "global/loss", "--mode", "max", "--format", "markdown").out
+    assert "| FedDW | 1 | **0.7500** | **0.7500** |" in out
+
+
+def test_markdown_and_the_screen_show_letters_and_obey_none():
+    name = "a|b *c* `d` <e>\n[f](g)\x1b[31m\udcff"
+    sheet = Sheet(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
+    told = "a|b *c* `d` <e> [f](g)\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
+    escaped = re.sub(r"([|*`<\[])", r"\\\1", told)
+    assert sheet.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
+    assert sheet.plain().splitlines()[2] == f"{told}  1 ± 2"
+    assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [name, "1 ± 2"]
+
+
+def test_values_are_told_as_in_yaml():
+    term = {"class_path": f"{PATHS}.Proximal", "init_args": {"mu": 0.01}}
+    assert text([term, {"class_path": "mine.Term"}]) == "[Proximal mu=0.01, Term]"
+    assert [text(value) for value in (None, True, False, 1e-05, 3, "a", [1, [2]])] == [
+        *("null", "true", "false", "1e-05", "3", "a", "[1, [2]]")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--by", "algoritm"], "--by: no run has a setting 'algoritm'; did you mean algorithm?"),
+        (["--by", "seed"], "--by: seed tells no groups apart"),
+        (["--by", "data_dir"], "--by: scenario.dataset.data_dir tells no groups apart"),
+        (["--by", "clients"], "--by: clients may be evaluation.clients or scenario.clients; give the whole key"),
+        (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'; there are comm/down_bytes, comm/up_bytes, glob"),
+        (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
+        (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),
+        (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
+        (["--mode", "up"], "mode: got 'up', expected max | min"),
+        (["--target", "high"], "target: got"),
+        (["--where", "alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
+        (["--where", "seed=7"], "none of 2 runs has seed=7"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, why, tmp_path):
+    write(tmp_path, "FedAvg")
+    write(tmp_path, "FedSKC")
+    code, out, err = run("compare", tmp_path, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("fl-lightning: error: ")
+    assert why in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("always")
+def test_no_run_is_one_line_and_damaged_ones_are_left_out(tmp_path):
+    assert run("compare").code == 2
+    code, _, err = run("compare", tmp_path)
+    assert (code, err) == (2, f"fl-lightning: error: {tmp_path}: no run there\n")
+    write(tmp_path)
+    damaged = write(tmp_path, seed=1)
+    (damaged / "config.yaml").write_text("a: [")
+    code, out, err = run("compare", tmp_path)
+    assert code == 0
+    assert re.search("^all runs +1 ", out, re.M)
+    assert err.startswith(f"fl-lightning: warning: {damaged}: config.yaml cannot be read: ")
+    assert err.count("\n") == 1
+
+
+def test_figures_that_no_float_holds_are_shown_and_break_nothing(tmp_path):
+    for seed, acc in enumerate(["nan", "inf", "-inf", "9" * 290]):
+        folder = write(tmp_path, "FedAvg" if seed < 2 else "FedDW", seed % 2)
+        (folder / "metrics.csv").write_text(f"round,global/acc,comm/up_bytes\n1,{acc},{2**70}\n2,0.5,1\n3,{acc},1\n")
+    for form in ("table", "csv", "latex", "markdown"):
+        code, out, err = run("compare", tmp_path, "--format", form, "--target", "0.5")
+        assert (code, err) == (0, "")
+        assert "nan" in out
+
+
+def test_twenty_long_runs_are_compared_in_two_seconds_without_torch(tmp_path):
+    for seed in range(5):
+        for algorithm in ("FedAvg", "FedDW", "FedSKC", "MOON"):
+            write(tmp_path, algorithm, seed, np.linspace(0.1, 0.9 - seed / 100, 200).tolist())
+    code = (
+        "import sys, time; from fl_lightning.cli import main; code = main(sys.argv[1:]);"
+        "there = {'torch', 'lightning', 'pandas', 'wandb', 'scipy.stats'} & set(sys.modules);"
+        "print(code, *there, time.process_time())"
+    )
+    words = ["compare", str(tmp_path), "--target", "0.5"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    *_, line = done.stdout.splitlines()
+    returned, *modules, seconds = line.split()
+    assert (returned, modules, done.stderr) == ("0", [], "")
+    assert float(seconds) < 2
