@@ -29,7 +29,8 @@ from plotly.offline import get_plotlyjs
 
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
-from fl_lightning.metrics import read_columns, summarize
+from fl_lightning.metrics import read_columns
+from fl_lightning.report.comparison import compare, spread, text
 from fl_lightning.report.counts import MOST_BUBBLES, binned, read_counts
 from fl_lightning.runs import Run
 
@@ -52,11 +53,6 @@ SIDES = (1400, 1000, 700)
 """Pixels of the longer side that a large picture is reduced to, one after another until it is small enough."""
 MOST_TEXT = 300
 """Characters of a setting's value."""
-TELLS_NOTHING = {
-    *("seed", "run_dir", "logger", "log_clients", "callbacks"),
-    *("engine", "client_store", "checkpoint_every", "keep_checkpoints"),
-}
-"""First parts of keys in which runs of one group may differ."""
 
 
 def write_report(runs: Sequence[Run], path: Path) -> list[str]:
@@ -119,15 +115,15 @@ def page(data: Mapping[str, Any]) -> str:
 
 def escaped(data: Any) -> str:
     """JSON that no HTML parser can find markup in: of ASCII, and without `<`, `>` and `&`."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", plain)
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """What the page shows of these runs, as it travels: numbers with five digits, by column."""
     left_out: list[str] = []
     names = run_names(runs)
-    groups = grouped(runs)
+    group_names, groups = grouped(runs)
     group_of = {id(run): i for i, group in enumerate(groups) for run in group}
     common, own = told_apart([setting_texts(run) for run in runs])
     shown = []
@@ -146,7 +142,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
             }
         )
     return {
-        "groups": group_names(groups),
+        "groups": group_names,
         "runs": shown,
         "common": common,
         "summary": summary(groups),
@@ -253,74 +249,43 @@ def told_apart(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list
 
 def setting_texts(run: Run) -> dict[str, str]:
     """A run's settings as they are shown."""
-    texts = {}
-    for key, value in run.settings.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        texts[key] = text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
-    return texts
+    told = {key: text(value) for key, value in run.settings.items()}
+    return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in told.items()}
 
 
-def grouped(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ in nothing but the seed and what does not alter the maths; one without a config is alone."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        same = json.dumps({key: text for key, text in setting_texts(run).items() if _tells_apart(key)})
-        groups.setdefault(same if run.config else str(run.folder), []).append(run)
-    return list(groups.values())
-
-
-def group_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """What to call each group: the settings that tell it from the others, as few as will do, its method first."""
-    texts = [setting_texts(group[0]) for group in groups]
-    _, own = told_apart(texts)
-    keys = [key for key in dict.fromkeys(key for each in own for key in each) if _tells_apart(key)]
-    keys.sort(key=lambda key: (key != "algorithm", sum(key not in each for each in own)))
-    names = [""] * len(groups)
-    for key in keys:
-        longer = [_joined(name, key, each.get(key)) for name, each in zip(names, own, strict=True)]
-        names = longer if len(set(longer)) > len(set(names)) else names
-    return [
-        name or each.get("algorithm") or run.folder.name
-        for name, each, (run, *_) in zip(names, texts, groups, strict=True)
-    ]
-
-
-def _tells_apart(key: str) -> bool:
-    return key.partition(".")[0] not in TELLS_NOTHING
-
-
-def _joined(title: str, key: str, text: str | None) -> str:
-    if text is None:
-        return title
-    said = text if key == "algorithm" else f"{key.rpartition('.')[2]}={text}"
-    return f"{title}, {said}" if title else said
+def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
+    """Groups of runs as `compare` makes them, and what to call each; a run without a config is alone."""
+    known = [run for run in runs if run.config]
+    found = compare(known, reference={}).groups if known else []
+    names = [group.among(found) for group in found]
+    if len(found) == 1:
+        names = [str(known[0].settings.get("algorithm", names[0]))]
+    alone = [run for run in runs if not run.config]
+    return names + [run.folder.name for run in alone], [group.runs for group in found] + [[run] for run in alone]
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
     """The table at the page's top: means over a group's runs, ± their sample standard deviation."""
-    figures = [[summarize(run.rounds, _targets(run)) for run in group] for group in groups]
-    names = dict.fromkeys(name for group in figures for each in group for name in each)
+    names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
     rows = []
-    for group, own in zip(groups, figures, strict=True):
-        seconds = [sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group]
-        sent = [run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group]
-        cells = [_mean([each.get(name) for each in own]) for name in columns]
-        rows.append([str(len(group)), _mean([each["rounds"] for each in own]), *cells, _mean(sent), _mean(seconds)])
+    for group in groups:
+        figures = [_told([run.summary.get(name) for run in group]) for name in columns]
+        rounds = _told([len(run.rounds) for run in group])
+        sent = _told([run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group])
+        seconds = _told([sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group])
+        rows.append([str(len(group)), rounds, *figures, sent, seconds])
     return {"columns": ["runs", "rounds", *columns, "MB", "seconds"], "rows": rows}
 
 
-def _targets(run: Run) -> list[float]:
-    targets = run.settings.get("evaluation.targets")
-    return [each for each in targets if isinstance(each, int | float)] if isinstance(targets, list) else []
-
-
-def _mean(values: Sequence[Any]) -> str | None:
+def _told(values: Sequence[float | None]) -> str | None:
+    """Mean ± standard deviation of those that are known, and of how many where they are not all."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
+    found = spread(known)
+    if found is None:
         return None
-    text = f"{np.mean(known):.4g}" + (f" ± {np.std(known, ddof=1):.2g}" if len(known) > 1 and np.std(known) else "")
-    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+    told = f"{found.mean:.4g} ± {found.std:.2g}" if found.std else f"{found.mean:.4g}"
+    return told if len(known) == len(values) else f"{told} ({len(known)} of {len(values)})"
 
 
 # --- partitions and pictures ---
