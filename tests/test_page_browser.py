@@ -98,7 +98,7 @@ def opened(browser, path, **how):
     tab.wait_for_selector("html[data-drawn]")
     yield tab
     assert said == []
-    assert [url[:60] for url in fetched if not url.startswith("data:")] == [path.as_uri()[:60]]
+    assert [url[:60] for url in fetched if not url.startswith(("data:", "blob:"))] == [path.as_uri()[:60]]
     context.close()
 
 
@@ -257,6 +257,15 @@ def test_a_picture_opens_and_closes(tab):
     assert tab.locator("dialog").is_visible()
     tab.locator("dialog").click()
     assert not tab.locator("dialog").is_visible()
+
+
+def test_a_figure_can_be_saved_as_a_picture(tab):
+    tab.locator("#accuracy .plot").hover()
+    buttons = tab.locator("#accuracy .modebar-btn")
+    assert buttons.count() == 6  # none of Plotly's that lead to another site
+    with tab.expect_download() as saved:
+        buttons.first.click()
+    assert saved.value.path().read_bytes().startswith(b"\x89PNG")
 
 
 # --- switches ---

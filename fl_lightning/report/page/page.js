@@ -10,6 +10,7 @@
   const DASHES = { solid: "", dash: "8 4", dot: "2 3", dashdot: "8 3 2 3", longdash: "14 4" };
   const AXES = { round: "round", bytes: "bytes sent so far", seconds: "seconds so far" };
   const state = { axis: "round", band: "range", smoothing: 0, logx: false, logy: false };
+  const BUTTONS = [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]];
   const touched = matchMedia("(pointer: coarse)").matches;
 
   const groups = data.groups.map((name, i) => ({
@@ -70,8 +71,8 @@
 
   // --- Plotly ---
 
-  // Plotly reads a few tags and entities in texts; with these three escaped it finds none.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  // Plotly reads a few tags, entities and TeX in texts; with these signs as entities it finds none.
+  const plain = (text) => String(text).replace(/[&<>$]/g, (sign) => `&#${sign.codePointAt(0)};`);
   const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
   // Its script travels compressed, a third of the size; the page's policy names its hash.
@@ -98,7 +99,8 @@
       xaxis: { ...axis, ...x },
       yaxis: { ...axis, ...y },
       ...layout,
-    }, { displaylogo: false, responsive: true, displayModeBar: touched ? false : "hover" });
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
+    }, { responsive: true, displayModeBar: touched ? false : "hover", displaylogo: false, modeBarButtons: BUTTONS });
   }
 
   const xAxis = () => ({
@@ -170,7 +172,7 @@
       marker: { size: 4 },
       customdata: points.map(({ round, y }, i) =>
         `round ${round}${y.length > 1 ? `, ${y.length} runs: ${bands[i].map((end) => end.toPrecision(4)).join(" to ")}` : ""}`),
-      hovertemplate: "%{y:.4g}, at %{x:.4s}<br>%{customdata}",
+      hovertemplate: `%{y:.4g}${state.axis === "round" ? "" : ", at %{x:.4s}"}<br>%{customdata}`,
     };
     const spread = state.band !== "none" && points.some((point) => point.y.length > 1);
     const ends = (i) => bands.map((ends) => ends[i]);
