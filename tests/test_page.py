@@ -424,6 +424,12 @@ def test_a_picture_cut_short_is_left_out(folder):
     assert contents(folder)["pictures"] == []
 
 
+def test_figures_that_are_no_folder_are_left_out_with_a_line(folder):
+    (folder / "figures").write_text("")
+    (line,) = contents(folder)["left_out"]
+    assert line.startswith("a/figures: ")
+
+
 @pytest.mark.parametrize("link", ["figures", "figures/drift", "figures/drift/round-1.png"])
 def test_no_link_is_followed_out_of_a_run(folder, tmp_path, link):
     write_picture(tmp_path / "elsewhere" / "drift" / "round-1.png", noise(9, 9))

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
@@ -68,10 +68,10 @@ def write_report(runs: Sequence[Run], path: Path) -> list[str]:
     Raises:
         ConfigError: The file is there and is no report, or cannot be written.
     """
+    if path.exists() and not is_report(path):
+        raise ConfigError(f"-o: {path} is there already and is no report; name another file, or remove it")
+    data = contents(runs)
     try:
-        if path.exists() and not is_report(path):
-            raise ConfigError(f"-o: {path} is there already and is no report; name another file, or remove it")
-        data = contents(runs)
         write_atomically(path, page(data))
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error
@@ -124,7 +124,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = grouped(runs)
-    group_of = {id(run): i for i, group in enumerate(groups) for run in group}
+    group_of = {run: i for i, group in enumerate(groups) for run in group}
     common, own = told_apart([setting_texts(run) for run in runs])
     shown = []
     for run, name, settings in zip(runs, names, own, strict=True):
@@ -134,7 +134,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         shown.append(
             {
                 "name": name,
-                "group": group_of[id(run)],
+                "group": group_of[run],
                 "axes": axes(run, rounds),
                 "metrics": metrics(run, rounds),
                 "clients": _unless_unreadable(left_out, f"{name}/clients.csv", clients, run, rounds) or {},
@@ -317,7 +317,7 @@ def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> 
     """The last picture of each kind that a run's callbacks left, as far as they fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
-        for name, file in last_pictures(run.folder):
+        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_pictures, run.folder) or []:
             told = f"{names[i]}/figures/{name}/{file}"
             picture = _unless_unreadable(left_out, told, embedded, run, name, file)
             if picture is None:
@@ -331,15 +331,14 @@ def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> 
     return found
 
 
-def last_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """The kinds of pictures below `figures/`, by name, and of each the last one's file name."""
-    if not (folder / "figures").is_dir():
-        return
+def last_pictures(folder: Path) -> list[tuple[str, str]]:
+    """The kinds of pictures below a run's `figures/`, by name, and of each the last one's file name."""
+    found = []
     for kind in sorted((folder / "figures").iterdir()):
-        if kind.is_dir():
-            rounds = [path.name for path in kind.iterdir() if re.fullmatch(r"round-[0-9]{1,9}\.png", path.name)]
-            if rounds:
-                yield kind.name, max(rounds, key=lambda name: int(name[6:-4]))
+        names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
+        if pictures := [name for name in names if re.fullmatch(r"round-[0-9]{1,9}\.png", name)]:
+            found.append((kind.name, max(pictures, key=lambda name: int(name[6:-4]))))
+    return found
 
 
 def embedded(run: Run, name: str, file: str) -> dict[str, Any]:
