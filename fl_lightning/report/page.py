@@ -30,7 +30,7 @@ from plotly.offline import get_plotlyjs
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import read_columns
-from fl_lightning.report.comparison import compare, spread, text
+from fl_lightning.report.comparison import Group, compare, spread, text
 from fl_lightning.report.counts import MOST_BUBBLES, binned, read_counts
 from fl_lightning.runs import Run
 
@@ -157,9 +157,9 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 
 def short(value: float) -> float | int | None:
     """A number with five digits; None for one that is none, which JSON cannot say."""
-    if not math.isfinite(value):
-        return None
     rounded = float(f"{value:.5g}")
+    if not math.isfinite(rounded):  # the very largest floats are rounded to what is none
+        return None
     return int(rounded) if abs(rounded) < 1e15 and rounded == int(rounded) else rounded
 
 
@@ -257,17 +257,29 @@ def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     """Groups of runs as `compare` makes them, and what to call each; a run without a config is alone."""
     known = [run for run in runs if run.config]
     found = compare(known, reference={}).groups if known else []
-    names = [group.among(found) for group in found]
+    names = [group_name(group, found) for group in found]
     if len(found) == 1:
-        names = [str(known[0].settings.get("algorithm", names[0]))]
+        names = [str(known[0].settings.get("algorithm", "all runs"))]
     alone = [run for run in runs if not run.config]
     return names + [run.folder.name for run in alone], [group.runs for group in found] + [[run] for run in alone]
+
+
+def group_name(group: Group, groups: Sequence[Group]) -> str:
+    """What to call a group: its method, and what tells it from others of that method."""
+    alike = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
+    told = [
+        value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
+        for key, value in group.names.items()
+        if key == "algorithm" or len({other.names.get(key) for other in alike}) > 1
+    ]
+    return " ".join(told)
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
     """The table at the page's top: means over a group's runs, ± their sample standard deviation."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
+    columns.sort(key=lambda name: (name.startswith("R_"), not name.startswith("global/")))
     rows = []
     for group in groups:
         figures = [_told([run.summary.get(name) for run in group]) for name in columns]
