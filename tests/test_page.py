@@ -252,8 +252,9 @@ def test_the_summary_is_of_means_and_sample_deviations(tmp_path):
 def test_settings_are_told_apart_and_can_be_put_together_again(tmp_path):
     write_run(tmp_path / "a", config(seed=1, note="x"), METRICS)
     write_run(tmp_path / "b", config(seed=2, flag=None), METRICS)
+    write_run(tmp_path / "c", config(seed=1, note="y"), METRICS)
     data = contents(tmp_path)
-    first, second = ({**data["common"], **run["settings"]} for run in data["runs"])
+    first, second, _ = ({**data["common"], **run["settings"]} for run in data["runs"])
     assert first == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "1", "note": "x"}
     assert second == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "2", "flag": "null"}
     assert data["runs"][0]["settings"] == {"seed": "1", "note": "x"}
@@ -310,6 +311,7 @@ def test_partitions_beyond_what_a_page_takes_are_left_out_with_a_line(tmp_path, 
         "client,split,class_0\n",
         "client,split,class_0\n0,train\n",
         "client,split,class_0\n0,train,-1\n",
+        "client,split,class_0,class_1\n0,train,1\n",
         "client,split,class_0\n0,train,x\n",
         "client,split,class_0\n0,test,1\n",
         f"client,split,class_0\n0,train,{'1' * 200_000}\n",

@@ -33,7 +33,7 @@ SECTIONS = [
     "settings",
     "left-out",
 ]
-HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>&lt;b&gt; %{y} $x$ </script>'
+HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>&lt;b&gt; <b>b</b> %{y} $x$ </script>'
 
 
 def figures(method, seed):
@@ -396,6 +396,7 @@ def test_groups_beyond_the_colours_differ_in_their_dashes(browser, tmp_path):
         looks = [(each["line"]["color"], each["line"]["dash"]) for each in drawn(tab, "#accuracy .plot")]
         assert len(looks) == len(set(looks)) == 20
         assert len({colour for colour, _ in looks}) == 6
+        assert {dash for _, dash in looks[:6]} == {"solid"}
 
 
 def test_sections_without_data_are_left_out(browser, tmp_path):
