@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import CheckpointError
+from fl_lightning.files import flush
 
 MANIFEST = "manifest.json"
 
@@ -137,17 +137,6 @@ class CheckpointFolder:
         return self.path / f"round-{round:06d}"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file so that a reader, or a kill, sees the old content or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.writing")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -159,12 +148,3 @@ def _checksum(path: Path) -> str:
     for block in _blocks(path):
         digest.update(block)
     return f"sha256:{digest.hexdigest()}"
-
-
-def flush(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on disk when this returns."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

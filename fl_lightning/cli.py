@@ -22,6 +22,7 @@ COMMANDS = {
     "watch": "Follow a running experiment in the terminal.",
     "partition": "Show and draw which client holds what.",
     "compare": "Set groups of runs side by side.",
+    "report": "Draw runs as one HTML page.",
     "list": "List what can be named in a config.",
 }
 

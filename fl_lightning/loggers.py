@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 import warnings
 from collections import deque
@@ -12,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import CheckpointError, blame, one_line
+from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 

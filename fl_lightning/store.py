@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fl_lightning.algorithms.base import State
-from fl_lightning.checkpoint import flush, write_atomically
 from fl_lightning.errors import CheckpointError, ConfigError
+from fl_lightning.files import flush, write_atomically
 from fl_lightning.message import Tensors
 from fl_lightning.writer import Writer
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import wandb
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import write_atomically
 from fl_lightning.provenance import source
 
 OFFLINE = ("offline", "dryrun", "disabled")

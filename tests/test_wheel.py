@@ -50,6 +50,8 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
         here, there = ROOT / name, own / "fl_lightning" / name
         shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
         assert shipped == written
+    pages = {path.name for path in (ROOT / "fl_lightning" / "report" / "page").iterdir()}
+    assert pages == {path.name for path in (own / "fl_lightning" / "report" / "page").iterdir()}
     assert (own / "fl_lightning" / "py.typed").exists()
 
 

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
-from fl_lightning.checkpoint import write_atomically
-
-MOST_BUBBLES = 200
+from fl_lightning.files import write_atomically
+from fl_lightning.report.counts import MOST_BUBBLES, binned
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
@@ -41,12 +40,6 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
     for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
         axis.set_ticks(range(0, size, max(1, size // 20)))
     write_png(figure, path)
-
-
-def binned(counts: np.ndarray) -> np.ndarray:
-    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
-    order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
-    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
 
 
 def write_png(figure: Figure, path: Path) -> None:

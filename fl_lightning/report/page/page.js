@@ -1,0 +1,433 @@
+"use strict";
+
+(async () => {
+  const $ = (id) => document.getElementById(id);
+  const data = JSON.parse($("data").textContent);
+  const main = document.querySelector("main");
+
+  // Okabe and Ito's colours less yellow, which a white page swallows, and black, which a dark one does.
+  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+  const DASHES = { solid: "", dash: "8 4", dot: "2 3", dashdot: "8 3 2 3", longdash: "14 4" };
+  const AXES = { round: "round", bytes: "bytes sent so far", seconds: "seconds so far" };
+  const state = { axis: "round", band: "range", smoothing: 0, logx: false, logy: false };
+  const BUTTONS = [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]];
+  const touched = matchMedia("(pointer: coarse)").matches;
+
+  const groups = data.groups.map((name, i) => ({
+    name,
+    shown: true,
+    colour: COLOURS[i % COLOURS.length],
+    dash: Object.keys(DASHES)[Math.floor(i / COLOURS.length) % Object.keys(DASHES).length],
+    runs: data.runs.filter((run) => run.group === i),
+  }));
+  const shown = () => groups.filter((group) => group.shown);
+  const drawings = []; // a function each; all are called when a switch is turned
+
+  // --- elements: whatever text a run brings goes in as text, never as markup ---
+
+  function make(tag, properties = {}, ...children) {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...children);
+    return element;
+  }
+
+  function section(id, title, note = "") {
+    const place = make("section", { id }, make("h2", { textContent: title }));
+    if (note) place.append(make("p", { className: "note", textContent: note }));
+    main.append(place);
+    return place;
+  }
+
+  function choice(place, label, names, turned) {
+    const select = make("select", { onchange: turned }, ...names.map((name) => make("option", { textContent: name })));
+    if (names.length > 1) place.append(make("p", { className: "choice" }, make("label", {}, `${label} `, select)));
+    return select;
+  }
+
+  // Dotted keys and metrics' names may be broken behind their signs.
+  const breakable = (content) => [content].flat().flatMap((part) => (typeof part === "string"
+    ? part.split(/(?<=[./_])/).flatMap((piece) => [piece, document.createElement("wbr")])
+    : [part]));
+
+  function table(head, rows) {
+    const cell = (tag, content) => make(tag, {}, ...(tag === "th" ? breakable(content) : [content ?? "–"]));
+    const body = rows.map(([first, ...rest]) =>
+      make("tr", {}, cell("th", first), ...rest.map((content) => cell("td", content))));
+    const top = make("tr", {}, ...head.map((content) => cell("th", content)));
+    return make("div", { className: "scroll" }, make("table", {}, make("thead", {}, top), make("tbody", {}, ...body)));
+  }
+
+  function swatch(group) {
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    const drawn = { x1: 0, x2: 28, y1: 4, y2: 4, stroke: group.colour, "stroke-width": 3 };
+    for (const [key, value] of Object.entries({ ...drawn, "stroke-dasharray": DASHES[group.dash] })) {
+      line.setAttribute(key, value);
+    }
+    svg.setAttribute("class", "swatch");
+    svg.append(line);
+    return svg;
+  }
+
+  // --- Plotly ---
+
+  // Plotly reads a few tags, entities and TeX in texts; with these signs as entities it finds none.
+  const plain = (text) => String(text).replace(/[&<>$]/g, (sign) => `&#${sign.codePointAt(0)};`);
+  const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+
+  // Its script travels compressed, a third of the size; the page's policy names its hash.
+  async function loadPlotly() {
+    const packed = Uint8Array.from(atob($("plotly").textContent), (character) => character.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    document.head.append(make("script", { textContent: await new Response(stream).text() }));
+  }
+
+  function draw(place, traces, { x, y, ...layout }) {
+    const text = getComputedStyle(document.body).color;
+    const line = getComputedStyle(main.firstElementChild).borderTopColor;
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+    Plotly.react(place, traces, {
+      height: 380,
+      margin: { l: 50, r: 12, t: 10, b: 44 },
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: text, family: "system-ui, sans-serif", size: 12 },
+      hoverlabel: { align: "left", namelength: 60 },
+      hovermode: "closest",
+      showlegend: false,
+      dragmode: touched ? false : "zoom", // a finger on a figure scrolls the page
+      xaxis: { ...axis, ...x },
+      yaxis: { ...axis, ...y },
+      ...layout,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: text },
+    }, { responsive: true, displayModeBar: touched ? false : "hover", displaylogo: false, modeBarButtons: BUTTONS });
+  }
+
+  const xAxis = () => ({
+    title: { text: AXES[state.axis] },
+    type: state.logx ? "log" : "linear",
+    exponentformat: "SI",
+  });
+  const yAxis = (title) => ({ title: { text: plain(title) }, type: state.logy ? "log" : "linear" });
+
+  // The surface between two lines; with a logarithmic axis only where there is one.
+  function surface(x, low, high, group, opacity) {
+    const kept = x.map((_, i) => i).filter((i) => !state.logy || low[i] > 0);
+    const back = [...kept].reverse();
+    return {
+      x: [...kept, ...back].map((i) => x[i]),
+      y: [...kept.map((i) => high[i]), ...back.map((i) => low[i])],
+      fill: "toself", fillcolor: group.colour, opacity, line: { width: 0 }, mode: "lines", hoverinfo: "skip",
+    };
+  }
+
+  // --- curves: a line each group, the mean over its seeds, and the band they span ---
+
+  // An exponential mean without the start's pull to zero, over the rounds that have a value.
+  function smoothed(values) {
+    let sum = 0;
+    let weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = state.smoothing * sum + (1 - state.smoothing) * value;
+      weight = state.smoothing * weight + (1 - state.smoothing);
+      return sum / weight;
+    });
+  }
+
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+  function band(values) {
+    if (state.band === "range") return [Math.min(...values), Math.max(...values)];
+    const middle = mean(values);
+    const squares = values.reduce((sum, value) => sum + (value - middle) ** 2, 0);
+    const std = Math.sqrt(squares / Math.max(values.length - 1, 1));
+    return [middle - std, middle + std];
+  }
+
+  function curve(group, metric) {
+    const rounds = new Map();
+    for (const run of group.runs.filter((one) => metric in one.metrics)) {
+      const values = smoothed(run.metrics[metric]);
+      run.axes.round.forEach((round, i) => {
+        const x = run.axes[state.axis][i];
+        if (values[i] === null || x === null) return;
+        if (!rounds.has(round)) rounds.set(round, { round, x: [], y: [] });
+        rounds.get(round).x.push(x);
+        rounds.get(round).y.push(values[i]);
+      });
+    }
+    return [...rounds.values()].sort((a, b) => a.round - b.round);
+  }
+
+  function curveTraces(group, metric) {
+    const points = curve(group, metric);
+    const x = points.map((point) => mean(point.x));
+    const bands = points.map((point) => band(point.y));
+    const line = {
+      x, y: points.map((point) => mean(point.y)),
+      name: plain(group.name),
+      mode: points.length > 40 ? "lines" : "lines+markers",
+      line: { color: group.colour, dash: group.dash, width: 2 },
+      marker: { size: 4 },
+      customdata: points.map(({ round, y }, i) =>
+        `round ${round}${y.length > 1 ? `, ${y.length} runs: ${bands[i].map((end) => end.toPrecision(4)).join(" to ")}` : ""}`),
+      hovertemplate: `%{y:.4g}${state.axis === "round" ? "" : ", at %{x:.4s}"}<br>%{customdata}`,
+    };
+    const spread = state.band !== "none" && points.some((point) => point.y.length > 1);
+    const ends = (i) => bands.map((ends) => ends[i]);
+    return spread ? [surface(x, ends(0), ends(1), group, 0.18), line] : [line];
+  }
+
+  function curves(place, metrics) {
+    const select = choice(place, "metric", metrics, () => show());
+    const plot = place.appendChild(make("div", { className: "plot" }));
+    const show = () => draw(plot, shown().flatMap((group) => curveTraces(group, select.value)),
+      { x: xAxis(), y: yAxis(select.value) });
+    drawings.push(show);
+  }
+
+  // --- single clients: how they spread by round in one run, and each of them in its last round ---
+
+  function spread(place, measures) {
+    const measure = choice(place, "measure", measures, () => show());
+    const which = choice(place, "run", data.runs.map((run) => run.name), () => show());
+    const fan = place.appendChild(make("div", { className: "plot fan" }));
+    const said = place.appendChild(make("p", { className: "note" }));
+    const points = place.appendChild(make("div", { className: "plot points" }));
+
+    function drawFan() {
+      const able = data.runs.map((run) => groups[run.group].shown && measure.value in run.clients);
+      [...which.options].forEach((option, i) => { option.disabled = !able[i]; });
+      if (!able[which.selectedIndex]) which.selectedIndex = able.indexOf(true);
+      const run = data.runs[which.selectedIndex];
+      if (!run) return draw(fan, [], { x: xAxis(), y: yAxis(measure.value) });
+      const { rounds, quantiles: [lowest, low, median, high, highest] } = run.clients[measure.value];
+      const place = new Map(run.axes.round.map((round, i) => [round, i]));
+      const x = rounds.map((round) => run.axes[state.axis][place.get(round)]);
+      const group = groups[run.group];
+      const line = {
+        x, y: median, name: plain(run.name), line: { color: group.colour, width: 2 },
+        mode: x.length > 40 ? "lines" : "lines+markers", marker: { size: 4 },
+        customdata: rounds.map((round, i) => `round ${round}: from ${lowest[i]} to ${highest[i]}`),
+        hovertemplate: "median %{y:.4g}<br>%{customdata}",
+      };
+      return draw(fan,
+        [surface(x, lowest, highest, group, 0.12), surface(x, low, high, group, 0.2), line],
+        { x: xAxis(), y: yAxis(measure.value) });
+    }
+
+    function drawPoints() {
+      const able = shown().filter((group) => group.runs.some((run) => measure.value in run.clients));
+      const traces = able.map((group, i) => {
+        const last = group.runs.filter((run) => measure.value in run.clients).flatMap((run) => {
+          const { round, client, value } = run.clients[measure.value].last;
+          return value.map((x, k) => ({ x, text: plain(`client ${client[k]}, round ${round}, ${run.name}`) }));
+        });
+        return {
+          type: "box", orientation: "h", boxpoints: "all", jitter: 0.7, pointpos: 0, hoveron: "points",
+          x: last.map((point) => point.x), y: last.map(() => i), text: last.map((point) => point.text),
+          name: plain(group.name), hovertemplate: "%{x:.4g}<br>%{text}",
+          line: { color: group.colour, width: 1.5 }, marker: { color: group.colour, size: 4, opacity: 0.6 },
+          fillcolor: "rgba(0,0,0,0)", width: 0.7,
+        };
+      });
+      const length = innerWidth < 700 ? 14 : 40;
+      draw(points, traces, {
+        height: 90 + 46 * able.length,
+        x: { ...yAxis(measure.value), type: state.logy ? "log" : "linear" },
+        y: {
+          tickvals: able.map((_, i) => i), ticktext: able.map((group) => plain(cut(group.name, length))),
+          autorange: "reversed", zeroline: false,
+        },
+      });
+    }
+
+    function show() {
+      drawFan();
+      drawPoints();
+      said.textContent = "Above: median, 10 % to 90 % and lowest to highest client of one run. "
+        + "Below: each client in the last round that measured it, all runs of a group.";
+    }
+    drawings.push(show);
+  }
+
+  // --- who holds what ---
+
+  function partition(place) {
+    const names = data.partitions.map(({ runs }) => `${data.runs[runs[0]].name}${runs.length > 1 ? ` and ${runs.length - 1} more` : ""}`);
+    const select = choice(place, "of", names, () => show());
+    const plot = place.appendChild(make("div", { className: "plot" }));
+
+    function bubbles(counts) {
+      const cells = counts.flatMap((row, client) => row.map((count, label) => ({ client, label, count })))
+        .filter((cell) => cell.count > 0);
+      const largest = Math.max(...cells.map((cell) => cell.count));
+      const widest = Math.max(6, Math.min(26, 1.6 * plot.clientWidth / counts.length));
+      return {
+        x: cells.map((cell) => cell.client), y: cells.map((cell) => cell.label), text: cells.map((cell) => cell.count),
+        mode: "markers", hovertemplate: "client %{x}, class %{y}<br>%{text} training samples<extra></extra>",
+        marker: {
+          size: cells.map((cell) => cell.count), sizemode: "area", sizeref: 2 * largest / widest ** 2, sizemin: 1,
+          color: COLOURS[0], opacity: 0.7, line: { width: 0 },
+        },
+      };
+    }
+
+    function show() {
+      const { counts, clients } = data.partitions[select.selectedIndex];
+      const grouped = counts.length < clients;
+      const heat = {
+        type: "heatmap", z: counts[0].map((_, label) => counts.map((row) => row[label])), colorscale: "Blues",
+        reversescale: false, hovertemplate: "class %{y}: %{z} training samples<extra></extra>",
+      };
+      draw(plot, [grouped ? heat : bubbles(counts)], {
+        height: Math.min(700, 130 + 22 * counts[0].length),
+        x: { title: { text: grouped ? `${clients} clients, sorted by the class they hold most of` : "client" }, zeroline: false },
+        y: { title: { text: "class" }, zeroline: false },
+      });
+    }
+    drawings.push(show);
+  }
+
+  // --- pictures and settings ---
+
+  function pictures(place) {
+    const large = make("img", { alt: "" });
+    const dialog = document.body.appendChild(make("dialog", { onclick: () => dialog.close() }, large));
+    for (const name of new Set(data.pictures.map((picture) => picture.name))) {
+      const kind = data.pictures.filter((picture) => picture.name === name);
+      const grid = make("div", { className: "pictures" });
+      for (const picture of kind) {
+        const caption = `${data.runs[picture.run].name}, round ${picture.round}${picture.reduced ? " (reduced)" : ""}`;
+        const open = () => { large.src = picture.source; dialog.showModal(); };
+        const image = make("img", { src: picture.source, alt: `${name}: ${caption}`, onclick: open });
+        const figure = make("figure", {}, image, make("figcaption", { textContent: caption }));
+        drawings.push(() => { figure.hidden = !groups[data.runs[picture.run].group].shown; });
+        grid.append(figure);
+      }
+      const title = make("summary", { textContent: `${name} (${kind.length})` });
+      place.append(make("details", { open: kind.length <= 3 }, title, grid));
+    }
+  }
+
+  function settings(place) {
+    const own = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
+    const held = (group, key) => [...new Set(group.runs.map((run) => run.settings[key] ?? "–"))].join(", ");
+    if (own.length) {
+      const rows = own.map((key) => [key, ...groups.map((group) => held(group, key))]);
+      place.append(table(["differs", ...groups.map((group) => group.name)], rows));
+    }
+    for (const run of data.runs) {
+      const whole = { ...data.common, ...run.settings };
+      const details = make("details", {}, make("summary", { textContent: `config of ${run.name}` }));
+      const fill = () => details.append(table(["key", "value"], Object.entries(whole)));
+      details.addEventListener("toggle", fill, { once: true });
+      place.append(details);
+    }
+  }
+
+  // --- the page ---
+
+  function all(pick) {
+    const first = (name) => ["global/", "client/", "time/", ""].findIndex((start) => name.startsWith(start));
+    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run[pick])))];
+    return names.sort((a, b) => first(a) - first(b) || (a < b ? -1 : 1));
+  }
+
+  function lay() {
+    const metrics = all("metrics");
+    const measures = all("clients");
+    const part = (name) => name.split("/").pop();
+    const is = {
+      accuracy: (name) => part(name).startsWith("acc"),
+      loss: (name) => part(name).includes("loss") || part(name).startsWith("train_"),
+      cost: (name) => /^(time|comm)\//.test(name),
+      drift: (name) => /^drift[/_]/.test(name),
+      weight: (name) => name === "weight",
+    };
+    const rest = (name) => !Object.values(is).some((holds) => holds(name));
+    const among = (names, holds, then) => names.some(holds) && then(names.filter(holds));
+
+    const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), " ", groups[i].name], ...row]);
+    const overview = table(["", ...data.summary.columns], rows);
+    overview.querySelectorAll("tbody tr").forEach((row, i) => drawings.push(() => { row.hidden = !groups[i].shown; }));
+    section("summary", "Summary", "Means over a group's runs ± standard deviation.").append(overview);
+    among(metrics, is.accuracy, (names) => curves(section("accuracy", "Accuracy"), names));
+    among(metrics, is.loss, (names) => curves(section("loss", "Loss"), names));
+    among(measures, (name) => !is.drift(name) && !is.weight(name), (names) => spread(section("clients", "Clients"), names));
+    if (data.partitions.length) partition(section("partition", "Who holds what"));
+    among(measures, is.weight, (names) => spread(section("weights", "Aggregation weights"), names));
+    if (metrics.some(is.drift) || measures.some(is.drift)) {
+      const place = section("drift", "Drift");
+      among(metrics, is.drift, (names) => curves(place, names));
+      among(measures, is.drift, (names) => spread(place, names));
+    }
+    among(metrics, rest, (names) => curves(section("other", "Other metrics"), names));
+    among(metrics, is.cost, (names) => curves(section("cost", "Time and bytes"), names));
+    if (data.pictures.length) pictures(section("pictures", "Pictures"));
+    settings(section("settings", "Settings"));
+    if (data.left_out.length) {
+      section("left-out", "Left out").append(make("ul", {}, ...data.left_out.map((text) => make("li", { textContent: text }))));
+    }
+  }
+
+  const redraw = () => drawings.forEach((show) => show());
+
+  function legend() {
+    for (const group of groups) {
+      const button = make("button", { type: "button", title: "click: on or off; double click: only this one" },
+        swatch(group), make("span", { textContent: group.name }));
+      const mark = () => button.setAttribute("aria-pressed", group.shown);
+      button.onclick = () => { group.shown = !group.shown; redraw(); };
+      button.ondblclick = () => {
+        const alone = shown().length === 1 && group.shown;
+        groups.forEach((other) => { other.shown = alone || other === group; });
+        redraw();
+      };
+      drawings.push(mark);
+      $("legend").append(button);
+    }
+  }
+
+  function switches() {
+    const turn = (id, event, read) => {
+      $(id).addEventListener(event, () => { state[id] = read($(id)); redraw(); });
+    };
+    turn("axis", "change", (input) => input.value);
+    turn("band", "change", (input) => input.value);
+    turn("smoothing", "input", (input) => { input.nextElementSibling.value = input.value; return Number(input.value); });
+    turn("logx", "change", (input) => input.checked);
+    turn("logy", "change", (input) => input.checked);
+    for (const axis of Object.keys(AXES)) {
+      const known = data.runs.some((run) => run.axes[axis].some((x) => x !== null));
+      $("axis").querySelector(`[value=${axis}]`).disabled = !known;
+    }
+  }
+
+  function themes() {
+    const names = ["auto", "light", "dark"];
+    $("theme").onclick = () => {
+      const next = names[(names.indexOf(document.documentElement.dataset.theme ?? "auto") + 1) % names.length];
+      document.documentElement.dataset.theme = next;
+      $("theme").textContent = `Theme: ${next}`;
+      redraw();
+    };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  }
+
+  try {
+    await loadPlotly();
+    lay();
+    legend();
+    switches();
+    themes();
+    $("bar").hidden = false;
+    redraw();
+    document.documentElement.dataset.drawn = "yes";
+  } catch (error) {
+    $("trouble").textContent = `The figures cannot be drawn: ${error}. A browser of 2024 or later is needed.`;
+    $("trouble").hidden = false;
+    throw error;
+  }
+})();

@@ -1,0 +1,633 @@
+"""The report's data, what may get into its page, and what may not; how it looks is tests/test_page_browser.py's."""
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import BytesIO
+
+import numpy as np
+import pytest
+from commands import run as command
+from hypothesis import given
+from hypothesis import strategies as st
+from page_folders import write_counts, write_picture, write_run
+from PIL import Image
+
+from fl_lightning.report import page
+from fl_lightning.report.counts import binned, read_counts
+from fl_lightning.runs import open_runs
+
+CONFIG = {
+    "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},
+    "evaluation": {"targets": [0.5]},
+    "rounds": 4,
+}
+METRICS = {
+    "global/acc": [0.1, None, 0.123456789, 0.6],
+    "global/loss": [2.5, None, float("nan"), 1.0],
+    "comm/up_bytes": [1000, 1000, 1000, 1000],
+    "comm/down_bytes": [500, 500, 500, 500],
+    "comm/total_bytes": [1500, 3000, 4500, 6000],
+    "time/round_s": [1.5, 0.25, 0.25, 2.0],
+}
+HOSTILE = "</script><script>steal()</script><img src=x onerror=steal()>&amp;\u2028'\""
+
+
+def config(method="FedSKC", seed=0, **settings):
+    return {**CONFIG, "algorithm": {"class_path": f"fl_lightning.algorithms.{method}"}, "seed": seed, **settings}
+
+
+def contents(*folders):
+    return page.contents(open_runs(folders))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path / "a", CONFIG, METRICS)
+
+
+# --- numbers ---
+
+
+@given(st.floats(-1.7976e308, 1.7976e308))
+def test_numbers_keep_five_digits(value):
+    assert page.short(value) == pytest.approx(value, rel=5.001e-5, abs=0)
+    assert len(re.sub(r"e.*|\D", "", repr(page.short(value))).strip("0")) <= 5
+    assert json.loads(json.dumps(page.short(value))) == page.short(value)
+
+
+@pytest.mark.parametrize(("value", "short"), [(0.5, "0.5"), (2.0, "2"), (1e300, "1e+300"), (123456, "123460")])
+def test_numbers_are_written_short(value, short):
+    assert json.dumps(page.short(value)) == short
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.79765e308])
+def test_what_is_no_number_is_none(value):
+    assert page.short(value) is None
+
+
+def test_a_run_is_drawn_by_round_bytes_and_seconds(folder):
+    (run,) = contents(folder)["runs"]
+    assert run["axes"] == {
+        "round": [1, 2, 3, 4],
+        "bytes": [1500, 3000, 4500, 6000],
+        "seconds": [1.5, 1.75, 2, 4],
+    }
+    assert run["metrics"]["global/acc"] == [0.1, None, 0.12346, 0.6]
+    assert run["metrics"]["global/loss"] == [2.5, None, None, 1]
+    assert "round" not in run["metrics"]
+
+
+def test_metrics_and_axes_that_a_run_has_not_are_left_out(tmp_path):
+    (run,) = contents(write_run(tmp_path / "a", CONFIG, {"global/acc": [0.5], "odd": [float("inf")]}))["runs"]
+    assert run["axes"] == {"round": [1], "bytes": [None], "seconds": [None]}
+    assert list(run["metrics"]) == ["global/acc"]
+    assert run["clients"] == {}
+
+
+@pytest.mark.parametrize(("rounds", "every"), [(1000, 1), (1001, 1), (5000, 1), (5000, 10), (20_000, 7)])
+def test_a_long_run_is_drawn_by_those_of_its_rounds_that_were_evaluated(tmp_path, rounds, every):
+    accuracy = [0.5 if i % every == 0 or i == rounds else None for i in range(1, rounds + 1)]
+    (run,) = open_runs([write_run(tmp_path / "a", {}, {"time/fit_s": [1] * rounds, "global/acc": accuracy})])
+    drawn = page.drawn_rounds(run)
+    evaluated = [i for i, value in enumerate(accuracy, 1) if value]
+    assert drawn[-1] == rounds
+    assert len(drawn) <= 1000
+    if rounds <= 1000:
+        assert drawn == list(range(1, rounds + 1))
+    else:
+        assert set(drawn) <= set(evaluated)
+        assert len(drawn) >= min(len(evaluated), 499)
+        assert len(set(np.diff(drawn[:-1]))) == 1
+        assert page.contents([run])["left_out"] == [f"a: {len(drawn):,} of {rounds:,} rounds are drawn"]
+
+
+def test_a_long_run_without_accuracies_is_drawn(tmp_path):
+    (run,) = open_runs([write_run(tmp_path / "a", {}, {"global/loss": [1.0] * 2500})])
+    assert page.drawn_rounds(run) == [*range(3, 2500, 3), 2500]
+
+
+# --- single clients ---
+
+
+def quantile(values, share):
+    """By the definition: linear between the order statistics."""
+    values, at = sorted(values), share * (len(values) - 1)
+    low = math.floor(at)
+    return values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
+
+
+def test_single_clients_travel_as_quantiles_and_as_the_last_round(tmp_path):
+    random = np.random.default_rng(3)
+    lines = [(i, k, random.normal()) for i in (1, 2, 4) for k in sorted(random.choice(50, 9, replace=False).tolist())]
+    columns = {"round": [i for i, _, _ in lines], "client": [k for _, k, _ in lines], "acc": [v for _, _, v in lines]}
+    columns["weight"] = [v if i == 2 else None for i, _, v in lines]
+    (run,) = contents(write_run(tmp_path / "a", CONFIG, METRICS, columns))["runs"]
+    spread = run["clients"]["acc"]
+    assert spread["rounds"] == [1, 2, 4]
+    for j, i in enumerate((1, 2, 4)):
+        own = [v for at, _, v in lines if at == i]
+        expected = [quantile(own, share) for share in (0, 0.1, 0.5, 0.9, 1)]
+        assert [line[j] for line in spread["quantiles"]] == pytest.approx(expected, rel=1e-4)
+    assert spread["last"]["round"] == 4
+    assert spread["last"]["client"] == [k for i, k, _ in lines if i == 4]
+    assert spread["last"]["value"] == pytest.approx([v for i, _, v in lines if i == 4], rel=1e-4)
+    assert run["clients"]["weight"]["rounds"] == [2]
+    assert run["clients"]["weight"]["last"]["round"] == 2
+
+
+def test_lines_of_clients_that_a_kill_left_beyond_the_last_round_are_not_drawn(tmp_path):
+    columns = {"round": [4, 5], "client": [0, 0], "acc": [0.5, 0.9]}
+    (run,) = contents(write_run(tmp_path / "a", CONFIG, METRICS, columns))["runs"]
+    assert run["clients"]["acc"]["rounds"] == [4]
+
+
+def test_values_that_are_no_numbers_count_for_nothing(tmp_path):
+    columns = {"round": [1, 1, 1], "client": [0, 1, 2], "acc": [0.5, "nan", "inf"], "loss": ["nan"] * 3}
+    (run,) = contents(write_run(tmp_path / "a", CONFIG, METRICS, columns))["runs"]
+    assert run["clients"]["acc"]["quantiles"] == [[0.5]] * 5
+    assert "loss" not in run["clients"]
+
+
+def test_of_very_many_clients_a_thousand_have_a_point(tmp_path):
+    columns = {"round": [1] * 5000, "client": range(5000), "acc": np.linspace(0, 1, 5000).tolist()}
+    (run,) = contents(write_run(tmp_path / "a", CONFIG, METRICS, columns))["runs"]
+    last = run["clients"]["acc"]["last"]
+    assert len(last["client"]) == len(set(last["client"])) == len(last["value"]) == 1000
+    assert (last["client"][0], last["client"][-1]) == (0, 4999)
+    assert last["value"] == pytest.approx(np.array(last["client"]) / 4999, rel=1e-4)
+    assert run["clients"]["acc"]["quantiles"][2] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "no columns round and client"),
+        ("round,client,acc\n1,0\n", "line 2 has 2 cells"),
+        ("round,client,acc\n1,0,x\n", "could not convert"),
+    ],
+)
+def test_a_damaged_clients_csv_is_left_out_with_a_line(folder, text, said):
+    (folder / "clients.csv").write_text(text)
+    data = contents(folder)
+    assert data["runs"][0]["clients"] == {}
+    (line,) = data["left_out"]
+    assert line.startswith("a/clients.csv: ")
+    assert said in line
+
+
+# --- names and settings ---
+
+
+def test_runs_are_called_by_their_path_below_the_folder_that_holds_them_all(tmp_path):
+    for name in ("x/a", "x/b", "y"):
+        write_run(tmp_path / name, CONFIG, METRICS)
+    assert [run["name"] for run in contents(tmp_path)["runs"]] == ["x/a", "x/b", "y"]
+    assert [run["name"] for run in contents(tmp_path / "x" / "a")["runs"]] == ["a"]
+
+
+def test_runs_that_differ_in_their_seed_or_what_watches_them_are_one_group(tmp_path):
+    write_run(tmp_path / "a", config(seed=0, run_dir="x", engine="sequential"), METRICS)
+    write_run(tmp_path / "b", config(seed=0, alpha=0.5), METRICS)
+    write_run(tmp_path / "c", config(seed=1, logger={"class_path": "W", "init_args": {"name": "c"}}), METRICS)
+    data = contents(tmp_path)
+    assert [run["group"] for run in data["runs"]] == [0, 1, 0]
+
+
+def names_of(tmp_path, *configs):
+    for i, each in enumerate(configs):
+        write_run(tmp_path / str(i), each, METRICS)
+    return contents(tmp_path)["groups"]
+
+
+def test_groups_are_called_by_what_tells_them_apart(tmp_path):
+    assert names_of(tmp_path / "1", config("FedAvg"), config("FedSKC", seed=3)) == ["FedAvg", "FedSKC"]
+    assert names_of(tmp_path / "2", config("FedAvg"), config("FedAvg", seed=3)) == ["FedAvg"]
+    many = [config(method, optimizer={"lr": lr}) for method in ("FedAvg", "FedSKC") for lr in (1, 2)]
+    assert names_of(tmp_path / "3", *many, config("Local", optimizer={"lr": 1})) == [
+        *("FedAvg lr=1", "FedAvg lr=2", "FedSKC lr=1", "FedSKC lr=2"),
+        "Local",
+    ]
+    assert names_of(tmp_path / "4", config(mu=1), config(mu=2)) == ["mu=1", "mu=2"]
+
+
+def test_runs_without_a_config_are_alone_and_called_by_their_folder(tmp_path):
+    assert names_of(tmp_path, {}, {}) == ["0", "1"]
+
+
+def test_the_summary_is_of_means_and_sample_deviations(tmp_path):
+    accuracies = {"a": [0.5, 0.75], "b": [0.25, 0.625], "c": [0.125, None]}
+    for seed, (name, values) in enumerate(accuracies.items()):
+        columns = {"global/acc": values, "comm/total_bytes": [1e6, 2e6 + seed * 1e6], "time/round_s": [1, seed]}
+        write_run(tmp_path / name, config(seed=seed), columns)
+    write_run(tmp_path / "other", config("Local"), {"client/acc_mean": [0.25, 0.5]})
+    table = contents(tmp_path)["summary"]
+    first, second = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    last = [0.75, 0.625, 0.125]
+    assert first == {
+        "runs": "3",
+        "rounds": "2",
+        "global/acc_last": f"0.5 ± {statistics.stdev(last):.2g}",
+        "global/acc_best": f"0.5 ± {statistics.stdev(last):.2g}",
+        "R_0.5": f"1.5 ± {statistics.stdev([1, 2]):.2g} (2 of 3)",
+        "client/acc_mean_last": None,
+        "client/acc_mean_best": None,
+        "MB": "3 ± 1",
+        "seconds": "2 ± 1",
+    }
+    assert table["columns"][-4:] == ["client/acc_mean_best", "R_0.5", "MB", "seconds"]
+    assert second["client/acc_mean_last"] == "0.5"
+    assert second["R_0.5"] == "2"
+    assert (second["runs"], second["global/acc_last"], second["MB"], second["seconds"]) == ("1", None, None, None)
+
+
+def test_settings_are_told_apart_and_can_be_put_together_again(tmp_path):
+    write_run(tmp_path / "a", config(seed=1, note="x"), METRICS)
+    write_run(tmp_path / "b", config(seed=2, flag=None), METRICS)
+    write_run(tmp_path / "c", config(seed=1, note="y"), METRICS)
+    data = contents(tmp_path)
+    first, second, _ = ({**data["common"], **run["settings"]} for run in data["runs"])
+    assert first == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "1", "note": "x"}
+    assert second == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "2", "flag": "null"}
+    assert data["runs"][0]["settings"] == {"seed": "1", "note": "x"}
+
+
+def test_a_long_setting_is_cut(tmp_path):
+    data = contents(write_run(tmp_path / "a", {"note": "z" * 5000, "short": "y" * 300}, METRICS))
+    assert data["common"]["note"] == "z" * 299 + "…"
+    assert data["common"]["short"] == "y" * 300
+
+
+# --- who holds what ---
+
+
+def test_a_partition_travels_once_with_the_runs_that_have_it(tmp_path):
+    counts = np.random.default_rng(0).integers(0, 90, (6, 3))
+    for name, its in (("a", counts), ("b", counts + 1), ("c", counts)):
+        write_counts(write_run(tmp_path / name, CONFIG, METRICS), its)
+    first, second = contents(tmp_path)["partitions"]
+    assert first == {"runs": [0, 2], "clients": 6, "counts": counts.tolist()}
+    assert second == {"runs": [1], "clients": 6, "counts": (counts + 1).tolist()}
+
+
+def test_partitions_of_one_content_and_two_shapes_are_two(tmp_path):
+    for name, shape in (("a", (2, 3)), ("b", (3, 2))):
+        write_counts(write_run(tmp_path / name, CONFIG, METRICS), np.arange(6).reshape(shape))
+    assert [len(each["counts"]) for each in contents(tmp_path)["partitions"]] == [2, 3]
+
+
+def test_many_clients_are_drawn_as_means_over_neighbours(tmp_path):
+    counts = np.random.default_rng(0).integers(0, 9, (1000, 4))
+    write_counts(write_run(tmp_path / "a", CONFIG, METRICS), counts)
+    (partition,) = contents(tmp_path)["partitions"]
+    assert partition["clients"] == 1000
+    assert np.shape(partition["counts"]) == (200, 4)
+    assert partition["counts"] == pytest.approx(binned(counts).T, rel=1e-4)
+
+
+def test_partitions_beyond_what_a_page_takes_are_left_out_with_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "MOST_CELLS", 30)
+    for i in range(3):
+        write_counts(write_run(tmp_path / str(i), CONFIG, METRICS), np.full((5, 3), i))
+    data = contents(tmp_path)
+    assert [each["runs"] for each in data["partitions"]] == [[0], [1]]
+    assert data["left_out"] == ["2/partition.csv: the partitions before it have filled the page"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x\n",
+        "client,split\n0,train\n",
+        "client,split,class_0\n",
+        "client,split,class_0\n0,train\n",
+        "client,split,class_0\n0,train,-1\n",
+        "client,split,class_0,class_1\n0,train,1\n",
+        "client,split,class_0\n0,train,x\n",
+        "client,split,class_0\n0,test,1\n",
+        f"client,split,class_0\n0,train,{'1' * 200_000}\n",
+    ],
+)
+def test_a_damaged_partition_is_left_out_with_a_line(folder, text):
+    (folder / "partition.csv").write_text(text)
+    data = contents(folder)
+    assert data["partitions"] == []
+    (line,) = data["left_out"]
+    assert line.startswith("a/partition.csv: ")
+
+
+def test_counts_are_read_by_split(folder):
+    (folder / "partition.csv").write_text("client,split,class_0,class_1\n0,train,1,2\n1,train,3,4\n0,test,5,6\n")
+    assert read_counts(folder / "partition.csv").tolist() == [[1, 2], [3, 4]]
+    assert read_counts(folder / "partition.csv", "test").tolist() == [[5, 6]]
+
+
+# --- pictures ---
+
+
+def noise(height, width):
+    return np.random.default_rng(0).integers(0, 255, (height, width, 3))
+
+
+def picture_of(source):
+    start, _, code = source.partition(",")
+    assert start == "data:image/png;base64"
+    return Image.open(BytesIO(base64.b64decode(code)))
+
+
+def test_the_last_picture_of_each_kind_is_taken(folder):
+    for name, round in (("drift", 2), ("drift", 10), ("row_norms", 4)):
+        write_picture(folder / "figures" / name / f"round-{round}.png", noise(5, round))
+    write_picture(folder / "figures" / "drift" / "later.png", noise(5, 5))
+    data = contents(folder)
+    assert [(each["run"], each["name"], each["round"]) for each in data["pictures"]] == [
+        (0, "drift", 10),
+        (0, "row_norms", 4),
+    ]
+    assert [np.array_equal(picture_of(each["source"]), noise(5, each["round"])) for each in data["pictures"]] == [
+        True
+    ] * 2
+    assert not any(each["reduced"] for each in data["pictures"])
+    assert data["left_out"] == []
+
+
+def test_a_large_picture_is_reduced(folder):
+    blocks = np.kron(noise(20, 40) // 16 * 15, np.ones((40, 40, 1)))
+    write_picture(folder / "figures" / "drift" / "round-1.png", blocks + noise(800, 1600) % 2)
+    assert (folder / "figures" / "drift" / "round-1.png").stat().st_size > page.PICTURE_BYTES
+    (picture,) = contents(folder)["pictures"]
+    assert picture["reduced"]
+    small = picture_of(picture["source"])
+    assert small.width in page.SIDES
+    assert small.width == pytest.approx(2 * small.height, abs=2)
+    assert len(base64.b64decode(picture["source"].partition(",")[2])) <= page.PICTURE_BYTES
+
+
+def test_a_picture_that_no_reducing_helps_is_left_out_with_a_line(folder):
+    write_picture(folder / "figures" / "drift" / "round-1.png", noise(900, 900))
+    data = contents(folder)
+    assert data["pictures"] == []
+    assert data["left_out"] == ["a/figures/drift/round-1.png: it takes more than 150,000 bytes, however reduced"]
+
+
+def test_pictures_beyond_what_a_page_takes_are_left_out_with_a_line_each(folder, monkeypatch):
+    for name, side in (("a", 90), ("b", 120), ("c", 20)):
+        write_picture(folder / "figures" / name / "round-1.png", noise(side, side))
+    monkeypatch.setattr(page, "PICTURES_BYTES", 45_000)
+    data = contents(folder)
+    assert [each["name"] for each in data["pictures"]] == ["a", "c"]
+    assert data["left_out"] == ["a/figures/b/round-1.png: the pictures before it have filled the page"]
+
+
+def header(width, height):
+    """A PNG's first chunk, which claims this size."""
+    chunk = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big") + chunk
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it is no PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg' onload='steal()'/>", "it is no PNG"),
+        (header(10, 10)[:20], "it is no PNG"),
+        (header(10, 10), "it is damaged"),
+        (header(100_000, 100_000), "it has more than 25,000,000 pixels"),
+    ],
+)
+def test_what_is_no_picture_is_left_out_with_a_line(folder, content, said):
+    place = folder / "figures" / "drift"
+    place.mkdir(parents=True)
+    (place / "round-1.png").write_bytes(content)
+    data = contents(folder)
+    assert data["pictures"] == []
+    (line,) = data["left_out"]
+    assert line.startswith("a/figures/drift/round-1.png: ")
+    assert said in line
+
+
+def test_a_picture_of_another_format_under_the_name_of_a_png_is_left_out(folder):
+    place = folder / "figures" / "drift"
+    place.mkdir(parents=True)
+    Image.fromarray(noise(9, 9).astype(np.uint8)).save(place / "round-1.png", format="JPEG")
+    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is no PNG"]
+
+
+def test_a_picture_cut_short_is_left_out(folder):
+    path = folder / "figures" / "drift" / "round-1.png"
+    write_picture(path, noise(40, 40))
+    path.write_bytes(path.read_bytes()[:900])
+    assert contents(folder)["pictures"] == []
+
+
+def test_figures_that_are_no_folder_are_left_out_with_a_line(folder):
+    (folder / "figures").write_text("")
+    (line,) = contents(folder)["left_out"]
+    assert line.startswith("a/figures: ")
+
+
+@pytest.mark.parametrize("link", ["figures", "figures/drift", "figures/drift/round-1.png"])
+def test_no_link_is_followed_out_of_a_run(folder, tmp_path, link):
+    write_picture(tmp_path / "elsewhere" / "drift" / "round-1.png", noise(9, 9))
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(tmp_path / link.replace("figures", "elsewhere"))
+    data = contents(folder)
+    assert data["pictures"] == []
+    assert data["left_out"] == ["a/figures/drift/round-1.png: a link, which leads who knows where"]
+
+
+@pytest.mark.parametrize("name", ["clients.csv", "partition.csv"])
+def test_no_file_is_read_through_a_link(folder, tmp_path, name):
+    (tmp_path / "other").write_text("round,client,acc\n1,0,0.5\n")
+    (folder / name).symlink_to(tmp_path / "other")
+    data = contents(folder)
+    assert data["left_out"] == [f"a/{name}: a link, which leads who knows where"]
+    assert data["runs"][0]["clients"] == {}
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder):
+    (folder / "figures" / "drift").mkdir(parents=True)
+    for name in ("clients.csv", "partition.csv", "figures/drift/round-1.png"):
+        os.mkfifo(folder / name)
+    assert [line.partition(": ")[2] for line in contents(folder)["left_out"]] == ["it is no file"] * 3
+
+
+def test_files_beyond_reason_are_not_opened(folder, monkeypatch):
+    write_picture(folder / "figures" / "drift" / "round-1.png", noise(9, 9))
+    monkeypatch.setitem(page.MOST_FILE_BYTES, ".png", 100)
+    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is larger than it can be"]
+
+
+# --- the page ---
+
+
+class Elements(HTMLParser):
+    """What a parser that knows nothing of ours finds in a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append((dict(attributes), ""))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = attributes, text + data
+
+    def handle_endtag(self, tag):
+        self.tags.append((f"/{tag}", {}))
+
+
+def test_hostile_text_leaves_no_markup_behind(tmp_path):
+    name = HOSTILE.replace("/", "|")
+    plain = write_run(tmp_path / "plain", {**CONFIG, "note": "x", "key": "y"}, {**METRICS, "own/acc": [1, 1, 1, 1]})
+    hostile = write_run(tmp_path / name, {**CONFIG, "note": HOSTILE, HOSTILE: "y"}, {**METRICS, HOSTILE: [1, 1, 1, 1]})
+    pages = [Elements(page.page(contents(folder))) for folder in (plain, hostile)]
+    assert pages[0].tags == pages[1].tags
+    data = json.loads(pages[1].scripts[0][1])
+    assert data["runs"][0]["name"] == name
+    assert data["common"]["note"] == HOSTILE
+    assert HOSTILE in data["common"]
+    assert HOSTILE in data["runs"][0]["metrics"]
+
+
+@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_what_travels_is_the_same_json_without_a_sign_of_markup(data):
+    text = page.escaped(data)
+    assert json.loads(text) == data
+    assert text.isascii()
+    assert not set("<>&") & set(text)
+
+
+def test_a_number_that_json_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        page.escaped([math.nan])
+
+
+def test_a_page_fetches_nothing_and_runs_only_what_its_policy_names(folder):
+    text = page.page(contents(folder))
+    found = Elements(text)
+    for tag, attributes in found.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+        assert not {"src", "href", "action"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+    (policy,) = (each["content"] for _, each in found.tags if each.get("http-equiv") == "Content-Security-Policy")
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    kinds = {attributes.get("type"): script for attributes, script in found.scripts}
+    assert kinds.keys() == {"application/json", "text/plain", None}
+    plotly = gzip.decompress(base64.b64decode(kinds["text/plain"]))
+    assert b"plotly.js v" in plotly[:200]
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in (kinds[None].encode(), plotly)]
+    assert rules.pop("script-src") == [f"'sha256-{each}'" for each in hashes]
+    assert rules == {
+        "default-src": ["'none'"],
+        "style-src": ["'unsafe-inline'"],
+        "img-src": ["data:", "blob:"],
+        "base-uri": ["'none'"],
+        "form-action": ["'none'"],
+    }
+
+
+def test_one_run_gives_the_same_page_again(folder):
+    assert page.page(contents(folder)) == page.page(contents(folder))
+
+
+# --- the command ---
+
+
+def test_the_command_writes_a_page_and_says_what_it_holds(folder, tmp_path):
+    (folder / "partition.csv").write_text("damaged")
+    out = tmp_path / "new" / "page.html"
+    outcome = command("report", folder, "-o", out)
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        "left out: a/partition.csv: it does not begin with client, split and a column a class",
+        f"wrote {out}: 1 run, {out.stat().st_size / 1e6:.1f} MB",
+    ]
+    assert out.stat().st_size < 2_500_000
+    assert page.is_report(out)
+
+
+def test_a_report_is_replaced_and_nothing_else_is(folder, tmp_path):
+    out = tmp_path / "page.html"
+    assert command("report", folder, "-o", out).code == 0
+    first = out.read_text()
+    assert command("report", folder, write_run(tmp_path / "b", CONFIG, METRICS), "-o", out).code == 0
+    assert out.read_text() != first
+    for other in (folder / "config.yaml", folder / "metrics.csv"):
+        before = other.read_bytes()
+        outcome = command("report", folder, "-o", other)
+        assert outcome.code == 2
+        said = f"-o: {other} is there already and is no report; name another file, or remove it"
+        assert outcome.err == f"fl-lightning: error: {said}\n"
+        assert other.read_bytes() == before
+
+
+def test_a_folder_in_the_place_of_the_page_is_one_line(folder, tmp_path):
+    outcome = command("report", folder, "-o", tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert str(tmp_path) in outcome.err
+
+
+def test_a_page_that_cannot_be_written_is_one_line(folder):
+    outcome = command("report", folder, "-o", folder / "config.yaml" / "page.html")
+    assert outcome.code == 2
+    assert outcome.err.startswith("fl-lightning: error: -o: ")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default")
+def test_damaged_folders_are_skipped_with_a_line_each(folder, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "metrics.csv").write_text("nonsense\n")
+    write_run(tmp_path / "worse", {}, METRICS)
+    (tmp_path / "worse" / "config.yaml").write_text("!!python/object/apply:os.system ['touch hacked']")
+    outcome = command("report", tmp_path, "-o", tmp_path / "page.html")
+    assert outcome.code == 0
+    assert [line.startswith("fl-lightning: warning: ") for line in outcome.err.splitlines()] == [True, True]
+    assert ": 1 run, " in outcome.out
+
+
+def test_an_empty_folder_is_one_clear_error(tmp_path):
+    outcome = command("report", tmp_path, "-o", tmp_path / "page.html")
+    assert outcome.code == 2
+    assert outcome.err == f"fl-lightning: error: {tmp_path}: no run there\n"
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_runs_are_chosen_by_their_settings(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"{seed}", config(seed=seed), METRICS)
+    outcome = command("report", tmp_path, "-o", tmp_path / "page.html", "--where", "seed=1", "algorithm=FedSKC")
+    assert ": 1 run, " in outcome.out
+    outcome = command("report", tmp_path, "-o", tmp_path / "none.html", "--where", "seed=7")
+    assert outcome.code == 2
+    assert "seed=7" in outcome.err
+    assert not (tmp_path / "none.html").exists()
+
+
+def test_no_torch_and_none_of_a_runs_code_is_imported(tmp_path):
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\nclass Method: ...\n")
+    write_run(tmp_path / "a", {"algorithm": {"class_path": "evil.Method"}}, METRICS)
+    code = (
+        "import sys; from fl_lightning.cli import main; main(['report', 'a', '-o', 'page.html']);"
+        "sys.exit(bool({'torch', 'lightning', 'matplotlib', 'pandas', 'evil'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "page.html").exists()
+    assert not (tmp_path / "ran").exists()
