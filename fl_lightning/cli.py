@@ -20,6 +20,7 @@ COMMANDS = {
     "fit": "Run an experiment, or go on with one.",
     "test": "Evaluate a run's checkpoint again.",
     "partition": "Show and draw which client holds what.",
+    "sweep": "Carry a W&B sweep file out here, without a server.",
     "list": "List what can be named in a config.",
 }
 
