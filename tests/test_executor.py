@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_an_unwanted_point_stops_at_a_checkpoint_and_goes_on_later(here):
     (stopped,) = carry_out([slow], threads=1, unwanted=unwanted)
     assert stopped.code == 128 + signal.SIGTERM, stopped.reason
     assert "stopped by SIGTERM after round 1 of 3" in stopped.reason
-    assert all(later - earlier > 0.4 for earlier, later in zip(looks, looks[1:], strict=False))
+    assert all(later - earlier > 0.4 for earlier, later in pairwise(looks))
     assert outcome_before(slow) is None
     assert list((here / "points/slow/checkpoints").glob("round-*"))
     (ended,) = carry_out([slow], threads=1)

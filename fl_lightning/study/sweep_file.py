@@ -24,7 +24,7 @@ METHODS = ("grid", "random", "bayes")
 IGNORED = {"name", "description", "project", "entity", "program"}
 """What says nothing about the points: a sweep goes on whatever becomes of it."""
 KEYS = {*IGNORED, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
-SWEEPS_OWN = {"config", "c", "resume", "run_dir"}
+SWEEPS_OWN = {"config", "resume", "run_dir"}
 FORM = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
 
@@ -108,7 +108,8 @@ def sweep_path(name: str) -> Path:
         if path.is_file():
             return path
     shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    raise ConfigError(f"sweep: {name} is neither a file here nor a shipped sweep; there are {shipped}")
+    wrong = f"{name} is neither a file here nor a shipped sweep;" if name else "which one?"
+    raise ConfigError(f"sweep: {wrong} there are {shipped}")
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
