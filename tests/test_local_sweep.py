@@ -545,7 +545,7 @@ def curve(values):
         ("minimize", {"min_iter": 2, "eta": 2}, {"min_resource": 2, "reduction_factor": 2}, 9),
         ("minimize", {"max_iter": 9, "s": 1, "strict": True}, {"min_resource": 3, "reduction_factor": 3}, 9),
         ("maximize", {"max_iter": 9, "s": 9, "eta": 2}, {"min_resource": 1, "reduction_factor": 2}, 9),
-        ("maximize", {"max_iter": 6, "s": 1, "eta": 2}, {"min_resource": 3, "reduction_factor": 2}, 6),
+        ("maximize", {"max_iter": 6, "s": 1, "eta": 2, "min_iter": 1}, {"min_resource": 3, "reduction_factor": 2}, 6),
     ],
 )
 def test_points_are_ended_early_where_optuna_itself_would(goal, early, options, last, tmp_path, monkeypatch):

@@ -241,7 +241,7 @@ def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
     if given.get("strict", True) is not True:
         raise ConfigError("early_terminate: strict: false cannot be done here; leave it out")
     eta, s = _count("eta", given.get("eta", 3), 2), given.get("s")
-    if "min_iter" in given:
+    if "max_iter" not in given and "min_iter" in given:
         return SuccessiveHalvingPruner(_count("min_iter", given["min_iter"], 1), eta), math.inf
     if "max_iter" not in given or s is None:
         raise ConfigError("early_terminate: needs min_iter, or max_iter and s")
