@@ -250,7 +250,7 @@ def led(here):
     """A process that carries three long points out, two of which have come to round 2."""
     (here / "leader.py").write_text(LEADER)
     command = [sys.executable, "leader.py", "led", "tiny.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(here)}
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
     while not all((here / f"led/{k}/metrics.csv").exists() and len(rows(here / f"led/{k}")) for k in range(2)):

@@ -221,6 +221,7 @@ def draws(told, folder, count=200):
         ({"min": 2, "max": 5}, [2, 3, 4, 5]),
         ({"distribution": "int_uniform", "min": -1, "max": 1}, [-1, 0, 1]),
         ({"distribution": "q_uniform", "min": 0.1, "max": 0.5, "q": 0.1}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"distribution": "q_uniform", "min": 0.28, "max": 0.29, "q": 0.01}, [0.28, 0.29]),  # of floats: 28.00..4 q
         ({"distribution": "q_uniform", "min": 3, "max": 21, "q": 8}, [8, 16]),
         ({"distribution": "q_uniform", "min": 0, "max": 3}, [0, 1, 2, 3]),
         ({"distribution": "q_log_uniform_values", "min": 1, "max": 40, "q": 8}, [8, 16, 24, 32, 40]),
