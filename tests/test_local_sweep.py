@@ -20,6 +20,7 @@ import pytest
 import yaml
 from commands import TINY, contents, run, summary, table, tiny
 from optuna.samplers import TPESampler
+from optuna.storages import RDBStorage
 from scipy import stats
 from test_sweeps import SWEEPS, agent_at, loaded, points, started  # noqa: F401  # a fixture
 
@@ -552,7 +553,11 @@ def curve(values):
 def test_points_are_ended_early_where_optuna_itself_would(goal, early, options, last, tmp_path, monkeypatch):
     more = {"early_terminate": {"type": "hyperband", **early}, "metric": {"name": "global/acc", "goal": goal}}
     sweep = parsed(parameters={"x": {"values": list(range(8))}}, **more)
+    shown, real = [], RDBStorage.set_trial_intermediate_value
+    record = lambda storage, *told: (shown.append(told[:2]), real(storage, *told))  # noqa: E731
+    monkeypatch.setattr(RDBStorage, "set_trial_intermediate_value", record)
     results = faked(monkeypatch, tmp_path, sweep, Fake(curve))
+    assert len(shown) == len(set(shown)) > 8  # each round once
 
     reference = optuna.create_study(direction=goal, pruner=optuna.pruners.SuccessiveHalvingPruner(**options))
     expected = []
@@ -599,7 +604,8 @@ def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
     more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
     message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), Fake(curve))
+        fake = Fake(curve, summary='{"global/acc_best": 0.4}')
+        faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
 
 
 # --- What it ends with ---
