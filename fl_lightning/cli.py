@@ -23,6 +23,7 @@ COMMANDS = {
     "partition": "Show and draw which client holds what.",
     "compare": "Set groups of runs side by side.",
     "report": "Draw runs as one HTML page.",
+    "sweep": "Carry a W&B sweep file out here, without a server.",
     "list": "List what can be named in a config.",
 }
 

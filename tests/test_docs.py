@@ -35,6 +35,8 @@ def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     reads_only = {"--help", "--print_config", "--algorithm.help"} & set(words)
     if words[0] == "fit" and not reads_only:
         words += ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
+    if words[0] == "sweep":
+        words += ["--count", "1", "--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
     if reads_only:
         with pytest.raises(SystemExit) as end:
             main(words)

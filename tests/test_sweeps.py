@@ -110,7 +110,7 @@ def test_wandbs_client_takes_it_as_it_is(sweep):
     assert (given["program"], given["method"], given["metric"]["goal"]) == ("fl-lightning", "grid", "maximize")
     for parameter in given["parameters"].values():
         assert parameter.keys() == {"values"}
-        assert len(parameter["values"]) == len(set(parameter["values"])) >= 3
+        assert len(parameter["values"]) == len(set(parameter["values"])) >= 2
         assert None not in parameter["values"]  # W&B would write the word None
 
 

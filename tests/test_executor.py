@@ -1,0 +1,334 @@
+"""Points carried out side by side: what came of each, whatever is stopped or killed."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from commands import TINY, contents, rows, summary, tiny, untimed_rows
+from filelock import FileLock
+from test_processes import alive, gone
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.study import executor
+from fl_lightning.study.executor import Outcome, Point, alone, carry_out, outcome_before
+
+WITNESS = '''
+import os, torch
+from fl_lightning.client import LossTerm
+
+class Witness(LossTerm):
+    """Reports, as its loss, what it finds where it is run."""
+
+    def forward(self, step):
+        found = torch.get_num_threads() + 10 * int(os.environ["OMP_NUM_THREADS"]) + 100 * int(os.environ["FL_WITNESS"])
+        return step.logits.sum() * 0 + found
+
+class Slow(LossTerm):
+    """Takes its time from round 2 on."""
+
+    def begin(self, module):
+        self.round = module.round
+
+    def forward(self, step):
+        import time
+        time.sleep(0.02 if self.round > 1 else 0)
+        return step.logits.sum() * 0
+'''
+LEADER = """
+import sys
+from pathlib import Path
+from fl_lightning import cli
+from fl_lightning.errors import FLError
+from fl_lightning.study.executor import Point, carry_out
+
+if __name__ == "__main__":
+    root, config = Path(sys.argv[1]), sys.argv[2]
+    words = ("--config", config, "--rounds", "50", "--algorithm.loss_terms+=witness.Slow")
+    try:
+        list(carry_out([Point(root / str(k), (*words, "--seed", str(k))) for k in range(3)], workers=2, threads=1))
+    except FLError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with the tiny config and a module that children can import."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "witness.py").write_text(WITNESS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def point(name, *words):
+    return Point(Path("points") / name, ("--config", "tiny.yaml", *words))
+
+
+def nowhere(name):
+    """A point that is over at once."""
+    return Point(Path("points") / name, ("--config", "nowhere.yaml"))
+
+
+def by_name(outcomes):
+    return {outcome.point.folder.name: outcome for outcome in outcomes}
+
+
+def children():
+    return [child.pid for child in multiprocessing.active_children()]
+
+
+def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
+    points = [
+        point("nan", "--optimizer.lr=1e30"),
+        point("typo", "--algorithm.tua=1"),
+        point("one", "--seed=1"),
+        point("offline", "--logger=WandbRoundLogger"),
+    ]
+    outcomes = by_name(carry_out(points, workers=2, threads=1))
+    assert {name: outcome.code for name, outcome in outcomes.items()} == {"nan": 1, "typo": 2, "one": 0, "offline": 0}
+    assert all(outcomes[one.folder.name].point == one for one in points)
+    diverged = r"client 0, round 1: loss term 'ce' is NaN or Inf: lower the learning rate or the term's coefficient"
+    assert outcomes["nan"].reason == diverged == (here / "points/nan/failed.txt").read_text().strip()
+    assert outcomes["typo"].reason == "algorithm: FedSKC has no key 'tua'; did you mean tau?"
+    assert not (here / "points/typo/failed.txt").exists()
+    assert (outcomes["one"].reason, outcomes["offline"].reason) == ("", "")
+    tiny(here / "alone", "--seed=1")
+    assert untimed_rows(here / "points/one") == untimed_rows(here / "alone")
+    assert summary(here / "points/one") == summary(here / "alone")
+    assert "round 3/3" in (here / "points/one/log.txt").read_text()
+    assert list((here / "points/offline/wandb").glob("offline-run-*/run-*.wandb"))
+    assert not children()
+
+    before = contents(here / "points")
+    again = by_name(carry_out(points, workers=2, threads=1))
+    assert again == outcomes
+    after = contents(here / "points")
+    assert {name for name in after if after[name] != before.get(name)} == {"typo/log.txt"}
+    (here / "points/nan/failed.txt").unlink()
+    mended = Point(Path("points/nan"), ("--config", "tiny.yaml", "--optimizer.lr=1e30", "--rounds=2"))
+    (retried,) = carry_out([mended], threads=1)
+    assert (retried.code, retried.reason) == (1, diverged)
+    assert (here / "points/nan/log.txt").read_text().count(diverged) == 2
+
+
+def test_the_next_point_is_asked_for_when_there_is_a_worker_for_it():
+    ended, asked = [], []
+
+    def points():
+        for k in range(5):
+            asked.append((k, len(ended), len(children())))
+            yield nowhere(str(k))
+
+    for outcome in carry_out(points(), workers=2, threads=1):
+        ended.append(outcome)
+    assert [k for k, _, _ in asked] == [0, 1, 2, 3, 4]
+    assert all(k - done < 2 and there < 2 for k, done, there in asked)
+    assert len(ended) == 5
+    assert {outcome.code for outcome in ended} == {2}
+    assert [there for k, _, there in asked if k == 1] == [1]  # the second did not wait for the first
+
+
+def test_a_point_has_its_threads_and_this_processs_environment(monkeypatch):
+    words = ["--rounds=1", "--scenario.clients=1", "--algorithm=FedAvg", "--algorithm.loss_terms=[witness.Witness]"]
+    for threads, mark in ((1, 3), (2, 5)):
+        monkeypatch.setenv("FL_WITNESS", str(mark))
+        (outcome,) = carry_out([point(str(threads), *words)], threads=threads)
+        assert outcome.code == 0, outcome.reason
+        assert float(rows(outcome.point.folder)[0]["client/train_witness"]) == 100 * mark + 11 * threads
+
+
+@pytest.mark.parametrize(("workers", "each"), [(1, 7), (2, 3), (9, 1)])
+def test_cores_are_shared_out_among_the_workers(workers, each, monkeypatch):
+    import torch
+
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(os, "environ", {"OLD": "1"})
+    monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 7)
+    executor._adopt({"NEW": "2"}, workers, None)
+    assert given == [each]
+    assert os.environ == {"NEW": "2", "OMP_NUM_THREADS": str(each)}
+
+
+def test_an_unwanted_point_stops_at_a_checkpoint_and_goes_on_later(here):
+    slow = point("slow", "--rounds=3", "--algorithm.loss_terms=[witness.Slow]")
+    looks = []
+
+    def unwanted(one):
+        assert one == slow
+        looks.append(time.monotonic())
+        return (here / "points/slow/metrics.csv").exists() and len(rows(here / "points/slow")) >= 1
+
+    (stopped,) = carry_out([slow], threads=1, unwanted=unwanted)
+    assert stopped.code == 128 + signal.SIGTERM, stopped.reason
+    assert "stopped by SIGTERM after round 1 of 3" in stopped.reason
+    assert all(later - earlier > 0.4 for earlier, later in pairwise(looks))
+    assert outcome_before(slow) is None
+    assert list((here / "points/slow/checkpoints").glob("round-*"))
+    (ended,) = carry_out([slow], threads=1)
+    assert ended == Outcome(slow, 0, "")
+    assert "round 1/3" not in (here / "points/slow/log.txt").read_text().partition("stopped by SIGTERM")[2]
+    tiny(here / "alone", "--algorithm.loss_terms=[witness.Slow]")
+    assert untimed_rows(here / "points/slow") == untimed_rows(here / "alone")
+
+
+def test_a_killed_point_is_named_and_run_again_by_the_next_call(here):
+    slow = point("slow", "--rounds=2", "--algorithm.loss_terms=[witness.Slow]")
+
+    def kill(one):
+        if (here / "points/slow/config.yaml").exists():
+            os.kill(children()[0], signal.SIGKILL)
+        return False
+
+    (killed,) = carry_out([slow], threads=1, unwanted=kill)
+    assert killed.code == -signal.SIGKILL
+    assert killed.reason == "killed by SIGKILL (likely out of memory: fewer workers need less)"
+    assert not (here / "points/slow/failed.txt").exists()
+    (ended,) = carry_out([slow], threads=1)
+    assert ended == Outcome(slow, 0, "")
+
+
+def test_a_point_waits_for_another_process_that_is_at_its_folder(here):
+    """Such as that of a leader that was killed and has not noticed yet; if that one finishes it, it is finished."""
+    one, looks = point("one", "--rounds=1"), []
+    (here / "points/one/final").mkdir(parents=True)
+    lock = FileLock(here / "points/one/.lock")
+    lock.acquire()
+
+    def look(_):
+        looks.append(sorted(path.name for path in (here / "points/one").iterdir()))
+        if len(looks) == 4:
+            (here / "points/one/final/summary.json").write_text("{}")
+            lock.release()
+        return False
+
+    (ended,) = carry_out([one], threads=1, unwanted=look)
+    assert ended == Outcome(one, 0, "")
+    assert all(seen == [".lock", "final"] for seen in looks[:4])
+    assert not (here / "points/one/metrics.csv").exists()
+
+
+def test_breaking_off_leaves_none_behind():
+    handler = signal.getsignal(signal.SIGTERM)
+    slow = point("slow", "--rounds=50", "--algorithm.loss_terms=[witness.Slow]")
+    outcomes = carry_out([nowhere("0"), slow], workers=2, threads=1)
+    next(outcomes)
+    left = children()
+    assert left
+    assert signal.getsignal(signal.SIGTERM) != handler
+    outcomes.close()
+    assert not any(map(alive, left))
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("numbers", [{"workers": 0}, {"threads": 0}])
+def test_numbers_below_one_are_refused(numbers):
+    with pytest.raises(ConfigError, match="0 is below 1"):
+        next(carry_out([], **numbers))
+
+
+def test_a_folder_that_cannot_be_made_is_named(here):
+    (here / "points").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "):
+        next(carry_out([nowhere("0")]))
+    with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "), alone(here / "points/0"):
+        pass
+
+
+# --- The process that leads ---
+
+
+def led(here):
+    """A process that carries three long points out, two of which have come to round 2."""
+    (here / "leader.py").write_text(LEADER)
+    command = [sys.executable, "leader.py", "led", "tiny.yaml"]
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not all((here / f"led/{k}/metrics.csv").exists() and len(rows(here / f"led/{k}")) for k in range(2)):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def of_session(number):
+    """Processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == number:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGINT to the group",
+        "SIGKILL",
+        pytest.param("SIGTERM", marks=pytest.mark.slow),
+        pytest.param("SIGKILL to the group", marks=pytest.mark.slow),
+    ],
+)
+def test_points_end_with_the_process_that_leads(here, how):
+    process = led(here)
+    there = of_session(process.pid)
+    number = signal.Signals[how.partition(" ")[0]]
+    assert len(there) >= 4  # itself, what forks, and two points
+    os.killpg(process.pid, number) if "group" in how else process.send_signal(number)
+    message = process.communicate(timeout=60)[1]
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+        assert gone(there)
+    else:
+        assert process.returncode == 128 + number
+        assert message == f"stopped by {number.name}; the same command goes on from here\n"
+        assert gone(there, 2)
+        for k in range(2):
+            log = (here / f"led/{k}/log.txt").read_text()
+            assert "stopped by SIGTERM after round" in log, log
+            last = int(rows(here / f"led/{k}")[-1]["round"])
+            assert (here / f"led/{k}/checkpoints/round-{last:06d}").is_dir()
+    assert not (here / "led/2").exists()
+    assert not list(here.glob("led/*/failed.txt"))
+
+
+# --- One at a time over a folder ---
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fl_lightning.study.executor import alone
+
+with alone(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_is_held_by_one_process_which_the_others_name(here):
+    with alone(here / "study"):
+        with pytest.raises(ConfigError, match=f"study: process {os.getpid()} is at it; wait for it, or end it$"):
+            alone(here / "study").__enter__()
+        with alone(here / "other"):
+            pass
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, "study"], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {process.pid} is at it"), alone(here / "study"):
+            pass
+        process.kill()
+    with alone(here / "study"):
+        assert (here / "study/.owner").read_text() == str(os.getpid())
