@@ -9,8 +9,8 @@ import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
 from matplotlib.figure import Figure
 
-from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import write_atomically
 from fl_lightning.report.figures import write_png
 
 if TYPE_CHECKING:

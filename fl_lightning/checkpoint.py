@@ -137,17 +137,6 @@ class CheckpointFolder:
         return self.path / f"round-{round:06d}"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file so that a reader, or a kill, sees the old content or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.writing")
-    with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -16,8 +16,8 @@ import wandb
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from fl_lightning.checkpoint import write_atomically
 from fl_lightning.errors import CheckpointError, blame
+from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, read_rows
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")

@@ -25,13 +25,14 @@ from lightning.pytorch.loggers import Logger
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
-from fl_lightning.checkpoint import CheckpointFolder, write_atomically
+from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.client import ClientModule, lr_scales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
+from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WandbRoundLogger, begin_logging, few_enough, split_series
 from fl_lightning.message import Message, Upload

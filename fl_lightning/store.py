@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fl_lightning.algorithms.base import State
-from fl_lightning.checkpoint import flush, write_atomically
+from fl_lightning.checkpoint import flush
 from fl_lightning.errors import CheckpointError, ConfigError
+from fl_lightning.files import write_atomically
 from fl_lightning.message import Tensors
 from fl_lightning.writer import Writer
 

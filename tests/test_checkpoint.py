@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning.checkpoint import CheckpointFolder, write_atomically
+from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.errors import CheckpointError
+from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 
 STATE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
-from fl_lightning.checkpoint import write_atomically
+from fl_lightning.files import write_atomically
 
 MOST_BUBBLES = 200
 

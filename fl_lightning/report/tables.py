@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from fl_lightning.checkpoint import write_atomically
 from fl_lightning.data import FederatedData
+from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row
 
 SHADES = " ░▒▓█"
