@@ -20,6 +20,7 @@ COMMANDS = {
     "fit": "Run an experiment, or go on with one.",
     "test": "Evaluate a run's checkpoint again.",
     "partition": "Show and draw which client holds what.",
+    "reproduce": "Run a paper's table, and show it beside the paper's.",
     "list": "List what can be named in a config.",
 }
 
