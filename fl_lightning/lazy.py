@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """A module by its full name, while garbage is not looked for: there is none, and a quarter of the time goes there."""
+    """A module by its full name; garbage is not looked for meanwhile, which would take a quarter of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:

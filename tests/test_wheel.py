@@ -44,12 +44,12 @@ def run(environment, *command, cwd):
 def test_the_top_level_folders_are_in_it(environment, tmp_path):
     _, own = environment
     code = "import fl_lightning as f, fl_lightning.{0} as m; print(f.__file__); print(m.__file__)"
-    for name in ("callbacks", "configs", "sweeps"):
+    for name in ("callbacks", "configs", "papers", "sweeps"):
         for path in run(environment, "python", "-c", code.format(name), cwd=tmp_path).split():
             assert Path(path).is_relative_to(own)
-    here, there = ROOT / "configs", own / "fl_lightning" / "configs"
-    shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
-    assert shipped == written
+        here, there = ROOT / name, own / "fl_lightning" / name
+        shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
+        assert shipped == written
     assert (own / "fl_lightning" / "py.typed").exists()
 
 

@@ -1,0 +1,435 @@
+"""The papers' tables and figures: what each file holds, and what each of its cells would run."""
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fl_lightning.config import flatten, with_config_paths
+from fl_lightning.experiment import experiment_parser
+from fl_lightning.metrics import summarize
+from fl_lightning.rivals import text, with_rival
+
+FOLDER = Path(__file__).parent.parent / "papers"
+CONFIGS = FOLDER.parent / "configs"
+TABLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+
+# Every table of accuracies or of rounds to one, every ablation, and every sweep, of which some have no number.
+FILES = {
+    "fedskc": "table1 table2 table3 table4 table5 fig3a fig3b fig3c fig3d fig4c",
+    "feddw": "table1 table2 table4 fig6",
+    "fedsiam_da": "fig3 fig4 mu",
+    "cwfedavg": "table1 table2 fig3",
+    "ua_pdfl": "table1 table2 table3 table4 table5 fig13 th_i mu",
+}
+
+# A paper: how it is called, its own method's class and row, how many runs a number is of, how its clients are measured.
+NAMES = {
+    "fedskc": "FedSKC",
+    "feddw": "FedDW",
+    "fedsiam_da": "FedSiam-DA",
+    "cwfedavg": "cwFedAVG",
+    "ua_pdfl": "UA-PDFL",
+}
+OWN = {"fedskc": "FedSKC", "feddw": "FedDW", "fedsiam_da": "FedSiamDA", "cwfedavg": "CwFedAvg", "ua_pdfl": "UAPDFL"}
+OWN_ROW = NAMES | {"cwfedavg": "cwFedAVG w/ WDR"}
+RUNS = dict.fromkeys(NAMES, 3) | {"feddw": 5}
+MEASURED = dict.fromkeys(NAMES, "trained") | {"cwfedavg": "received"}
+
+# What a phrase of a title, a column or a row says, by the keys of the config.
+NUMBERS = {
+    r"(?:alpha|beta) ([\d.]+)": ["scenario.partition.alpha"],
+    r"rho (\d+)": ["scenario.long_tail"],
+    r"(\d+) clients": ["scenario.clients"],
+    r"(\d+) rounds": ["rounds"],
+    r"(\d+) rounds of (\d+) epochs": ["rounds", "trainer.max_epochs"],
+    r"tau ([\d.]+)": ["algorithm.tau"],
+    r"M (\d+)": ["algorithm.similar_clients"],
+    r"mu ([\d.]+)": ["algorithm.mu"],
+    r"lambda ([\d.]+)": ["algorithm.lam"],
+    r"th_I ([\d.]+)": ["algorithm.th_i"],
+    r"N_com (\d+)": ["algorithm.n_com"],
+}
+WORDS = {
+    "MNIST": {"scenario.dataset": "MNIST"},
+    "EMNIST": {"scenario.dataset": "EMNIST", "scenario.dataset.split": "bymerge"},
+    "CIFAR-10": {"scenario.dataset": "CIFAR10", "scenario.long_tail": None},
+    "CIFAR-100": {"scenario.dataset": "CIFAR100", "scenario.long_tail": None},
+    "CIFAR-10-LT": {"scenario.dataset": "CIFAR10", "scenario.partition.alpha": 0.2},
+    "CIFAR-100-LT": {"scenario.dataset": "CIFAR100", "scenario.partition.alpha": 0.2},
+    "FC100": {"scenario.dataset": "FC100"},
+    "SVHN": {"scenario.dataset": "SVHN"},
+    "PathMNIST": {"scenario.dataset": "PathMNIST"},
+    "IMDB": {"scenario.dataset": "IMDB"},
+    "AG News": {"scenario.dataset": "AGNews"},
+    "CNN": {"model": "CNN4"},
+    "ResNet-18": {"model": "ResNet18"},
+    "VGG-11": {"model": "VGG11", "model.head.hidden": [4096, 4096]},
+    "ShuffleNet": {"model": "ShuffleNetV2", "model.head.mapping": [256, 128]},
+    "MobileNet": {"model": "MobileNetV2", "model.head.mapping": [256, 128]},
+    "IID": {"scenario.partition": "IID"},
+    "extreme": {"scenario.partition": "DisjointClasses"},
+}
+SETTINGS = {
+    "feddw": {
+        "practical": {"scenario.partition.alpha": 0.5, "clients_per_round": None},
+        "pathological": {"scenario.partition.alpha": 0.1, "clients_per_round": 5},
+    },
+    "cwfedavg": {
+        "practical": {"scenario.partition": "Dirichlet", "scenario.partition.alpha": 0.1},
+        "pathological": {"scenario.partition": "Pathological"},
+    },
+}
+
+# What a row is where its name is not its class's, or its paper has more to say of it.
+LINEAR = {"model.head.classifier": "linear"}
+PEERS = {"algorithm.n_com": 5}
+SWITCHES = ("algorithm.lcl", "algorithm.gda", "algorithm.gpr")
+ROWS = {
+    "fedskc": {
+        "FedOPT": {"algorithm": "FedAdam", "algorithm.server_lr": 0.01, "algorithm.tau": 0.001},
+        "MOON": {"algorithm": "MOON", "algorithm.tau": 0.5},
+        "FedProto": {"algorithm": "FedAvg"},
+        "FedRCL": {"algorithm": "FedRCL", "algorithm.tau": 0.05},
+        "FedSKC": {"algorithm": "FedSKC", "algorithm.tau": 0.08, **dict.fromkeys(SWITCHES, True)},
+        "LCL": {"algorithm": "FedSKC", **dict(zip(SWITCHES, (True, False, False), strict=True))},
+        "LCL, GDA": {"algorithm": "FedSKC", **dict(zip(SWITCHES, (True, True, False), strict=True))},
+        "LCL, GPR": {"algorithm": "FedSKC", **dict(zip(SWITCHES, (True, False, True), strict=True))},
+        "LCL, GDA, GPR": {"algorithm": "FedSKC", **dict.fromkeys(SWITCHES, True)},
+        "with": {"algorithm": "FedSKC", "algorithm.similar_clients": 1},
+        "without": {"algorithm": "FedSKC", "algorithm.similar_clients": 0},
+    },
+    "feddw": {
+        **{name: {"algorithm": name, **LINEAR} for name in ("FedAvg", "MOON", "FedBABU", "FedProx", "FedRep")},
+        **{name: {"algorithm": name, **LINEAR} for name in ("FedProto", "FedALA", "PerFedAvg", "FedPer", "Local")},
+        "FedUV": {"algorithm": "FedUV", "algorithm.mu": 0.5, **LINEAR},
+        "FedDistill+": {"algorithm": "FedDistillPlus", **LINEAR},
+        "FedDistill++DW": {"algorithm": "FedDistillPlus", "algorithm.loss_terms": ["DistillingWeights"]},
+        "FedDW": {"algorithm": "FedDW", "model.head.classifier": "bias_free"},
+        "MOON+DW": {"algorithm": "FedDW", "algorithm.loss_terms": ["ModelContrast"]},
+        "FedUV+DW": {"algorithm": "FedDW", "algorithm.loss_terms": ["ClassifierVariance", "HypersphericalUniformity"]},
+        "FedProx+DW": {"algorithm": "FedDW", "algorithm.loss_terms": ["Proximal"]},
+    },
+    "fedsiam_da": {
+        "FedProx": {"algorithm": "FedProx", "algorithm.mu": 0.01},
+        "MOON": {"algorithm": "MOON", "algorithm.mu": 1},
+        "FedSiam-DA": {"algorithm": "FedSiamDA", "algorithm.mu": 0.1},
+    },
+    "cwfedavg": {
+        "FedProx": {"algorithm": "FedProx", "algorithm.mu": 0.001},
+        "FedAMP": {"algorithm": "FedAMP", "algorithm.alpha": 1000, "algorithm.lam": 1, "algorithm.sigma": 0.1},
+        "APPLE": {"algorithm": "APPLE", "algorithm.dr_lr": 0.01, "algorithm.mu": 0.1, "algorithm.length": 200},
+        "CFL": {"algorithm": "CFL", "algorithm.eps1": 0.4, "algorithm.eps2": 0.9},
+        "cwFedAVG w/ Dist.": {"algorithm": "CwFedAvg", "algorithm.lam": 0, "algorithm.distribution": "true"},
+        "cwFedAVG w/o WDR": {"algorithm": "CwFedAvg", "algorithm.lam": 0, "algorithm.distribution": "weights"},
+        "cwFedAVG w/ WDR": {"algorithm": "CwFedAvg", "algorithm.lam": 10, "algorithm.distribution": "weights"},
+    },
+    "ua_pdfl": {
+        "FedAvg": {"algorithm": "PeerAlgorithm", **PEERS},
+        "CriticalFL": {"algorithm": "PeerCriticalFL", **PEERS},
+        "FedPer": {"algorithm": "PeerFedPer", **PEERS},
+        "DisPFL": {"algorithm": "DisPFL", "algorithm.search_rounds": 150, **PEERS},
+        "DFedAvgM": {"algorithm": "DFedAvgM", "rounds": 75, "trainer.max_epochs": 10, **PEERS},
+        "UA-PDFL": {"algorithm": "UAPDFL", "algorithm.dropout": True, "algorithm.layerwise": True, **PEERS},
+        "Full UA-PDFL": {"algorithm": "UAPDFL", "algorithm.dropout": True, "algorithm.layerwise": True, **PEERS},
+        "Without LP": {"algorithm": "UAPDFL", "algorithm.dropout": True, "algorithm.layerwise": False, **PEERS},
+        "Without CD": {"algorithm": "UAPDFL", "algorithm.dropout": False, "algorithm.layerwise": True, **PEERS},
+    },
+}
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working folder that holds no config, so that names are those of the package."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=TABLES)
+def stem(request):
+    return request.param
+
+
+@pytest.fixture
+def table(stem):
+    return TABLES[stem]
+
+
+# --- What a file holds -----------------------------------------------------------------------------------------------
+
+
+def test_each_table_figure_and_sweep_of_the_papers_has_one():
+    assert set(TABLES) == {f"{paper}_{what}" for paper, names in FILES.items() for what in names.split()}
+
+
+def test_its_keys_are_those_of_a_table(stem, table):
+    needed = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values"}
+    assert needed <= table.keys() <= needed | {"claims"}
+    assert stem.removeprefix(f"{table['paper']}_") in FILES[table["paper"]].split()
+    assert table["unit"] == ("rounds" if table["metric"].startswith("R_") else "percent")
+    assert table["seeds"] == list(range(RUNS[table["paper"]]))
+
+
+def test_its_first_line_and_title_say_which_table_it_is(stem, table):
+    first = (FOLDER / f"{stem}.yaml").read_text().splitlines()[0]
+    paper, name = table["title"].split(", ")[:2]
+    assert re.fullmatch(rf"# {re.escape(f'{paper}, {name}')}: .{{20,}}[.]", first)
+    assert paper == NAMES[table["paper"]]
+    roman = dict(zip(["I", "II", "III", "IV", "V"], "12345", strict=True))
+    plain = re.sub(r"[IV]+$", lambda number: roman[number[0]], name).lower()
+    named = re.sub(r"[^a-z0-9]", "", plain)
+    what = stem.removeprefix(f"{table['paper']}_")
+    assert named == what or (not re.search(r"\d", what) and re.match(r"(section|algorithm|eq)", named))
+
+
+def test_no_line_is_too_long(stem):
+    assert max(map(len, (FOLDER / f"{stem}.yaml").read_text().splitlines())) <= 120
+
+
+def test_each_row_has_a_number_or_null_for_each_column(table):
+    assert list(table["paper_values"]) == list(table["rows"])
+    for row, values in table["paper_values"].items():
+        assert len(values) == len(table["columns"]), row
+        for value in values:
+            number, *deviation = value if isinstance(value, list) else [value]
+            assert [dev >= 0 for dev in deviation] in ([], [True])
+            assert number is None or 1 <= number <= (200 if table["unit"] == "rounds" else 100)
+            assert not deviation or number is not None
+
+
+def test_rounds_are_whole_and_accuracies_are_not(table):
+    for values in table["paper_values"].values():
+        numbers = [value[0] if isinstance(value, list) else value for value in values if value is not None]
+        assert {type(number) for number in numbers} <= ({int} if table["unit"] == "rounds" else {float})
+
+
+def test_null_is_explained(stem, table):
+    if any(value is None for values in table["paper_values"].values() for value in values):
+        lines = (FOLDER / f"{stem}.yaml").read_text().splitlines()
+        comment = " ".join(line[2:] for line in lines if line.startswith("# "))
+        assert re.search(r'Drawn only|No table or figure|has no numbers|"-"', comment)
+
+
+def test_a_claim_names_what_is_there_and_holds_in_the_papers_own_numbers(table):
+    columns = list(table["columns"])
+    for claim in table.get("claims", []):
+        assert {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
+        assert claim["better"] != claim["than"]
+        named = claim.get("columns", columns)
+        assert set(named) <= set(columns)
+        assert len(named) == len(set(named)) > 0
+        for column in named:
+            values = (table["paper_values"][claim[key]][columns.index(column)] for key in ("better", "than"))
+            better, than = (value[0] if isinstance(value, list) else value for value in values)
+            if better is not None and than is not None:
+                assert better < than if table["unit"] == "rounds" else better > than, (claim, column)
+
+
+def test_no_claim_is_made_twice_or_both_ways(table):
+    made = Counter()
+    for claim in table.get("claims", []):
+        for column in claim.get("columns", table["columns"]):
+            made[frozenset((claim["better"], claim["than"])), column] += 1
+    assert not made or max(made.values()) == 1
+
+
+def test_the_papers_own_method_is_to_beat_fedavg(table):
+    own = OWN_ROW[table["paper"]]
+    if {own, "FedAvg"} <= table["rows"].keys():
+        claims = [claim for claim in table["claims"] if (claim["better"], claim["than"]) == (own, "FedAvg")]
+        assert claims == [{"better": own, "than": "FedAvg"}]
+
+
+def test_tables_that_share_cells_agree():
+    """Numbers that a paper prints twice, or a figure has from a table."""
+
+    def values(stem, row):
+        return TABLES[stem]["paper_values"][row]
+
+    for row in TABLES["fedskc_table1"]["rows"]:
+        one, two = values("fedskc_table1", row), values("fedskc_table2", row)
+        assert values("fedskc_fig3c", row) == [one[0], one[1], None, one[2], one[3], None]
+        assert values("fedskc_fig3d", row) == [*one[4:7], *two[2:]]
+    full = [values("fedskc_table1", "FedSKC")[i] for i in (1, 3)]
+    assert full == values("fedskc_table5", "LCL, GDA, GPR") == values("fedskc_fig4c", "with")
+    assert full == values("fedskc_fig3a", "tau 0.08") == values("fedskc_fig3b", "M 1")
+    assert values("ua_pdfl_table1", "UA-PDFL") == values("ua_pdfl_table3", "N_com 5")
+    assert values("ua_pdfl_table2", "UA-PDFL") == values("ua_pdfl_table4", "N_com 5")
+    without = values("cwfedavg_table1", "cwFedAVG w/o WDR")
+    assert values("cwfedavg_fig3", "lambda 0") == without[4:6]
+    own = values("feddw_table1", "FedDW")
+    assert values("feddw_fig6", "mu 0.1") == [own[1], None, own[5], None]
+    assert values("feddw_fig6", "mu 10") == [None, own[2], None, own[6]]
+    assert values("feddw_table4", "FedDW") == [own[6]]
+
+
+# --- What its cells run ----------------------------------------------------------------------------------------------
+
+
+def said(paper, name):
+    """What a name says of the config, phrase by phrase; every phrase must say something."""
+    found = {}
+    for phrase in name.split(", "):
+        if metric := re.fullmatch(r"R_(\d+)", phrase):
+            found["metric"] = f"R_{int(metric[1]) / 100:g}"
+            continue
+        known = WORDS | SETTINGS.get(paper, {})
+        matches = {pattern: match for pattern in NUMBERS if (match := re.fullmatch(pattern, phrase))}
+        assert len(matches) + (phrase in known) == 1, f"{phrase!r} of {name!r} says nothing"
+        found |= known.get(phrase, {})
+        for pattern, match in matches.items():
+            found |= dict(zip(NUMBERS[pattern], map(float, match.groups()), strict=True))
+    return found
+
+
+def said_of_column(table, column):
+    tail = ", ".join(table["title"].split(", ")[2:])
+    return said(table["paper"], ", ".join(filter(None, [tail, column])))
+
+
+def said_of_row(table, row):
+    paper = table["paper"]
+    if row in ROWS[paper]:
+        return ROWS[paper][row]
+    if any(re.fullmatch(pattern, row) for pattern in NUMBERS):
+        return {"algorithm": OWN[paper]} | said(paper, row)
+    return {"algorithm": row}
+
+
+def words(table, column, row):
+    """A cell's command line."""
+    options = table["columns"][column] | {"seed": 1}
+    spelled = [word for part in (options, table["rows"][row]) for item in part.items() for word in item_words(*item)]
+    return tuple(spelled)
+
+
+def item_words(key, value):
+    return () if key == "metric" else (f"--{key}", text(value))
+
+
+parser = cache(experiment_parser)
+
+
+@cache
+def parsed(cell):
+    return parser().parse_args(with_rival(with_config_paths(cell)))
+
+
+def taken(cell):
+    """The config that a command line comes to, by dotted keys, classes by name."""
+    flat = flatten(parsed(cell).as_dict(), name=class_name)
+    terms = [class_name(term["class_path"]) for term in flat["algorithm.loss_terms"] or []]
+    lists = {key: list(value) for key, value in flat.items() if isinstance(value, tuple)}
+    return flat | lists | {"algorithm.loss_terms": terms}
+
+
+def class_name(path):
+    return path.rpartition(".")[2]
+
+
+def metric(table, column, row):
+    """What is read of a cell: a row's word goes before a column's, and that before the table's."""
+    return table["rows"][row].get("metric") or table["columns"][column].get("metric") or table["metric"]
+
+
+@cache
+def rivals_of(config):
+    return yaml.safe_load((CONFIGS / config).read_text())["rivals"]
+
+
+def few():
+    """Cells that hold every column, and every row with each of its configs' rivals."""
+    seen, chosen = set(), {}
+    for stem, table in TABLES.items():
+        for column, options in table["columns"].items():
+            rivals = rivals_of(options["config"])
+            for row, keys in table["rows"].items():
+                parts = {str(options), f"{rivals}{keys}"}
+                if not parts <= seen:
+                    chosen.setdefault(stem, []).append((column, row))
+                    seen |= parts
+    return chosen
+
+
+FEW = few()
+
+
+def check(table, column, row):
+    found = taken(words(table, column, row))
+    expected = {key: value for key, value in said_of_column(table, column).items() if key != "metric"}
+    expected |= said_of_row(table, row) | {"evaluation.clients": MEASURED[table["paper"]], "seed": 1}
+    assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
+
+
+def test_a_cell_runs_what_its_column_and_row_say(stem, table):
+    for column, row in FEW.get(stem, []):
+        check(table, column, row)
+
+
+@pytest.mark.slow
+def test_every_cell_runs_what_its_column_and_row_say(table):
+    for column in table["columns"]:
+        for row in table["rows"]:
+            check(table, column, row)
+
+
+def test_a_column_sets_nothing_that_it_does_not_say(table):
+    for column, options in table["columns"].items():
+        told = said_of_column(table, column)
+        assert options.keys() - {"config", "metric"} <= told.keys(), column
+        assert told.get("metric", table["metric"]) == options.get("metric", table["metric"])
+
+
+def test_a_row_sets_nothing_that_it_does_not_say(table):
+    """Hyper-parameters of rivals are in configs/rivals/."""
+    for row, options in table["rows"].items():
+        allowed = {"algorithm", "metric", "evaluation.personal_on_global"} | said_of_row(table, row).keys()
+        assert options.keys() <= allowed, row
+
+
+def test_columns_differ_and_so_do_rows(table):
+    for lines in (table["columns"], table["rows"]):
+        assert len({str(sorted(options.items())) for options in lines.values()}) == len(lines)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in TABLES if stem.startswith("cwfedavg")])
+def test_classes_and_clusters_are_those_of_the_data_set(stem):
+    """Appendix C: 2 classes a client, of CIFAR-100 10; and Table 4: IFCA's clusters."""
+    clusters = {"MNIST": 4, "CIFAR10": 2, "CIFAR100": 8, "AGNews": 2}
+    table = TABLES[stem]
+    for column in table["columns"]:
+        found = taken(words(table, column, list(table["rows"])[-1]))
+        dataset = found["scenario.dataset"]
+        if "IFCA" in table["rows"]:
+            assert taken(words(table, column, "IFCA"))["algorithm.clusters"] == clusters[dataset]
+            assert taken(words(table, column, "FedFomo"))["algorithm.models"] >= found["scenario.clients"] - 1
+        if found["scenario.partition"] == "Pathological":
+            assert found["scenario.partition.classes_per_client"] == (10 if dataset == "CIFAR100" else 2)
+
+
+@pytest.mark.parametrize("config", ["cifar10_fedskc.yaml", "fc100_fedskc.yaml"])
+def test_fedskcs_fedproto_has_its_term_and_those_of_the_data_set(config):
+    found = taken(("--config", config, "--algorithm", "FedProto"))
+    few_shot = ["Prototypical"] * config.startswith("fc100")
+    assert found["algorithm.loss_terms"] == [*few_shot, "PrototypeAlignment"]
+
+
+def test_its_metric_is_a_figure_of_such_a_run(stem, table):
+    """It is in the summary of a run: R_acc where the config asks for it, the global model's where there is one."""
+    for column, row in FEW.get(stem, []):
+        cell = words(table, column, row)
+        found, figure = taken(cell), metric(table, column, row)
+        logged = {"round": 1, "client/acc_mean": 0.5, "client/acc_weighted": 0.5}
+        logged |= {"global/acc": 0.5} if one_model(cell) else {}
+        logged |= {"personal_on_global/acc_mean": 0.5} if found["evaluation.personal_on_global"] else {}
+        assert figure in summarize([logged], found["evaluation.targets"]), (column, row)
+        assert one_model(cell) or not figure.startswith("R_"), (column, row)
+
+
+@cache
+def one_model(cell):
+    return parser().instantiate(parsed(cell)).algorithm.one_model
