@@ -44,12 +44,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
     points = runs(table, out, given.scale, overrides)
     wanted = list(dict.fromkeys(points.values()))
-    if given.show:
-        outcomes = filter(None, map(outcome_before, wanted))
-    else:
+    if not given.show:
         check(points)
-        outcomes = run_missing(wanted, out, given.workers, given.threads)
-    failures = {outcome.point.folder: outcome.reason for outcome in outcomes if outcome.code}
+    known = map(outcome_before, wanted) if given.show else run_missing(wanted, out, given.workers, given.threads)
+    failures = {outcome.point.folder: outcome.reason for outcome in known if outcome and outcome.code}
     reproduction = Reproduction(table, points, failures)
     if given.format == "table":
         console = Console()

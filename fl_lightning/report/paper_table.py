@@ -19,7 +19,20 @@ Grid = list[list[str]]
 MISSING = "-"
 LABELS = "ours\npaper (difference)"
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
-COLUMNS = ["column", "row", "metric", "unit", "seeds", "missing", "mean", "std", "bound", "paper", "paper_std", "difference"]
+COLUMNS = [
+    "column",
+    "row",
+    "metric",
+    "unit",
+    "seeds",
+    "missing",
+    "mean",
+    "std",
+    "bound",
+    "paper",
+    "paper_std",
+    "difference",
+]
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
@@ -53,12 +66,14 @@ def beside(cell: Cell) -> str:
 
 
 def ours(cell: Cell) -> str:
-    """Our mean and deviation, `>` before a bound; how many runs there are where some are missing, and if they failed."""
+    """Our mean and deviation, `>` before a bound; where runs are missing how many there are, and how many failed."""
     failed = sum(bool(one.reason) for one in cell.readings.values())
     what = f"{failed} failed" if failed else ""
     if cell.mean is None:
         return what or MISSING
-    number = ("" if cell.reached else "> ") + f"{cell.mean:.1f}" + (f" ± {cell.std:.1f}" if cell.std is not None else "")
+    number = (
+        ("" if cell.reached else "> ") + f"{cell.mean:.1f}" + (f" ± {cell.std:.1f}" if cell.std is not None else "")
+    )
     some = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
     notes = ", ".join(filter(None, [some, what]))
     return number + (f" ({notes})" if notes else "")

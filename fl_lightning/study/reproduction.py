@@ -138,7 +138,10 @@ class Reproduction:
     """
 
     def __init__(
-        self, table: PaperTable, points: Mapping[tuple[str, str, int], Point], failures: Mapping[Path, str] | None = None
+        self,
+        table: PaperTable,
+        points: Mapping[tuple[str, str, int], Point],
+        failures: Mapping[Path, str] | None = None,
     ) -> None:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
@@ -167,7 +170,9 @@ class Reproduction:
         papers = sign * (better.paper.mean - than.paper.mean) if better.paper and than.paper else None
         told = (seed for seed in self.table.seeds if seed in better.values and seed in than.values)
         seeds = [seed for seed in told if better.readings[seed].reached or than.readings[seed].reached]
-        return Verdict(claim, column, papers, {seed: sign * (better.values[seed] - than.values[seed]) for seed in seeds})
+        return Verdict(
+            claim, column, papers, {seed: sign * (better.values[seed] - than.values[seed]) for seed in seeds}
+        )
 
 
 def read(folder: Path, figure: str, unit: Unit) -> Reading:

@@ -1,8 +1,8 @@
 """A paper's table: its file, and the run that stands behind each of its numbers.
 
-A file of `papers/` holds rows (methods), columns (scenarios), seeds, the figure of `final/summary.json` that is read, the
-paper's own numbers and what it claims of them. A row or a column is a mapping of what would stand on the command line of
-`fit`; `metric` among it changes the figure, a row's before a column's.
+A file of `papers/` holds rows (methods), columns (scenarios), seeds, which figure of `final/summary.json` is read, the
+paper's own numbers and what it claims of them. What a row or a column sets is a mapping of what would stand on the
+command line of `fit`; a `metric` among it is another figure for that row or column, a row's before a column's.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class PaperTable:
     paper_values: Mapping[tuple[str, str], PaperValue]
     claims: tuple[Claim, ...]
 
-    def part(
-        self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()
-    ) -> PaperTable:
+    def part(self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()) -> PaperTable:
         """Those rows, columns and seeds alone, in the table's order; all of them where none are named.
 
         Args:
@@ -166,7 +164,7 @@ def _require(met: bool, message: str) -> None:
 def _table(name: str, content: Any) -> PaperTable:
     _require(isinstance(content, dict), "it needs lines `key: value`")
     keys = set(content)
-    _require(REQUIRED <= keys, f"it lacks {', '.join(sorted(REQUIRED - keys))}")
+    _require(keys >= REQUIRED, f"it lacks {', '.join(sorted(REQUIRED - keys))}")
     _require(keys <= REQUIRED | OPTIONAL, f"a table has no key {', '.join(map(str, keys - REQUIRED - OPTIONAL))}")
     units, seeds = get_args(Unit), content["seeds"]
     _require(content["unit"] in units, f"unit: {content['unit']!r} is not {' or '.join(units)}")
@@ -272,12 +270,10 @@ def runs(
         settings = settings_of(words)
         extra = [*scaling(settings, scale), *last]
         settings |= settings_of(extra)
-        keys = {key: value for key, value in table.columns[column].items() if key not in ("config", "metric")}
-        scenario = [Path(table.columns[column]["config"]).stem, *(f"{key}-{text(value)}" for key, value in keys.items())]
+        place = out / _scenario(table.columns[column]) / _plain(row)
         for seed in table.seeds:
-            known = json.dumps(settings | {"seed": seed}, sort_keys=True, default=str)
-            digest = hashlib.sha256(known.encode()).hexdigest()[:10]
-            folder = out / _plain("-".join(scenario)) / _plain(row) / f"seed_{seed}-{digest}"
+            told = json.dumps(settings | {"seed": seed}, sort_keys=True, default=str)
+            folder = place / f"seed_{seed}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
             found[column, row, seed] = Point(folder, (*words, "--seed", str(seed), *extra))
     return found
 
@@ -344,6 +340,12 @@ def _value(word: str) -> Any:
         return yaml.safe_load(word)
     except yaml.YAMLError:
         return word
+
+
+def _scenario(column: Settings) -> str:
+    """A column's folder: its config, and what it sets beside."""
+    keys = {key: value for key, value in column.items() if key not in ("config", "metric")}
+    return _plain("-".join([Path(column["config"]).stem, *(f"{key}-{text(value)}" for key, value in keys.items())]))
 
 
 def _plain(name: str) -> str:
