@@ -50,9 +50,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     failures = {outcome.point.folder: outcome.reason for outcome in known if outcome and outcome.code}
     reproduction = Reproduction(table, points, failures)
     if given.format == "table":
-        console = Console()
-        width = None if console.is_terminal else 1000
-        console.print(as_text(reproduction, given.scale, overrides), width=width)
+        console = Console(width=None if sys.stdout.isatty() else 1000)  # in a file nothing is broken
+        console.print(as_text(reproduction, given.scale, overrides))
     else:
         print(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, given.scale, overrides))
     return 1 if failures and not given.show else 0
