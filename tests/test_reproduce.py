@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from fl_lightning.catalogue import things
 from fl_lightning.commands import reproduce
 from fl_lightning.config import with_config_paths
+from fl_lightning.data import Digits
 from fl_lightning.experiment import experiment_parser, plain_config
 from fl_lightning.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
 from fl_lightning.rivals import with_rival
@@ -605,10 +606,6 @@ def test_cells_are_told_in_short():
 
 def test_the_whole_table_in_markdown(here):
     told = as_markdown(left("table.yaml", PERCENT), 0.5, ["model=MLP", "rounds=3"])
-    meaning = (
-        "A claim holds where the mean is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. "
-        "With 2 seeds p < 0.05 takes a margin of 9.0 standard deviations."
-    )
     assert (
         told
         == f"""\
@@ -627,8 +624,9 @@ def test_the_whole_table_in_markdown(here):
 | FedSKC > Uniform | alpha 1 | - | +2.0 | 1 of 1 | - | holds |
 | Uniform > FedSKC | alpha 1 | - | -2.0 | 0 of 1 | - | does not hold |
 
-Of 3 claims 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be told yet. A claim holds where the mean is \
-ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. {power}"""
+Of 3 claims 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be told yet. A claim holds where the mean \
+is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. With 2 seeds p < 0.05 takes a \
+margin of 9.0 standard deviations."""
     )
 
 
@@ -714,7 +712,7 @@ def test_a_scaled_run_is_a_small_one(here, at_once):
     assert config["scenario"]["partition"]["init_args"]["alpha"] == 0.1
     with (folder / "partition.csv").open() as file:
         held = sum(int(n) for line in csv.DictReader(file) for name, n in line.items() if name.startswith("class_"))
-    assert held == math.ceil(0.1 * 1347)  # three quarters of 1,797 digits are there to train on
+    assert held == math.ceil(0.1 * len(Digits().load().y_train))
 
 
 def test_what_failed_is_told_and_the_rest_is_there(here, at_once):
