@@ -101,7 +101,7 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
         sure = sum(verdict.p is not None and verdict.p < 0.05 for verdict in those)
         counted.append(f"{len(those)} {what} ({sure} with p < 0.05)")
     rest = sum(verdict.holds is None for verdict in verdicts)
-    line = f"Of {len(verdicts)} claims {', '.join(counted)}, {rest} cannot be told yet."
+    line = f"Claims: {', '.join(counted)}, {rest} cannot be told yet."
     seeds = max((len(verdict.margins) for verdict in verdicts), default=0)
     if seeds < 2:
         return line
