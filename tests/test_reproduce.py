@@ -286,6 +286,11 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     assert found == [*numbers, "--scenario.train_samples", str(scale)]
 
 
+def test_the_scale_does_not_round_up_what_floats_add():
+    assert 100 * 0.07 > 7
+    assert scaling({"rounds": 100}, 0.07)[:2] == ["--rounds", "7"]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -740,6 +745,7 @@ def test_one_reason_is_told_once(here, at_once):
     assert "nowhere" in line
 
 
+@pytest.mark.slow
 def test_a_table_that_was_killed_goes_on(here):
     """Two rows and two seeds in processes of their own; killed with some done, then run again to the end."""
     words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]

@@ -271,10 +271,10 @@ def runs(
         extra = [*scaling(settings, scale), *last]
         settings |= settings_of(extra)
         place = out / _scenario(table.columns[column]) / _plain(row)
+        told = json.dumps(settings, sort_keys=True, default=str)
+        digest = hashlib.sha256(told.encode()).hexdigest()[:10]
         for seed in table.seeds:
-            told = json.dumps(settings | {"seed": seed}, sort_keys=True, default=str)
-            folder = place / f"seed_{seed}-{hashlib.sha256(told.encode()).hexdigest()[:10]}"
-            found[column, row, seed] = Point(folder, (*words, "--seed", str(seed), *extra))
+            found[column, row, seed] = Point(place / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
     return found
 
 
