@@ -589,7 +589,7 @@ def test_two_that_never_reach_it_are_not_compared(here):
     made = Reproduction(read_table("rounds.yaml"), points)
     assert made.verdicts[1].margins == {0: 12.0}
     assert made.verdicts[0].margins == {0: 0.0, 1: 0.0, 2: 0.0}
-    assert (made.verdicts[0].holds, made.verdicts[0].p) == (False, None)
+    assert (made.verdicts[0].holds, made.verdicts[0].p, made.verdicts[0].ahead) == (False, None, 0)
 
 
 # --- What is printed -------------------------------------------------------------------------------------------------
@@ -675,7 +675,7 @@ def test_show_runs_nothing_and_needs_no_torch(here):
         "assert 'torch' not in sys.modules; assert 'lightning' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Tiny, Table 1\n")
+    assert done.stdout.startswith("Tiny, Table 1\nPercent; mean ± standard deviation over seeds 0, 3.\n┏")
     assert not Path("runs").exists()
 
 
