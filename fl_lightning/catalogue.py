@@ -26,14 +26,15 @@ BASES: dict[str, tuple[type, str, str]] = {
     "engines": (Engine, "engines", "engine"),
     "callbacks": (RoundCallback, "callbacks", "callbacks"),
 }
-KINDS = (*BASES, "configs")
+FILES = ("configs", "papers")
+KINDS = (*BASES, *FILES)
 FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
 
 
 def things(kind: str) -> dict[str, str]:
-    """Names and one-line descriptions of a kind, from the docstrings; of configs, from their first line."""
-    if kind == "configs":
-        folder = files("fl_lightning.configs")
+    """Names and one-line descriptions of a kind, from the docstrings; of files, from their first line."""
+    if kind in FILES:
+        folder = files(f"fl_lightning.{kind}")
         paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
         return {path.name: path.read_text().splitlines()[0].lstrip("# ") for path in paths}
     return {cls.__name__: (inspect.getdoc(cls) or "").partition("\n")[0] for cls in classes(kind)}

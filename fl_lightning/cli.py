@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": "Set groups of runs side by side.",
     "report": "Draw runs as one HTML page.",
     "sweep": "Carry a W&B sweep file out here, without a server.",
+    "reproduce": "Run a paper's table, and show it beside the paper's.",
     "list": "List what can be named in a config.",
 }
 

@@ -111,7 +111,27 @@ def test_fewer_training_samples_are_drawn_in_the_classes_proportions(arrays: Arr
     assert n == 2000 or not torch.equal(drawn(1, IID()).x_train, data.x_train)
 
 
-@pytest.mark.parametrize(("n", "message"), [(0, "0 is below 1"), (2001, "2001, and the dataset has 2000")])
-def test_too_few_and_too_many_training_samples_are_refused(arrays: Arrays, n: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("share", "n"), [(0.5, 1000), (0.07, 140), (0.0001, 1), (0.00051, 2), (0.9999, 2000), (1e-13, 1)]
+)
+def test_a_share_of_the_training_samples_is_so_many_rounded_up(arrays: Arrays, share: float, n: int) -> None:
+    by_share, by_number = (
+        Scenario(arrays, IID(), clients=1, local_test=0, train_samples=given).build(3).data for given in (share, n)
+    )
+    assert len(by_share.x_train) == n
+    assert torch.equal(by_share.x_train, by_number.x_train)
+
+
+NEITHER = "is neither a whole number from 1 on nor a share between 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("n", "message"),
+    [
+        (2001, "2001, and the dataset has 2000"),
+        *((n, rf"{n} {NEITHER}$") for n in (0, -5, 0.0, 1.0, 1.5, -0.5, float("nan"))),
+    ],
+)
+def test_too_few_and_too_many_training_samples_are_refused(arrays: Arrays, n: float, message: str) -> None:
     with pytest.raises(ConfigError, match=f"scenario.train_samples: {message}"):
         Scenario(arrays, IID(), clients=1, train_samples=n).build(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -64,11 +65,12 @@ class Scenario:
             samples, so that it trains on all it was dealt.
         long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
             the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
-        train_samples: Use only so many of the training samples, drawn by the seed in the proportions of the classes;
-            all by default. The test set stays whole.
+        train_samples: Use only so many of the training samples, or a share of them between 0 and 1 (rounded up),
+            drawn by the seed in the proportions of the classes; all by default. The test set stays whole.
 
     Raises:
-        ConfigError: `clients` or `train_samples` is below 1, `local_test` outside [0, 1) or `long_tail` below 1.
+        ConfigError: `clients` is below 1, `train_samples` neither a whole number from 1 on nor a share, `local_test`
+            outside [0, 1) or `long_tail` below 1.
     """
 
     dataset: Dataset
@@ -76,7 +78,7 @@ class Scenario:
     clients: int = 10
     local_test: float | Literal["official"] = 0.25
     long_tail: float | None = None
-    train_samples: int | None = None
+    train_samples: int | float | None = None
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -85,8 +87,11 @@ class Scenario:
             raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1); or use official")
         if self.long_tail is not None and not 1 <= self.long_tail < np.inf:
             raise ConfigError(f"scenario.long_tail: {self.long_tail} is below 1; the papers use 10, 50 and 100")
-        if self.train_samples is not None and self.train_samples < 1:
-            raise ConfigError(f"scenario.train_samples: {self.train_samples} is below 1")
+        n = self.train_samples
+        if n is not None and not (0 < n < 1 if isinstance(n, float) else n >= 1):
+            raise ConfigError(
+                f"scenario.train_samples: {n} is neither a whole number from 1 on nor a share between 0 and 1"
+            )
 
     def build(self, seed: int) -> FederatedData:
         """Load the data and deal it out.
@@ -121,13 +126,15 @@ class Scenario:
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
 
 
-def keep_some(data: LoadedData, n: int, rng: np.random.Generator) -> LoadedData:
-    """The dataset with n of its training samples, in the proportions of the classes.
+def keep_some(data: LoadedData, n: int | float, rng: np.random.Generator) -> LoadedData:
+    """The dataset with n of its training samples, or that share of them, in the proportions of the classes.
 
     Raises:
         ConfigError: It has fewer.
     """
     labels = data.y_train.numpy()
+    if isinstance(n, float):
+        n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
     if n > len(labels):
         raise ConfigError(f"scenario.train_samples: {n}, and the dataset has {len(labels)} training samples")
     sizes = apportion(n, np.unique(labels, return_counts=True)[1], rng)

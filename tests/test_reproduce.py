@@ -1,0 +1,769 @@
+"""A paper's table by one command: its file, its runs, ours beside the paper's, and what is printed of it."""
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import yaml
+from commands import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.catalogue import things
+from fl_lightning.commands import reproduce
+from fl_lightning.config import with_config_paths
+from fl_lightning.data import Digits
+from fl_lightning.experiment import experiment_parser, plain_config
+from fl_lightning.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
+from fl_lightning.rivals import with_rival
+from fl_lightning.study.executor import FAILED, Outcome, finished
+from fl_lightning.study.reproduction import (
+    Cell,
+    Reading,
+    Reproduction,
+    margin_needed,
+    paired_p,
+    rank_correlations,
+    read,
+)
+from fl_lightning.study.table import PaperValue, read_table, runs, scaling, settings_of
+
+PAPERS = Path(__file__).parent.parent / "papers"
+CONFIG = """# tiny
+rounds: 2
+batch_size: 32
+scenario: {dataset: Digits, partition: {class_path: Dirichlet, init_args: {alpha: 1, min_samples: 5}}, clients: 2}
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm: {class_path: FedSKC, init_args: {tau: 0.5}}
+optimizer: {class_path: SGD, init_args: {lr: 0.5}}
+trainer: {max_epochs: 1, accelerator: cpu}
+evaluation: {targets: [0.05, 1.0]}
+logger: null
+rivals: rivals.yaml
+"""
+RIVALS = "Uniform: {algorithm: FedAvg, algorithm.weighting: uniform}\nFedProx: {algorithm.mu: 0.1}\n"
+TABLE = """# Tiny, Table 1: two methods on the digits.
+paper: tiny
+title: "Tiny, Table 1"
+metric: global/acc_last
+unit: percent
+seeds: [0, 3]
+columns:
+  "alpha 0.1": {scenario.partition.alpha: 0.1, config: tiny.yaml}
+  "alpha 1": {config: tiny.yaml}
+rows:
+  Uniform: {algorithm: Uniform}
+  FedSKC: {algorithm: FedSKC, algorithm.tau: 0.25, algorithm.gda: false}
+paper_values:
+  Uniform: [50, [60.5, 0.25]]
+  FedSKC: [51.25, null]
+claims:
+- {better: FedSKC, than: Uniform}
+- {better: Uniform, than: FedSKC, columns: ["alpha 1"]}
+"""
+ROUNDS = """# Tiny, Table 2: rounds.
+paper: tiny
+title: "Tiny, Table 2"
+metric: R_0.5
+unit: rounds
+seeds: [0, 1, 2]
+columns:
+  "R_50": {config: tiny.yaml}
+  "R_70": {config: tiny.yaml, metric: R_0.7}
+  "odd": {config: tiny.yaml, metric: R_0.7}
+rows:
+  A: {algorithm: FedAvg}
+  B: {algorithm: FedProx}
+  C: {algorithm: FedSKC, metric: R_0.9}
+paper_values: {A: [6, 30, null], B: [4, 20, null], C: [2, 10, null]}
+claims:
+- {better: B, than: A, columns: [R_50, R_70]}
+- {better: C, than: A, columns: [R_50]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with two tables, a config and its rivals."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    Path("rivals.yaml").write_text(RIVALS)
+    Path("table.yaml").write_text(TABLE)
+    Path("rounds.yaml").write_text(ROUNDS)
+    return tmp_path
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Runs are carried out in this process; what was asked for, in order."""
+    asked = []
+
+    def carry_out(points, workers, threads):
+        for point in points:
+            asked.append((point, workers, threads))
+            outcome = run("fit", *point.words, "--run_dir", point.folder)
+            reason = outcome.err.strip().removeprefix("fl-lightning: error: ")
+            if outcome.code == 1:
+                (point.folder / FAILED).write_text(reason + "\n")
+            yield Outcome(point, outcome.code, reason)
+
+    monkeypatch.setattr(reproduce, "carry_out", carry_out)
+    return asked
+
+
+def leave_run(folder: Path, **summary):
+    """A folder as a finished run leaves it, with these figures."""
+    (folder / "final").mkdir(parents=True)
+    (folder / "metrics.csv").write_text("round,global/acc\n1,0.5\n")
+    (folder / "final" / "summary.json").write_text(json.dumps({"rounds": 20} | summary))
+
+
+def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
+    """A table whose runs have these figures, a list by seed for each cell; None where nothing was run."""
+    table = read_table(name)
+    points = runs(table, Path("out"))
+    for (column, row), by_seed in figures.items():
+        for seed, value in zip(table.seeds, by_seed, strict=True):
+            if value != "-":
+                folder = points[column, row, seed].folder
+                leave_run(folder, **{table.figure(column, row): value})
+    return Reproduction(table, points)
+
+
+# --- The command lines -----------------------------------------------------------------------------------------------
+
+
+def test_the_words_of_a_cell_are_its_columns_then_its_rows(here):
+    points = runs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
+    last = ["--model.hidden", "[4, 4]", "--rounds", "3"]
+    first = ["--config", "tiny.yaml", "--scenario.partition.alpha", "0.1"]
+    skc = ["--algorithm", "FedSKC", "--algorithm.tau", "0.25", "--algorithm.gda", "false"]
+    assert {key: list(point.words) for key, point in points.items()} == {
+        ("alpha 0.1", "Uniform", 0): [*first, "--algorithm", "Uniform", "--seed", "0", *last],
+        ("alpha 0.1", "Uniform", 3): [*first, "--algorithm", "Uniform", "--seed", "3", *last],
+        ("alpha 0.1", "FedSKC", 0): [*first, *skc, "--seed", "0", *last],
+        ("alpha 0.1", "FedSKC", 3): [*first, *skc, "--seed", "3", *last],
+        ("alpha 1", "Uniform", 0): [*first[:2], "--algorithm", "Uniform", "--seed", "0", *last],
+        ("alpha 1", "Uniform", 3): [*first[:2], "--algorithm", "Uniform", "--seed", "3", *last],
+        ("alpha 1", "FedSKC", 0): [*first[:2], *skc, "--seed", "0", *last],
+        ("alpha 1", "FedSKC", 3): [*first[:2], *skc, "--seed", "3", *last],
+    }
+
+
+def words_by_hand(column, row):
+    words = ["--config", column["config"]]
+    for key in column:
+        if key not in ("config", "metric"):
+            words += ["--" + key, column[key] if isinstance(column[key], str) else json.dumps(column[key])]
+    words += ["--algorithm", row["algorithm"]]
+    for key in row:
+        if key not in ("algorithm", "metric"):
+            words += ["--" + key, row[key] if isinstance(row[key], str) else json.dumps(row[key])]
+    return words
+
+
+@pytest.mark.parametrize("name", [name.removesuffix(".yaml") for name in things("papers")])
+def test_the_words_of_every_shipped_cell(name):
+    table, content = read_table(name), yaml.safe_load((PAPERS / f"{name}.yaml").read_text())
+    assert (table.name, table.title, table.seeds) == (name, content["title"], tuple(content["seeds"]))
+    for (i, (column, keys)), (row, method) in itertools.product(
+        enumerate(content["columns"].items()), content["rows"].items()
+    ):
+        assert table.words(column, row) == words_by_hand(keys, method)
+        assert table.figure(column, row) == {**content, **keys, **method}["metric"]
+        value = content["paper_values"][row][i]
+        expected = None if value is None else PaperValue(*(value if isinstance(value, list) else [value]))
+        assert table.paper_values.get((column, row)) == expected
+    claims = [(c["better"], c["than"], tuple(c.get("columns", content["columns"]))) for c in content.get("claims", [])]
+    assert [tuple(claim) for claim in table.claims] == claims
+
+
+def test_a_row_may_leave_the_configs_own_algorithm(here):
+    Path("table.yaml").write_text(TABLE.replace("{algorithm: Uniform}", "{algorithm.tau: 0.1}"))
+    assert read_table("table.yaml").words("alpha 1", "Uniform") == ["--config", "tiny.yaml", "--algorithm.tau", "0.1"]
+
+
+# --- The folders -----------------------------------------------------------------------------------------------------
+
+
+def folders(name="table.yaml", scale=1.0, overrides=()):
+    return {key: point.folder for key, point in runs(read_table(name), Path("out"), scale, overrides).items()}
+
+
+def test_a_folder_is_called_after_what_it_runs(here):
+    found = folders()
+    assert len(set(found.values())) == 8
+    folder = found["alpha 0.1", "FedSKC", 3]
+    assert folder.parent == Path("out", "tiny-scenario.partition.alpha-0.1", "FedSKC")
+    assert folder.name.startswith("seed_3-")
+    assert found["alpha 1", "Uniform", 0].parent == Path("out", "tiny", "Uniform")
+
+
+def test_names_that_no_folder_can_have_are_made_plain(here):
+    text = (
+        TABLE.replace("FedSKC:", "'../w/ Dist.':").replace(": FedSKC,", ": '../w/ Dist.',").replace(": FedSKC}", ": x}")
+    )
+    text = text.replace("than: x", "than: '../w/ Dist.'").replace("algorithm: '../w/ Dist.'", "algorithm: FedSKC")
+    Path("table.yaml").write_text(
+        text.replace("alpha: 0.1", "alpha: [1, {a: /b}]").replace("FedSKC, columns", "'../w/ Dist.', columns")
+    )
+    assert {folder.parent for folder in folders().values()} == {
+        Path("out", scenario, row)
+        for scenario in ("tiny", "tiny-scenario.partition.alpha-1-a-b")
+        for row in ("Uniform", "w-Dist")
+    }
+
+
+def test_columns_that_read_another_figure_share_their_runs(here):
+    found = folders("rounds.yaml")
+    assert len(found) == 27
+    assert len(set(found.values())) == 9
+    assert found["R_50", "A", 1] == found["R_70", "A", 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.5},
+        {"overrides": ["rounds=2"], "same": True},  # what the config says anyway
+        {"overrides": ["rounds=3"]},
+        {"overrides": ["model=CNN4"]},
+        {"config": CONFIG.replace("lr: 0.5", "lr: 0.25")},
+        {"config": "# other words\n" + CONFIG, "same": True},
+        {"rivals": RIVALS.replace("uniform", "samples"), "changed": "Uniform"},
+        {"rivals": RIVALS.replace("0.1", "0.2"), "same": True},
+    ],
+)
+def test_other_settings_are_other_runs(here, change):
+    before = folders()
+    Path("tiny.yaml").write_text(change.get("config", CONFIG))
+    Path("rivals.yaml").write_text(change.get("rivals", RIVALS))
+    now = folders(scale=change.get("scale", 1.0), overrides=change.get("overrides", ()))
+    changed = change.get("changed")
+    for key, folder in before.items():
+        same = change.get("same", False) or (changed is not None and key[1] != changed)
+        assert (now[key] == folder) == same, key
+    assert not set(now.values()) & {folder for key, folder in before.items() if now[key] != folder}
+
+
+def test_settings_are_those_that_fit_would_have(here):
+    words = ["--config", "tiny.yaml", "--algorithm", "FedProx", "--model.hidden", "[4]", "--rounds", "7"]
+    found = settings_of(words)
+    parsed = experiment_parser().parse_args(with_rival(with_config_paths(words)))
+    assert found["algorithm.mu"] == parsed.algorithm.init_args.mu == 0.1
+    assert found["model.hidden"] == list(parsed.model.init_args.hidden) == [4]
+    assert (found["rounds"], found["trainer.max_epochs"], found["algorithm"]) == (7, 1, "FedProx")
+    assert found["scenario.partition.alpha"] == 1
+    assert not [key for key in found if key.startswith("rivals")]
+    assert settings_of(["--title", "a: b: c"]) == {"title": "a: b: c"}
+
+
+# --- The scale -------------------------------------------------------------------------------------------------------
+
+
+def times(number, scale):
+    """Exact, as on paper."""
+    return max(1, math.ceil(Fraction(str(number)) * Fraction(str(scale))))
+
+
+@given(st.integers(1, 2000), st.integers(1, 60), st.integers(1, 999))
+def test_the_scale_is_exact(rounds, epochs, thousandths):
+    scale = thousandths / 1000
+    found = scaling({"rounds": rounds, "trainer.max_epochs": epochs}, scale)
+    numbers = ["--rounds", str(times(rounds, scale)), "--trainer.max_epochs", str(times(epochs, scale))]
+    assert found == [*numbers, "--scenario.train_samples", str(scale)]
+
+
+def test_the_scale_does_not_round_up_what_floats_add():
+    assert 100 * 0.07 > 7
+    assert scaling({"rounds": 100}, 0.07)[:2] == ["--rounds", "7"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rounds": 10}, {"rounds": 3, "scenario.train_samples": 0.25}),
+        (
+            {"rounds": 1, "trainer.max_epochs": 1},
+            {"rounds": 1, "trainer.max_epochs": 1, "scenario.train_samples": 0.25},
+        ),
+        ({"rounds": 8, "trainer.max_epochs": -1}, {"rounds": 2, "scenario.train_samples": 0.25}),
+        ({"rounds": 8, "scenario.train_samples": 1001}, {"rounds": 2, "scenario.train_samples": 251}),
+        ({"rounds": 8, "scenario.train_samples": 0.5}, {"rounds": 2, "scenario.train_samples": 0.125}),
+        ({"rounds": 8, "scenario.train_samples": None}, {"rounds": 2, "scenario.train_samples": 0.25}),
+    ],
+)
+def test_what_the_scale_makes_of(settings, expected):
+    words = scaling(settings, 0.25)
+    assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {
+        f"--{k}": v for k, v in expected.items()
+    }
+    assert scaling(settings, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "row"),
+    [
+        ("fedskc_table1", "CIFAR-100, alpha 0.05", "MOON"),
+        ("feddw_table2", "CIFAR-10, 25 rounds of 10 epochs", "FedRep"),
+        ("fedsiam_da_fig4", "CIFAR-100, beta 0.5", "FedSiam-DA"),
+        ("cwfedavg_table1", "AG News, practical", "IFCA"),
+        ("ua_pdfl_table1", "VGG-11, SVHN", "DFedAvgM"),
+    ],
+)
+def test_the_scale_changes_nothing_else_of_a_papers_experiment(name, column, row):
+    table, parser = read_table(name).part([row], [column], [1]), experiment_parser()
+
+    def config(scale):
+        (point,) = runs(table, Path("out"), scale).values()
+        return plain_config(parser.parse_args(with_rival(with_config_paths(point.words))), parser)
+
+    whole, small = config(1.0), config(0.03)
+    assert small["rounds"] == times(whole["rounds"], 0.03) < whole["rounds"]
+    assert small["trainer"]["max_epochs"] == times(whole["trainer"]["max_epochs"], 0.03)
+    assert small["scenario"]["train_samples"] == 0.03
+    for one in (whole, small):
+        del one["rounds"], one["trainer"]["max_epochs"], one["scenario"]["train_samples"]
+    assert small == whole
+
+
+# --- What of a table -------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_named_by_fragments_and_keep_the_tables_order():
+    table = read_table("cwfedavg_table1")
+    part = table.part(["W/ wdr", "FedAvg", "w/o"], ["AG", "MNIST, pr"], [5, 5, 2])
+    assert list(part.rows) == ["FedAvg", "cwFedAVG w/o WDR", "cwFedAVG w/ WDR"]
+    assert list(part.columns) == ["MNIST, practical", "AG News, practical"]
+    assert part.seeds == (5, 2)
+    assert part.claims == tuple(
+        claim._replace(columns=("MNIST, practical", "AG News, practical")) for claim in table.claims[:2]
+    )
+    assert table.part() == table
+    assert len(table.part(columns=["CIFAR-100, prac"]).claims) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "nothing"], "--rows: there is no row 'nothing'; there are Uniform | FedSKC"),
+        (["--columns", "alpha"], "--columns: 'alpha' is in alpha 0.1 | alpha 1; give one's whole name, or more of it"),
+        (["--columns", "beta"], "--columns: there is no column 'beta'; there are alpha 0.1 | alpha 1"),
+        (["--seeds", "0", "-1"], "--seeds: -1 is below 0"),
+        (["--scale", "0"], "--scale: 0 is not above 0 and at most 1"),
+        (["--scale", "1.5"], "--scale: 1.5 is not above 0 and at most 1"),
+        (["--scale", "-0.1"], "--scale: -0.1 is not above 0 and at most 1"),
+        (["--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
+        (["--set", "=3"], "--set: '=3' is not of the form KEY=VALUE"),
+        (["--set", "seed=3"], "--set: seed is not for it to say, but for --seeds"),
+        (["--set", "algorithm=MOON"], "--set: algorithm is not for it to say, but for rows"),
+        (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean rounds?"),
+        (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
+        (["--workers", "0"], "workers: 0 is below 1"),
+        (["--format", "html"], "format: got 'html', expected table | markdown | csv"),
+    ],
+)
+def test_bad_words_are_one_line(here, words, message):
+    code, out, err = run("reproduce", "table.yaml", *words)
+    lines = [line for line in err.splitlines() if "runs are missing" not in line]
+    assert (code, out, len(lines)) == (2, "", 1)
+    assert lines[0].startswith(f"fl-lightning: error: {message}")
+    assert not list(Path().rglob("metrics.csv"))
+
+
+BAD = [
+    ("paper: tiny", "", "it lacks paper"),
+    ("paper: tiny", "[a, b", "is no readable YAML: "),
+    ("paper: tiny", "paper: tiny\nnote: 1", "a table has no key note"),
+    ("unit: percent", "unit: metres", "unit: 'metres' is not percent or rounds"),
+    ("[0, 3]", "[]", "seeds: [] is no list of whole numbers"),
+    ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is no list of whole numbers"),
+    ("[0, 3]", "3", "seeds: 3 is no list of whole numbers"),
+    ("{config: tiny.yaml}", "{rounds: 3}", "columns: alpha 1 names no config"),
+    ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is no mapping {key: value, ...}"),
+    ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is no mapping {key: value, ...}"),
+    ("Uniform: [50,", "Other: [50,", "paper_values: "),
+    ("[50, [60.5, 0.25]]", "[50]", "paper_values: Uniform needs 2 numbers, one a column; null where there is none"),
+    ("[50, [60.5, 0.25]]", "50", "paper_values: Uniform needs 2 numbers"),
+    (
+        "[50, [60.5, 0.25]]",
+        "[50, [1, 2, 3]]",
+        "paper_values: Uniform: [1, 2, 3] is neither a number nor [mean, deviation]",
+    ),
+    ("[50, [60.5, 0.25]]", "[50, '60']", "paper_values: Uniform: '60' is neither a number nor [mean, deviation]"),
+    (
+        "- {better: FedSKC, than: Uniform}",
+        "- {better: FedSKC}",
+        "claims: {'better': 'FedSKC'} is not of the form {better",
+    ),
+    ("- {better: FedSKC, than: Uniform}", "- {better: FedSKC, than: MOON}", "claims: MOON is no row"),
+    ('columns: ["alpha 1"]', 'columns: ["alpha 2"]', "claims: alpha 2 is no column"),
+    (TABLE, "[]", "it needs lines `key: value`"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BAD, ids=[message for *_, message in BAD])
+def test_a_bad_table_is_one_line(here, old, new, message):
+    assert TABLE.count(old) == 1
+    Path("bad.yaml").write_text(TABLE.replace(old, new))
+    code, out, err = run("reproduce", "bad.yaml")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    joint = " " if "YAML" in message else ": "
+    assert err.startswith(f"fl-lightning: error: bad.yaml{joint}{message}")
+
+
+def test_a_table_that_is_not_there_is_one_line(here):
+    message = (
+        "there is neither a file fedskc_table9 nor a shipped table of that name; `fl-lightning list papers` names those"
+    )
+    assert run("reproduce", "fedskc_table9") == (2, "", f"fl-lightning: error: {message}\n")
+
+
+def test_the_tables_are_listed(here):
+    code, out, _ = run("list", "papers")
+    assert code == 0
+    listed = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:])
+    assert listed["fedskc_table1.yaml"].strip().startswith("FedSKC, Table I: ")
+    for name in listed:
+        assert read_table(name) == read_table(name.removesuffix(".yaml"))
+
+
+# --- Ours beside the paper's -----------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_read_from_its_runs(here):
+    leave_run(Path("run"), **{"global/acc_last": 0.625, "R_0.5": 7, "R_0.9": None})
+    assert read(Path("run"), "global/acc_last", "percent") == Reading(62.5)
+    assert read(Path("run"), "R_0.5", "rounds") == Reading(7.0)
+    assert read(Path("run"), "R_0.9", "rounds") == Reading(21.0, reached=False)
+    missing = read(Path("run"), "R_0.7", "rounds")
+    assert missing.value is None
+    assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
+    assert read(Path("nowhere"), "R_0.5", "rounds") == Reading()
+    Path("run/metrics.csv").write_text("nonsense")
+    damaged = read(Path("run"), "R_0.5", "rounds")
+    assert damaged.value is None
+    assert damaged.reason.startswith("run: ")
+    Path("run/final/summary.json").unlink()
+    assert read(Path("run"), "R_0.5", "rounds") == Reading()
+
+
+def test_a_cell_is_mean_and_deviation_over_seeds():
+    cell = Cell({0: Reading(70.0), 1: Reading(72.5), 2: Reading(), 5: Reading(71.0)}, PaperValue(70.0, 0.5))
+    assert cell.mean == pytest.approx(np.mean([70, 72.5, 71]))
+    assert cell.std == pytest.approx(np.std([70, 72.5, 71], ddof=1))
+    assert cell.difference == pytest.approx(cell.mean - 70)
+    assert cell.values == {0: 70.0, 1: 72.5, 5: 71.0}
+    alone, nothing = Cell({0: Reading(70.0)}), Cell({0: Reading()}, PaperValue(3))
+    assert (alone.mean, alone.std, alone.difference) == (70.0, None, None)
+    assert (nothing.mean, nothing.std, nothing.difference) == (None, None, None)
+
+
+def tau_b(a, b):
+    pairs = list(itertools.combinations(range(len(a)), 2))
+    signs = [(np.sign(a[i] - a[j]), np.sign(b[i] - b[j])) for i, j in pairs]
+    score = sum(x * y for x, y in signs)
+    return score / math.sqrt(sum(x != 0 for x, _ in signs) * sum(y != 0 for _, y in signs))
+
+
+def spearman(a, b):
+    def ranks(values):
+        return [
+            sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values
+        ]
+
+    return np.corrcoef(ranks(a), ranks(b))[0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=9))
+def test_the_order_is_that_of_ranks(pairs):
+    mine, papers = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    order = rank_correlations(mine, papers)
+    assert order.rows == len(pairs)
+    if len(set(mine)) == 1 or len(set(papers)) == 1:
+        assert order[:2] == (None, None)
+    else:
+        assert order.spearman == pytest.approx(spearman(mine, papers), abs=1e-12)
+        assert order.kendall == pytest.approx(tau_b(mine, papers), abs=1e-12)
+
+
+def test_the_order_of_nothing_is_none():
+    assert rank_correlations([], []) == (None, None, 0)
+    assert rank_correlations([1.0], [2.0]) == (None, None, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=2, max_size=8))
+def test_p_is_that_of_a_paired_t_test(pairs):
+    a, b = (np.array(side) for side in zip(*pairs, strict=True))
+    margins = (a - b).tolist()
+    if np.std(margins) > 1e-6:
+        assert paired_p(margins) == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue, rel=1e-6, abs=1e-12)
+
+
+def test_p_is_none_where_it_cannot_tell():
+    assert paired_p([]) is None
+    assert paired_p([2.0]) is None
+    assert paired_p([2.0, 2.0, 2.0]) is None
+    assert paired_p([0.0, 0.0]) is None
+
+
+def test_p_by_hand():
+    """t = 2 / (1 / sqrt 3) with two degrees of freedom, whose distribution has a closed form."""
+    t = 2 * math.sqrt(3)
+    assert paired_p([1.0, 2.0, 3.0]) == pytest.approx(1 - t / math.sqrt(2 + t**2))
+    assert paired_p([-1.0, -2.0, -3.0]) == paired_p([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+def test_the_margin_needed_is_where_p_is_a_twentieth(seeds):
+    margins = np.random.default_rng(seeds).normal(size=seeds)
+    margins = (margins - margins.mean()) / margins.std(ddof=1) + margin_needed(seeds)
+    assert paired_p(margins.tolist()) == pytest.approx(0.05)
+
+
+PERCENT = {
+    ("alpha 0.1", "Uniform"): [0.5, 0.52],
+    ("alpha 0.1", "FedSKC"): [0.53, 0.54],
+    ("alpha 1", "Uniform"): [0.7, 0.75],
+    ("alpha 1", "FedSKC"): [0.72, "-"],
+}
+
+
+def test_a_claim_is_judged_seed_by_seed(here):
+    made = left("table.yaml", PERCENT)
+    first, second, third = made.verdicts
+    assert [verdict.column for verdict in made.verdicts] == ["alpha 0.1", "alpha 1", "alpha 1"]
+    assert first.margins == pytest.approx({0: 3.0, 3: 2.0})
+    assert (first.holds, first.ahead, first.paper) == (True, 2, 1.25)
+    assert first.mean == pytest.approx(2.5)
+    assert first.std == pytest.approx(math.sqrt(0.5))
+    assert first.p == pytest.approx(scipy.stats.ttest_rel([53, 54], [50, 52]).pvalue)
+    assert second.margins == pytest.approx({0: 2.0})  # the other seed has one side only
+    assert (second.holds, second.ahead, second.p, second.std, second.paper) == (True, 1, None, None, None)
+    assert third.margins == pytest.approx({0: -2.0})
+    assert (third.holds, third.ahead) == (False, 0)
+
+
+def test_what_was_not_run_is_not_judged(here):
+    made = left("table.yaml", {})
+    assert [(verdict.holds, verdict.mean, verdict.p) for verdict in made.verdicts] == [(None, None, None)] * 3
+    assert claims_grid(made.verdicts)[1:] == []
+    assert verdict_line(made.verdicts).startswith(
+        "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be told yet."
+    )
+    assert "t-test" not in verdict_line(made.verdicts)
+    assert made.order("alpha 1") == (None, None, 0)
+
+
+def test_fewer_rounds_are_better(here):
+    reached = {("R_50", "A"): [8, 9, 10], ("R_50", "B"): [5, 5, 9], ("R_50", "C"): [None, 3, 3]}
+    made = left("rounds.yaml", reached)
+    b_over_a, unreached, c_over_a = made.verdicts
+    assert b_over_a.margins == {0: 3.0, 1: 4.0, 2: 1.0}
+    assert (b_over_a.paper, b_over_a.holds) == (2.0, True)
+    assert c_over_a.margins == {0: 8.0 - 21.0, 1: 6.0, 2: 7.0}
+    assert (c_over_a.mean, c_over_a.holds, c_over_a.ahead) == (0.0, False, 2)
+    assert unreached.holds is None
+    assert made.order("R_50") == rank_correlations([9, 19 / 3, 9], [6, 4, 2])
+    assert ours(made.cells["R_50", "C"]) == "> 9.0 ± 10.4"
+    assert ours(made.cells["R_50", "B"]) == "6.3 ± 2.3"
+
+
+def test_two_that_never_reach_it_are_not_compared(here):
+    points = runs(read_table("rounds.yaml"), Path("out"))
+    for (_, row, seed), point in points.items():
+        if not finished(point.folder):
+            leave_run(point.folder, **{"R_0.5": 5, "R_0.7": None if seed or row == "A" else 9, "R_0.9": 3})
+    made = Reproduction(read_table("rounds.yaml"), points)
+    assert made.verdicts[1].margins == {0: 12.0}
+    assert made.verdicts[0].margins == {0: 0.0, 1: 0.0, 2: 0.0}
+    assert (made.verdicts[0].holds, made.verdicts[0].p, made.verdicts[0].ahead) == (False, None, 0)
+
+
+# --- What is printed -------------------------------------------------------------------------------------------------
+
+
+def test_cells_are_told_in_short():
+    two = {0: Reading(70.0), 1: Reading(72.0)}
+    assert ours(Cell(two)) == "71.0 ± 1.4"
+    assert ours(Cell({0: Reading(70.0)})) == "70.0"
+    assert ours(Cell(two | {2: Reading()})) == "71.0 ± 1.4 (2 of 3)"
+    assert ours(Cell(two | {2: Reading(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
+    assert ours(Cell({0: Reading(reason="nan"), 1: Reading()})) == "1 failed"
+    assert ours(Cell({0: Reading()})) == "-"
+    assert beside(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
+    assert beside(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
+    assert beside(Cell(two)) == "71.0 ± 1.4\n-"
+    assert beside(Cell({0: Reading()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
+
+
+def test_the_whole_table_in_markdown(here):
+    told = as_markdown(left("table.yaml", PERCENT), 0.5, ["model=MLP", "rounds=3"])
+    assert (
+        told
+        == """\
+**Tiny, Table 1.** Percent; mean ± standard deviation over seeds 0, 3. At scale 0.5: rounds, local epochs \
+(trainer.max_epochs) and training samples times 0.5, rounded up; nothing else. With model=MLP, rounds=3.
+
+|  |  | alpha 0.1 | alpha 1 |
+|---|---|---|---|
+| Uniform | ours<br>paper (difference) | 51.0 ± 1.4<br>50 (+1.0) | 72.5 ± 3.5<br>60.5 ± 0.25 (+12.0) |
+| FedSKC | ours<br>paper (difference) | 53.5 ± 0.7<br>51.25 (+2.2) | 72.0 (1 of 2)<br>- |
+| order of rows | Spearman<br>Kendall<br>of rows | 1.00<br>1.00<br>2 | -<br>-<br>1 |
+
+| claim | column | paper | ours | seeds ahead | p |  |
+|---|---|---|---|---|---|---|
+| FedSKC > Uniform | alpha 0.1 | +1.25 | +2.5 ± 0.7 | 2 of 2 | 0.126 | holds |
+| FedSKC > Uniform | alpha 1 | - | +2.0 | 1 of 1 | - | holds |
+| Uniform > FedSKC | alpha 1 | - | -2.0 | 0 of 1 | - | does not hold |
+
+Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be told yet. A claim holds where the mean \
+is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. With 2 seeds p < 0.05 takes a \
+margin of 9.0 standard deviations."""
+    )
+
+
+def test_what_is_sure_is_counted(here):
+    figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
+    figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
+    line = verdict_line(left("table.yaml", figures).verdicts)
+    assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be told yet.")
+
+
+def test_csv_has_a_line_a_cell_in_full_precision(here):
+    made = left("rounds.yaml", {("R_50", "A"): [8, 9, 11], ("R_50", "C"): [None, 3, "-"]})
+    lines = list(csv.DictReader(io.StringIO(as_csv(made))))
+    assert [(line["column"], line["row"]) for line in lines] == list(made.cells)
+    first, _, third, *_ = lines
+    assert first == {
+        "column": "R_50", "row": "A", "metric": "R_0.5", "unit": "rounds", "seeds": "3", "missing": "0",
+        "mean": repr(28 / 3), "std": repr(float(np.std([8, 9, 11], ddof=1))), "bound": "", "paper": "6",
+        "paper_std": "", "difference": repr(28 / 3 - 6),
+    }  # fmt: skip
+    assert (third["metric"], third["seeds"], third["missing"], third["mean"], third["bound"]) == (
+        "R_0.9", "2", "1", "12.0", "lower",
+    )  # fmt: skip
+    unread = next(line for line in lines if (line["column"], line["row"]) == ("odd", "B"))
+    assert (unread["seeds"], unread["missing"], unread["mean"], unread["paper"]) == ("0", "3", "", "")
+
+
+def test_bars_and_brackets_in_names_stay_what_they_are(here):
+    text = TABLE.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
+    Path("table.yaml").write_text(text)
+    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|[red]x |") == 1
+    assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_show_runs_nothing_and_needs_no_torch(here):
+    code = (
+        "import sys; from fl_lightning import cli; assert cli.main(['reproduce', 'table.yaml', '--show']) == 0; "
+        "assert 'torch' not in sys.modules; assert 'lightning' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Tiny, Table 1\nPercent; mean ± standard deviation over seeds 0, 3.\n┏")
+    assert not Path("runs").exists()
+
+
+def test_only_what_is_missing_is_run(here, at_once):
+    words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
+    code, out, err = run(*words, "--seeds", "3", "--workers", "2")
+    assert code == 0
+    assert [(p.folder.parent, workers, threads) for p, workers, threads in at_once] == [
+        (Path("runs/reproduce/table/tiny/Uniform"), 2, 1)
+    ]
+    assert err.splitlines()[0] == "1 of 1 runs are missing; they lie in runs/reproduce/table"
+    assert err.splitlines()[1] == f"1 of 1, {at_once[0][0].folder.relative_to('runs/reproduce/table')}: done"
+    at_once.clear()
+    code, out, err = run(*words)
+    assert [p.words[-1] for p, *_ in at_once] == ["0"]
+    assert err.splitlines()[0] == "1 of 2 runs are missing; they lie in runs/reproduce/table"
+    at_once.clear()
+    again = run(*words)
+    assert (again.out, at_once) == (out, [])
+    shown = run(*words, "--show", "--format", "csv")
+    (line,) = csv.DictReader(io.StringIO(shown.out))
+    summaries = [json.loads(path.read_text()) for path in Path("runs").rglob("summary.json")]
+    assert float(line["mean"]) == pytest.approx(50 * sum(summary["global/acc_last"] for summary in summaries))
+    assert len(summaries) == 2
+
+
+def test_a_scaled_run_is_a_small_one(here, at_once):
+    Path("tiny.yaml").write_text(CONFIG.replace("rounds: 2", "rounds: 12").replace("max_epochs: 1", "max_epochs: 3"))
+    words = ["--rows", "FedSKC", "--columns", "0.1", "--seeds", "0", "--out", "here"]
+    code, out, _ = run("reproduce", "table.yaml", *words, "--scale", "0.1", "--set", "batch_size=8")
+    assert code == 0
+    assert "At scale 0.1: rounds, local epochs (trainer.max_epochs) and training samples times 0.1, rounded up" in out
+    assert "With batch_size=8." in out
+    (folder,) = (path.parent for path in Path("here").rglob("config.yaml"))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["rounds"], config["trainer"]["max_epochs"], config["batch_size"], config["seed"]) == (2, 1, 8, 0)
+    assert config["algorithm"]["init_args"]["tau"] == 0.25
+    assert config["algorithm"]["init_args"]["gda"] is False
+    assert config["scenario"]["partition"]["init_args"]["alpha"] == 0.1
+    with (folder / "partition.csv").open() as file:
+        held = sum(int(n) for line in csv.DictReader(file) for name, n in line.items() if name.startswith("class_"))
+    assert held == math.ceil(0.1 * len(Digits().load().y_train))
+
+
+def test_what_failed_is_told_and_the_rest_is_there(here, at_once):
+    failing = ["--set", "optimizer.lr=1e30", "--seeds", "0", "3"]
+    code, out, err = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing)
+    assert code == 1
+    assert len(at_once) == 4
+    assert err.count("failed: ") >= 2
+    assert "2 failed" in out
+    told = [line for line in out.splitlines() if line.startswith("failed: ")]
+    assert told
+    assert "FedSKC / alpha 1 / seed 0" in " ".join(told)
+    at_once.clear()
+    shown = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing, "--show")
+    assert (shown.code, shown.out, at_once) == (0, out, [])
+
+
+def test_one_reason_is_told_once(here, at_once):
+    data = ["--set", "scenario.dataset=MNIST", "scenario.dataset.data_dir=nowhere"]
+    code, out, _ = run("reproduce", "table.yaml", "--seeds", "0", *data, "--format", "markdown")
+    assert code == 1
+    (line,) = (line for line in out.splitlines() if line.startswith("failed: "))
+    cells = [f"{row} / {column} / seed 0" for column in ("alpha 0.1", "alpha 1") for row in ("Uniform", "FedSKC")]
+    assert line.startswith(f"failed: {'; '.join(cells)}: ")
+    assert "nowhere" in line
+
+
+@pytest.mark.slow
+def test_a_table_that_was_killed_goes_on(here):
+    """Two rows and two seeds in processes of their own; killed with some done, then run again to the end."""
+    words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]
+    command = [sys.executable, "-m", "fl_lightning", *words, "--workers", "2", "--threads", "1"]
+    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (done := list(Path("runs").rglob("summary.json"))) and begun.poll() is None:
+        time.sleep(0.02)
+    os.kill(begun.pid, signal.SIGKILL)
+    begun.wait()
+    assert 1 <= len(done) < 4
+    written = {path: path.stat().st_mtime_ns for path in done}
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    missing = int(again.stderr.split(" of 4 runs are missing")[0])
+    assert missing == again.stderr.count(": done\n") <= 4 - len(done)
+    assert {path: path.stat().st_mtime_ns for path in done} == written
+    assert len(list(Path("runs").rglob("summary.json"))) == 4
+    ends = [path.read_text().count("run: runs/") for path in Path("runs").rglob("log.txt")]
+    assert ends == [1] * 4  # each was carried to its end once
+    shown = run(*words, "--show", "--format", "markdown").out
+    assert " of 2)" not in shown
+    assert "| FedSKC > Uniform | alpha 0.1 | +1.25 |" in shown
