@@ -126,7 +126,8 @@ def at_once(monkeypatch):
 def leave_run(folder: Path, **summary):
     """A folder as a finished run leaves it, with these figures."""
     (folder / "final").mkdir(parents=True)
-    (folder / "metrics.csv").write_text("round,global/acc\n1,0.5\n")
+    rows = "".join(f"{round},0.5\n" for round in range(1, 21))
+    (folder / "metrics.csv").write_text("round,global/acc\n" + rows)
     (folder / "final" / "summary.json").write_text(json.dumps({"rounds": 20} | summary))
 
 

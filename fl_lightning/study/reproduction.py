@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
+from fl_lightning.report.comparison import paired
 from fl_lightning.runs import DamagedRun, open_run_folder
 from fl_lightning.study.executor import Point, finished
 from fl_lightning.study.table import Claim, PaperTable, PaperValue, Unit
@@ -207,11 +208,8 @@ def paired_p(margins: Sequence[float]) -> float | None:
     Returns:
         None where it cannot tell: for less than two seeds, or where all margins are the same.
     """
-    n = len(margins)
-    if n < 2 or min(margins) == max(margins):
-        return None
-    t = fmean(margins) / (stdev(margins) / math.sqrt(n))
-    return float(2 * stats.t.sf(abs(t), n - 1))
+    found = paired(margins, [0.0] * len(margins))
+    return found.p if found else None
 
 
 def margin_needed(seeds: int, p: float = 0.05) -> float:
