@@ -187,9 +187,8 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
-        kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
         with self.warned:
-            self._set_up(resume, config, Labels(name, group, [type(kind).__name__ for kind in kinds]))
+            self._set_up(resume, config, name, group)
             with self._running():
                 if not self.algorithm.server and not self.round:
                     self._publish()
@@ -416,7 +415,9 @@ class FederatedOrchestrator:
         self.state = self.algorithm.aggregate(self._visible, uploads())
         self.memory.turn()
 
-    def _set_up(self, resume: bool, config: dict[str, Any] | None, labels: Labels) -> None:
+    def _set_up(
+        self, resume: bool, config: dict[str, Any] | None, name: str | None = None, group: str | None = None
+    ) -> None:
         if self.csv.path.exists() and not resume:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
@@ -431,6 +432,8 @@ class FederatedOrchestrator:
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
         if self.logger:
+            kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
+            labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
             begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
 
     @contextmanager

@@ -32,7 +32,7 @@ def kind(name, words, *told, marks=()):
 
 KINDS = [
     # The command line and the file
-    kind("unlike any command", ["xyzzy"], "'xyzzy'", "there are fit, test, partition, list"),
+    kind("unlike any command", ["xyzzy"], "'xyzzy'", "there are fit, test, watch, partition"),
     kind("unknown command", ["fitt"], "'fitt'", "did you mean fit?"),
     kind("no config", ["fit"], "scenario.dataset, scenario.partition, model, algorithm", "--config"),
     kind(

@@ -1,6 +1,7 @@
 """A W&B sweep carried out here: the points that the file asks for, each once, whatever is killed."""
 
 import csv
+import json
 import math
 import os
 import random
@@ -85,7 +86,7 @@ class Fake:
         summary: Of the points' `final/summary.json`.
     """
 
-    def __init__(self, figure, kill=None, summary="{}"):
+    def __init__(self, figure, kill=None, **summary):
         self.figure, self.kill, self.summary = figure, kill, summary
         self.moment, self.ran = 0, []
 
@@ -115,7 +116,7 @@ class Fake:
                     break
             else:
                 (point.folder / "final").mkdir()
-                (point.folder / "final/summary.json").write_text(self.summary)
+                (point.folder / "final/summary.json").write_text(json.dumps({"rounds": len(told)} | self.summary))
                 self.passing()
                 yield Outcome(point, 0, "")
 
@@ -495,20 +496,20 @@ def test_bad_input_ends_the_sweep_only_at_its_first_point_and_both_are_tried_aga
 )
 def test_the_metric_is_the_last_rounds_or_the_whole_runs(metric, figures, value, reason, tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"value": 1}}, metric={"name": metric, "goal": "maximize"})
-    (result,) = faked(monkeypatch, tmp_path, sweep, Fake(lambda _: figures, summary='{"global/acc_best": 0.4}'))
+    (result,) = faked(monkeypatch, tmp_path, sweep, Fake(lambda _: figures, **{"global/acc_best": 0.4}))
     assert (result.value, result.reason, result.rounds) == (value, reason, len(figures))
     assert result.state == ("failed" if reason else "complete")
 
 
 def test_an_accuracy_that_is_never_reached_is_a_failure_and_not_a_zero(tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"value": 1}}, metric={"name": "R_0.9", "goal": "minimize"})
-    (result,) = faked(monkeypatch, tmp_path, sweep, Fake(lambda _: [0.1], summary='{"R_0.9": null}'))
+    (result,) = faked(monkeypatch, tmp_path, sweep, Fake(lambda _: [0.1], **{"R_0.9": None}))
     assert (result.state, result.reason) == ("failed", "R_0.9 is never reached")
 
 
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac"})
-    message = "metric: there is no global/ac in this run; there are global/acc, round"
+    message = "metric: there is no global/ac in this run; there are global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
             faked(monkeypatch, tmp_path, sweep, fake := Fake(lambda _: [0.1]))
@@ -602,8 +603,8 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
     more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
-    message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
-    fake = Fake(curve, summary='{"global/acc_best": 0.4}')
+    message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round, rounds"
+    fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):
         faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
 
