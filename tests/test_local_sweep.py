@@ -603,7 +603,7 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
     more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
-    message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round, rounds"
+    message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
     fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):
         faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
