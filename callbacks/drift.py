@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
 from fl_lightning.report.figures import bars, panels
 from fl_lightning.state import flatten
@@ -29,6 +30,9 @@ class ClientDrift(RoundFigure):
 
     Args:
         every: Rounds between measurements; by default each round has one.
+
+    Raises:
+        ConfigError: Clients do not send whole models, as CriticalFL's in a critical period.
     """
 
     name = "drift"
@@ -43,6 +47,9 @@ class ClientDrift(RoundFigure):
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         trained, shared = result.upload.section("model"), run.state["model"]
+        if not shared.keys() <= trained.keys():
+            sender = type(run.algorithm).__name__
+            raise ConfigError(f"callbacks: ClientDrift: clients of {sender} send parts of their models; leave it out")
         start = run.starting_module(result.client).backbone.state_dict()
         _, begun, ended = flatten([shared, start, trained])
         self._before, self._updates[result.client] = shared, (ended - begun).float()

@@ -18,7 +18,7 @@ from fl_lightning.callbacks import (
 )
 from matplotlib.image import imread
 
-from fl_lightning.algorithms import UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
+from fl_lightning.algorithms import UAPDFL, ClassWise, CriticalFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC
 from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
 from fl_lightning.algorithms.personalized.cwfedavg import class_models
 from fl_lightning.errors import ConfigError
@@ -174,6 +174,13 @@ def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
 def test_an_aggregator_without_weights_of_its_own_is_told():
     with pytest.raises(ConfigError, match="callbacks: AggregationWeights: WeightedMean has none of its own"):
         AggregationWeights().measure(type("Run", (), {"state": {}, "algorithm": FedAvg()}))
+
+
+def test_parts_of_models_are_no_drift(tmp_path):
+    """In a critical period CriticalFL's clients send single entries."""
+    message = "callbacks: ClientDrift: clients of CriticalFL send parts of their models; leave it out"
+    with pytest.raises(ConfigError, match=message):
+        watched(tmp_path, ClientDrift(), CriticalFL(keep=0.5))
 
 
 def test_bytes_by_round_are_the_meters(tmp_path):
