@@ -349,7 +349,7 @@
     const rest = (name) => !Object.values(is).some((holds) => holds(name));
     const among = (names, holds, then) => names.some(holds) && then(names.filter(holds));
 
-    const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), "\u00a0", groups[i].name], ...row]);
+    const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), " ", groups[i].name], ...row]);
     const overview = table(["", ...data.summary.columns], rows);
     overview.querySelectorAll("tbody tr").forEach((row, i) => drawings.push(() => { row.hidden = !groups[i].shown; }));
     section("summary", "Summary", "Means over a group's runs ± standard deviation.").append(overview);
