@@ -207,7 +207,7 @@ def test_list_names_the_shipped_configs_with_their_first_line():
 def test_list_alone_lists_every_kind():
     code, out, _ = run("list")
     assert code == 0
-    assert list(dict.fromkeys(heading.partition(",")[0] for heading in listed(out))) == [*LISTED, "configs"]
+    assert list(dict.fromkeys(heading.partition(",")[0] for heading in listed(out))) == [*LISTED, "configs", "papers"]
     for kind in LISTED:
         assert listed(run("list", kind).out).items() <= listed(out).items()
 

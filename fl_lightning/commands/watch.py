@@ -83,13 +83,15 @@ def follow(follower: Follower, console: Console, every: float) -> None:
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Let SIGINT and SIGTERM end what is inside, and the terminal be as it was."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: a shell lets what it puts in the background ignore it
+    before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
         yield
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in zip(both, before, strict=True):
+            signal.signal(one, handler)
 
 
 @contextmanager
