@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -86,9 +86,7 @@ class Run:
         Raises:
             ConfigError: Several keys end so; the message names them.
         """
-        if name in self.settings:
-            return name
-        found = [key for key in self.settings if key.endswith(f".{name}")]
+        found = _meant(name, self.settings)
         if len(found) > 1:
             raise ConfigError(f"{name}: {self.folder} has {' and '.join(found)}; give the whole key")
         return found[0] if found else name
@@ -244,11 +242,11 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
         ConfigError: None has it, or the end fits several keys.
     """
     keys = {key for run in runs for key in run.settings}
-    found = {name} & keys or {key for key in keys if key.endswith(f".{name}")}
+    found = sorted(_meant(name, keys))
     if len(found) == 1:
-        return found.pop()
+        return found[0]
     if found:
-        raise ConfigError(f"{option}: {name} may be {' or '.join(sorted(found))}; give the whole key")
+        raise ConfigError(f"{option}: {name} may be {' or '.join(found)}; give the whole key")
     near = get_close_matches(name, {*keys, *(key.rpartition(".")[2] for key in keys)}, 1)
     raise ConfigError(f"{option}: no run has a setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -369,6 +367,11 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
 
 
 # --- Settings ---
+
+
+def _meant(name: str, keys: Collection[str]) -> list[str]:
+    """The keys that a name may stand for: itself, or those that end so."""
+    return [name] if name in keys else [key for key in keys if key.endswith(f".{name}")]
 
 
 def _row(run: Run) -> dict[str, Any]:

@@ -666,6 +666,18 @@ def test_it_is_left_at_will_and_leaves_the_terminal_as_it_was(how, tmp_path):
     assert "q or Ctrl-C" not in left
 
 
+def test_ctrl_c_ends_it_where_it_was_ignored(tmp_path):
+    """As a shell without job control has it for what runs in the background; children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with watcher(run_folder(tmp_path / "run", 12), "--every", "0.05") as one:
+            one.wait_for("q or Ctrl-C", 2)
+            one.process.send_signal(signal.SIGINT)
+            assert one.end() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_it_follows_the_run_and_ends_with_it(tmp_path):
     folder = run_folder(tmp_path / "run", 12)
     with watcher(folder, "--every", "0.05") as one:
