@@ -70,6 +70,8 @@ def test_later_configs_add_to_the_rivals(here):
     Path("mine.yaml").write_text("rivals: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
     words = spelled("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
     assert words[4:] == [*ANEW, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
+    own = ["--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedSKC"]
+    assert spelled(*own) == own  # a config that names no algorithm leaves the one before it
 
 
 def test_a_rival_runs_as_itself_and_resumes(here):
