@@ -470,11 +470,23 @@ def test_columns_across_are_in_order_and_keys_as_short_as_can_be(tmp_path):
     for algorithm, alpha in (("FedAvg", 0.5), ("FedDW", 0.1), ("FedDW", 0.5)):
         write(tmp_path, algorithm, alpha=alpha)
     assert run("compare", tmp_path, "--across", "alpha").out.split()[:3] == ["algorithm", "alpha=0.1", "alpha=0.5"]
+    write(tmp_path, "FedDW", alpha=10)
+    write(tmp_path, "FedDW", alpha=2)
+    heads = run("compare", tmp_path, "--across", "alpha").out.split()[1:5]
+    assert heads == ["alpha=0.1", "alpha=0.5", "alpha=2", "alpha=10"]
     assert short(["algorithm.alpha", "scenario.partition.alpha", "seed"]) == [
         "algorithm.alpha",
         "partition.alpha",
         "seed",
     ]
+
+
+def test_across_does_not_guess_between_two_keys(tmp_path):
+    for own, alpha in ((1, 0.1), (2, 0.5)):
+        write(tmp_path, "FedAMP", alpha=alpha, arguments={"alpha": own})
+    code, out, err = run("compare", tmp_path, "--across", "alpha")
+    assert (code, out) == (2, "")
+    assert "--across: alpha is no key that tells these groups apart: algorithm.alpha, scenario.partition.alpha" in err
 
 
 def test_csv_has_whole_keys_and_unrounded_figures(study):
@@ -536,6 +548,7 @@ def test_markdown_and_the_screen_show_letters_and_obey_none():
     escaped = re.sub(r"([|*`<\[])", r"\\\1", told)
     assert sheet.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
     assert sheet.plain().splitlines()[2] == f"{told}  1 ± 2"
+    assert Sheet(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"
     assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [name, "1 ± 2"]
 
 
