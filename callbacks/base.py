@@ -43,6 +43,13 @@ class RoundCallback:
         """Whether the run is over, as far as this callback knows."""
         return False
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """The run's data and state are there, and nothing of it is written yet: the moment to refuse what cannot work.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
     def on_fit_start(self, run: FederatedOrchestrator) -> None:
         """The run's folder, data and state are there; no round has begun."""
 
