@@ -74,7 +74,11 @@ RUNS = {
     "little with clients": ["--algorithm=FedSKC", "--checkpoint_every=2"],
     "memories, on disk": ["--algorithm=FedSiamDA", f"--model.head={SIAMESE}", "--client_store=disk"],
     "peers": ["--algorithm=UAPDFL", "--algorithm.n_com=2", "--clients_per_round=3"],
-    "figures": ["--algorithm=CwFedAvg", "--callbacks=[AggregationWeights]"],
+    "figures": [
+        "--algorithm=CwFedAvg",
+        "--callbacks=[{class_path: AggregationWeights, init_args: {every: 2}}]",
+        "--optimizer_state=kept",
+    ],
     "W&B": ["--logger=fl_lightning.wandb_logger.WandbRoundLogger", "--optimizer_state=kept"],
 }
 
