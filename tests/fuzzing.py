@@ -304,7 +304,7 @@ def resumed(whole: Path, case: Case, unharmed: bytes) -> Verdict:
         return _refused(code, errors, named, _differing(before, snapshot(Path())))
     if errors:
         return Verdict("WRONG", f"exit code 0, and {errors[0]!r}")
-    if different := other_ends(Path("run"), whole / "run", case.file, bool(told)):
+    if different := other_ends(Path("run"), whole / "run", case.file if named else "", bool(told)):
         said = f" (it said: {'; '.join(told)})" if told else ", silently"
         return Verdict("WRONG", f"ended with other {', '.join(different)}{said}")
     return Verdict("warned", named[0]) if named else Verdict("identical", "")
@@ -352,18 +352,27 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name, ...) != other.get(name, ...))
 
 
-def other_ends(run: Path, whole: Path, harmed: str, told: bool) -> list[str]:
+WATCHING = re.compile(r"run/(warnings\.txt|figures/.*|wandb/.*)")
+"""Files that no result is worked out from: who was told that they were changed may find them so at the end."""
+
+
+def other_ends(run: Path, whole: Path, told_of: str, told: bool) -> list[str]:
     """What of a run's end is not as if nobody had killed or harmed it.
 
-    An older checkpoint may stay harmed, as long as reading it says so; who was told of something finds it in
-    warnings.txt, beside what stood there.
+    An older checkpoint may stay harmed, as long as reading it says so.
+
+    Args:
+        run: The run's folder.
+        whole: That of the run to which nothing happened.
+        told_of: The harmed file, if a warning named it.
+        told: Whether anything was warned of: that is in warnings.txt then, beside what else stood there.
     """
     found, expected = end(run), end(whole)
     newest = f"checkpoint {max(CheckpointFolder(whole / 'checkpoints').rounds())}"
     names = [name for name in _differing(found, expected) if name == newest or found.get(name) != "unreadable"]
     if told and "warnings.txt" in names and expected["warnings.txt"] <= found.get("warnings.txt", Counter()):
         names.remove("warnings.txt")
-    return names
+    return [name for name in names if f"run/{name}" != told_of or not WATCHING.fullmatch(told_of)]
 
 
 def end(run: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import pytest
 from commands import TINY, contents, run, tiny, untimed_rows
 from test_resume import left
 
+pytestmark = pytest.mark.filterwarnings("always")  # what a command warns of is no error of it
+
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run"]
 RESUME = ["fit", "--resume", "run", "--rounds", "5"]
 
@@ -35,10 +37,10 @@ def _no_waiting():
     """A command that waits for a pipe would wait for ever."""
 
     def ring(number, frame):
-        raise TimeoutError("it waits")
+        raise AssertionError("it waits")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(60)
+    signal.alarm(20)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -175,23 +177,19 @@ def everywhere(folder):
 
 
 @pytest.mark.parametrize("place", [*FILES, *FOLDERS])
-@pytest.mark.parametrize("words", [FIT, RESUME, ["test", "run"]], ids=["fit", "resume", "test"])
-def test_nothing_is_written_where_a_link_leads(words, place, here, done):
+@pytest.mark.parametrize("begun", [False, True], ids=["fit", "resume"])
+def test_nothing_is_written_where_a_link_leads(begun, place, here, done):
     victim = here / "victims" / "victim"
     victim.parent.mkdir()
     victim.mkdir() if place in FOLDERS else victim.write_text("mine")
-    if words is FIT:
-        Path("run").mkdir()
-    else:
-        shutil.copytree(done, "run")
+    shutil.copytree(done, "run") if begun else Path("run").mkdir()
     linked(place, victim)
     before = everywhere(victim.parent)
-    outcome = run(*words)
-    assert everywhere(victim.parent) == before
-    assert outcome.code in (0, 2), outcome.err
-    if outcome.code:
+    for words in (["test", "run"], RESUME) if begun else (FIT,):
+        outcome = run(*words)
+        assert everywhere(victim.parent) == before
         errors = [line for line in outcome.err.splitlines() if not line.startswith("fl-lightning: warning: ")]
-        assert len(errors) == 1, outcome.err
+        assert (outcome.code, len(errors)) in ((0, 0), (2, 1)), outcome.err
 
 
 def test_a_folder_that_is_itself_a_link_is_a_run_like_any_other(here, done):
@@ -229,7 +227,6 @@ OUTSIDE = {
     "nothing": "",
     "itself": ".",
     "null byte": "a\0b",
-    "number": 5,
     "long": "x" * 5000,
 }
 
@@ -243,7 +240,7 @@ def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(n
     os.mkfifo("run/pipe")
     os.mkfifo("run/clients/pipe")
     Path("run/link").symlink_to(Path("secret").absolute())
-    named = OUTSIDE[name].format(here) if isinstance(OUTSIDE[name], str) else OUTSIDE[name]
+    named = OUTSIDE[name].format(here)
     shutil.rmtree("run/checkpoints/round-000002")
     for folder in Path("run/checkpoints").iterdir():
         forge(folder, lambda manifest: manifest[key].update({named: checksum}))
@@ -280,6 +277,7 @@ def test_a_pipe_in_a_files_place_keeps_nobody_waiting(words, place, here, done):
     Path("run", place).unlink(missing_ok=True)
     os.mkfifo(Path("run", place))
     outcome = run(*words)
+    assert "it waits" not in outcome.err
     assert outcome.code in (0, 2), outcome.err
     if place in ("config.yaml", "metrics.csv") and words is RESUME:
         assert outcome.code == 2
