@@ -47,11 +47,19 @@ def alone(folder: Path) -> Iterator[None]:
         warnings.warn(f"{folder}: its file system has no locks; start nothing else in it meanwhile", stacklevel=3)
     try:
         write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
-        for leftover in folder.glob(UNFINISHED):
-            leftover.unlink()
+        sweep(folder)
         yield
     finally:
         lock.release()
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left half written in a run's folder; only its owner may."""
+    for pattern in (UNFINISHED, f"*/{UNFINISHED}"):
+        for file in folder.glob(pattern):
+            file.unlink()
+    for leftover in folder.glob("checkpoints/.writing-*"):
+        shutil.rmtree(leftover)
 
 
 def owner(folder: Path) -> str:

@@ -107,7 +107,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
 def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):
     run = experiment(tmp_path, rounds=5, checkpoint_every=2, keep_checkpoints=9)
     run.fit()
-    assert run.checkpoints.rounds() == [5, 4, 2]
+    assert run.checkpoints.rounds() == [5, 4, 2, 0]
 
 
 @pytest.mark.parametrize("key", ["checkpoint_every", "keep_checkpoints"])

@@ -85,7 +85,8 @@ def sha256(tensors: Iterable[Tensor]) -> str:
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         at_a_time = max(1, HASHED // max(1, rows[:1].nbytes))
         for piece in rows.split(at_a_time):  # a piece that is laid out otherwise, or on a GPU, is copied
-            digest.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+            flat = piece.detach().cpu().contiguous().as_strided((piece.numel(),), (1,))  # one value may have any stride
+            digest.update(flat.view(torch.uint8).numpy())
     return f"sha256:{digest.hexdigest()}"
 
 
