@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from experiments import experiment
 
 import fl_lightning
 from fl_lightning.errors import ConfigError
-from fl_lightning.run_folder import LEFT, alone, refuse_occupied
+from fl_lightning.run_folder import LEFT, alone, owner, refuse_occupied
 from fl_lightning.seal import Digest, Seal
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
@@ -316,6 +317,29 @@ def test_links_in_a_runs_folder_are_refused(name, tmp_path):
     with pytest.raises(ConfigError, match=rf"{name} is a link: a run's folder holds none"), alone(folder):
         pass
     assert os.listdir(tmp_path / "victim") == []
+
+
+@pytest.mark.parametrize(
+    ("noted", "told"),
+    [
+        (f"process {os.getppid()} on {socket.gethostname()}", f"process {os.getppid()} on {socket.gethostname()}"),
+        ("process 999999999 on elsewhere", "process 999999999 on elsewhere"),
+        (f"process 999999999 on {socket.gethostname()}", "another process"),
+        ("\x1b[31m", "another process"),
+        (None, "another process"),
+    ],
+)
+def test_an_owner_is_named_if_it_is_still_there(noted, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    if noted:
+        (tmp_path / ".owner").write_text(noted)
+    assert owner(tmp_path) == told
+
+
+def test_an_owner_that_has_not_said_so_yet_is_waited_for(tmp_path, monkeypatch):
+    noted = f"process {os.getppid()} on {socket.gethostname()}"
+    monkeypatch.setattr("time.sleep", lambda _: (tmp_path / ".owner").write_text(noted))
+    assert owner(tmp_path) == noted
 
 
 def test_a_link_to_the_whole_folder_is_fine(tmp_path):
