@@ -5,6 +5,7 @@ import pickle
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import contents, run
 from layouts import (
     images,
     write_ag_news,
@@ -378,12 +380,24 @@ def test_pathmnist_is_not_made_to_fit(name: str, change: Callable, told: str, tm
 
 def test_a_picture_of_another_size_and_one_without_a_file_are_named(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path, classes=2)
-    root = tmp_path / "tiny-imagenet-200"
-    path = root / "val" / "images" / "val_0.JPEG"
+    val = tmp_path / "tiny-imagenet-200" / "val"
+    path = val / "images" / "val_0.JPEG"
     Image.new("RGB", (32, 64)).save(path)
     assert f"{path}: is a picture of 32x64, it needs to be 64x64" in refusal(TinyImageNet(str(tmp_path)))
     path.unlink()
-    assert f"{path}: no such file" in refusal(TinyImageNet(str(tmp_path)))
+    assert f"{val}/val_annotations.txt: does not fit images, in val_0.JPEG" in refusal(TinyImageNet(str(tmp_path)))
+
+
+def test_tiny_imagenets_folders_are_those_of_its_list_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path, classes=2)
+    root = tmp_path / "tiny-imagenet-200"
+    for folder in ("train", "val/images", "train/n00000000/images"):
+        (root / folder / ".DS_Store").write_text("a Mac was here")
+    assert len(TinyImageNet(str(tmp_path)).checked().y_test) == 2
+    (root / "wnids.txt").write_text("n00000000\n")
+    assert f"{root}/wnids.txt: does not fit train, in n00000001" in refusal(TinyImageNet(str(tmp_path)))
+    (root / "wnids.txt").write_text("n00000000\nn00000001\n../val\n")
+    assert f"{root}/wnids.txt: does not fit train, in ../val" in refusal(TinyImageNet(str(tmp_path)))
 
 
 def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
@@ -391,9 +405,7 @@ def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
     table = tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt"
     Image.new("RGB", (64, 64)).save(tmp_path / "elsewhere.JPEG")
     table.write_text(table.read_text().replace("val_0.JPEG", "../../../elsewhere.JPEG"))
-    assert f"{tmp_path}/tiny-imagenet-200/val/images/../../../elsewhere.JPEG: no such" in refusal(
-        TinyImageNet(str(tmp_path))
-    )
+    assert f"{table}: does not fit images, in elsewhere.JPEG" in refusal(TinyImageNet(str(tmp_path)))
     table.write_text("val_0.JPEG\tn99999999\n")
     assert f"{table}: is no readable table of names and classes ('n99999999')" in refusal(TinyImageNet(str(tmp_path)))
 
@@ -538,7 +550,11 @@ WRONG = {
     ),
     "sparse": ({"x_train": filled(1).to_sparse()}, "x_train is torch.sparse_coo on cpu; it needs to be dense"),
     "on no device": ({"y_test": torch.zeros(20, device="meta")}, "y_test is torch.strided on meta; it needs to be"),
-    "one class": ({"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0}, "num_classes is 1; in fewer"),
+    "one class": (
+        {"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0},
+        "num_classes is 1, not between 2 and",
+    ),
+    "too many classes": ({"num_classes": 10**9}, "num_classes is 1000000000, not between 2 and 10,000,000"),
     "no class": ({"num_classes": 0}, "y_train: label 9 is out of range for num_classes 0"),
     "classes in part": ({"num_classes": 10.0}, "num_classes is 10.0, no whole number"),
     "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
@@ -710,3 +726,93 @@ def test_episodes_that_no_test_set_has_are_refused_before_a_round(
     write_cifar(tmp_path, 100, monkeypatch)
     message = refusal(FC100(str(tmp_path), few_shot=few_shot))
     assert message.startswith("scenario.dataset.few_shot: the test set has 20 classes, the smallest of 3 samples")
+
+
+# --- On the command line ---
+
+ONE_ROUND = """
+rounds: 1
+scenario: {dataset: Digits, partition: IID, clients: 2}
+model: {class_path: MLP, init_args: {hidden: [4]}}
+algorithm: FedAvg
+trainer: {accelerator: cpu}
+logger: null
+"""
+OWN_DATA = """
+import torch
+from fl_lightning.data import Dataset, LoadedData
+from fl_lightning.data.transforms import Normalize
+
+class MyData(Dataset):
+    def load(self):
+        x, y = torch.zeros(20, 1, 4, 4), torch.full((20,), 255)
+        return LoadedData(x, y, x, y, 10, Normalize())
+"""
+FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
+DATASET = [*FIT, "--scenario.dataset"]
+ARRAYS = [*DATASET, "Arrays", "--scenario.dataset.path"]
+KINDS = {
+    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train: label 255 is out of"),
+    "damaged file": ([*DATASET, "MNIST"], ": data/MNIST/raw/train-images-idx3-ubyte: is no readable idx file"),
+    "pipe among the files": ([*DATASET, "FashionMNIST"], "t10k-labels-idx1-ubyte: is a pipe, it needs to be a file"),
+    "pipe": ([*ARRAYS, "pipe.npz"], "scenario.dataset.path: pipe.npz: is a pipe, it needs to be a file"),
+    "device": ([*ARRAYS, "/dev/zero"], "scenario.dataset.path: /dev/zero: is a device, it needs to be a file"),
+    "long name": ([*ARRAYS, "x" * 256], "scenario.dataset.path: ", "File name too long"),
+    "two lines": ([*ARRAYS, "a\nb.npz"], "scenario.dataset.path: a b.npz: no such file"),
+    "data_dir": (
+        [*DATASET, "SVHN", "--scenario.dataset.data_dir", "one.yaml"],
+        "scenario.dataset.data_dir: one.yaml: is",
+    ),
+    "many clients": (
+        [*FIT, "--scenario.clients", str(10**8)],
+        "scenario.clients: 100000000 is above the 1437 training",
+    ),
+    "many scored clients": (
+        [*FIT, "--scenario.clients", str(10**30), "--evaluation.max_clients", str(10**9)],
+        f"scenario.clients: {10**30} is above the 1437 training samples",
+    ),
+    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)"),
+    "long tail": ([*FIT, "--scenario.long_tail", ".inf"], "scenario.long_tail: inf is no number from 1 on"),
+    "alpha": (
+        [*FIT, "--scenario.partition", "Dirichlet", "--scenario.partition.alpha", "1e300"],
+        "scenario.partition.alpha: 1e+300 is not above 0 and at most 1e6",
+    ),
+    "partition into a run": (
+        ["partition", "--config", "one.yaml", "--out", "done"],
+        "--out: done holds a run, whose partition.csv stays; choose another folder",
+    ),
+    "partition into a name that is none": (["partition", "--config", "one.yaml", "--out", "a\0b"], "--out: ", "null"),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "own_data", raising=False)
+    Path("one.yaml").write_text(ONE_ROUND)
+    Path("own_data.py").write_text(OWN_DATA)
+    os.mkfifo("pipe.npz")
+    for name in ("MNIST", "FashionMNIST"):
+        write_mnist(Path("data"), name)
+    halved(Path("data/MNIST/raw/train-images-idx3-ubyte"))
+    instead(os.mkfifo)(Path("data/FashionMNIST/raw/t10k-labels-idx1-ubyte"))
+    Path("done").mkdir()
+    Path("done/metrics.csv").write_text("round\n")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(kind: str, here: Path) -> None:
+    (words, *told), before = KINDS[kind], contents(here)
+    code, out, err = run(*words)
+    assert code == 2, out + err
+    assert err.count("\n") == 1
+    assert err.startswith("fl-lightning: error: ")
+    for fragment in told:
+        assert fragment in err
+    assert contents(here) == before
+    assert run(*FIT).code == 0

@@ -28,6 +28,8 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print who holds what, and draw it."""
+    if given.out and Path(given.out, "metrics.csv").exists():
+        raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
     with plainly(parser):
         scenario: Scenario = parser.instantiate(given).scenario
     data = scenario.build(given.seed)
@@ -39,7 +41,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         try:
             partition_figure(counts, out / "partition.png")
             write_counts(out / "partition.csv", data)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
     return 0

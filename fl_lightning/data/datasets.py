@@ -20,6 +20,9 @@ from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score, evaluate
 
+MOST_CLASSES = 10_000_000
+"""More are a slip: the last layer of any network would fill a machine's memory."""
+
 
 @dataclass
 class LoadedData:
@@ -127,8 +130,8 @@ def check(data: LoadedData) -> None:
         raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
     if data.x_train.dtype != data.x_test.dtype:
         raise ValueError("x_train and x_test need one type: uint8 is scaled to 0-1, floating point is not")
-    if data.num_classes < 2:
-        raise ValueError(f"num_classes is {data.num_classes}; in fewer than 2 there is nothing to tell apart")
+    if not 2 <= data.num_classes <= MOST_CLASSES:
+        raise ValueError(f"num_classes is {data.num_classes}, not between 2 and {MOST_CLASSES:,}")
 
 
 def _check_labels(name: str, y: Tensor, num_classes: int) -> None:

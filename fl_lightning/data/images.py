@@ -287,11 +287,12 @@ class TinyImageNet(ImageDataset):
 
     @staticmethod
     def _train_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
-        for folder in sorted((root / "train").iterdir()):
-            if folder.name not in classes:
-                raise BadFile(root / "wnids.txt", f"does not name {folder.name}, which is in train")
-        folders = ((root / "train" / name / "images", label) for name, label in classes.items())
-        return {path: label for folder, label in folders for path in files_in(folder)}
+        with told_of(root / "train", "folder"):
+            folders = {path.name for path in (root / "train").iterdir() if path.is_dir()}
+        if odd := folders ^ classes.keys():
+            raise BadFile(root / "wnids.txt", f"does not fit train, in {min(odd)}")
+        places = ((root / "train" / name / "images", label) for name, label in classes.items())
+        return {path: label for place, label in places for path in files_in(place)}
 
     @staticmethod
     def _val_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
@@ -299,8 +300,8 @@ class TinyImageNet(ImageDataset):
         with told_of(annotations, "table of names and classes"):
             rows = (line.split("\t") for line in read_text(annotations).splitlines())
             labels = {root / "val" / "images" / name: classes[label] for name, label, *_ in rows}
-        for path in sorted(found ^ labels.keys()):
-            raise BadFile(*((annotations, f"does not name {path.name}") if path in found else (path, "no such file")))
+        if odd := found ^ labels.keys():
+            raise BadFile(annotations, f"does not fit images, in {min(odd).name}")
         return labels
 
 

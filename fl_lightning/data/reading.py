@@ -168,7 +168,7 @@ def read_text(path: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of a folder, by name.
+    """The files of a folder, by name, without hidden ones.
 
     Raises:
         BadFile: There is no such folder, no file in it, or something else than files.
@@ -176,7 +176,8 @@ def files_in(folder: Path) -> list[Path]:
     if not is_there(folder, folder=True):
         raise BadFile(folder, "no such folder")
     with told_of(folder, "folder"), os.scandir(folder) as entries:
-        plain = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in entries}
+        shown = (entry for entry in entries if not entry.name.startswith("."))  # .DS_Store and the like
+        plain = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in shown}
     for path in plain:
         if not plain[path] and not is_there(path):  # which is slower
             raise BadFile(path, "is a link to nothing")
