@@ -16,7 +16,7 @@ import torch
 import torchvision
 from sklearn.datasets import load_digits
 
-from fl_lightning.data import CIFAR10, CIFAR100, MNIST, Arrays, Digits, FashionMNIST
+from fl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Arrays, Digits, FashionMNIST, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.errors import ConfigError
 
@@ -217,6 +217,16 @@ def test_a_failed_download_says_why_on_one_line(tmp_path: Path, monkeypatch: pyt
     message = message_of(MNIST(str(tmp_path), download=True))
     assert "(the download failed: no route to host, download=True)" in message
     assert "download true" not in message
+
+
+# --- A dataset of one's own ---
+
+
+def test_the_dataset_that_the_docs_write_can_be_dealt_out() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "scenarios.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], names := {"__name__": "my_module"})
+    data = Scenario(names["Signs"](), IID(), clients=4).build(0)
+    assert data.class_counts("train").sum() + data.class_counts("test").sum() == 800
 
 
 # --- Arrays ---
