@@ -524,7 +524,7 @@ WRONG = {
         "y_test needs one whole number a sample, got int64 of shape (20, 1)",
     ),
     "too few labels": ({"y_train": labels(0)[1:]}, "x_train has 20 rows and y_train 19: they need as many"),
-    "too many labels": ({"x_test": images(3, 1, 4, 4)}, "x_test is a ndarray, not a torch.Tensor"),
+    "no tensor": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),
     "nothing to test": (
         {"x_test": torch.zeros(0, 1, 4, 4, dtype=torch.uint8), "y_test": labels(0)[:0]},
         "x_test has 0 rows and y_test 0: they need as many, and at least one",
@@ -558,6 +558,7 @@ WRONG = {
     "no class": ({"num_classes": 0}, "y_train: label 9 is out of range for num_classes 0"),
     "classes in part": ({"num_classes": 10.0}, "num_classes is 10.0, no whole number"),
     "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
+    "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
     "no number of classes": ({"num_classes": None}, "num_classes is None, no whole number"),
 }
 
@@ -599,9 +600,7 @@ def test_what_a_datasets_own_code_raises_is_put_down_to_it() -> None:
 
     with pytest.raises(ConfigError, match=r"^scenario.dataset: Broken: KeyError: 'images'; --debug shows where$"):
         Broken().checked()
-    with pytest.raises(
-        ConfigError, match=r"^scenario.dataset: Forgetful: load\(\) returned a NoneType, not LoadedData$"
-    ):
+    with pytest.raises(ConfigError, match=r"^scenario.dataset: Forgetful: load\(\) returned NoneType, not LoadedData$"):
         Forgetful().checked()
 
 
@@ -780,6 +779,11 @@ KINDS = {
     "partition into a run": (
         ["partition", "--config", "one.yaml", "--out", "done"],
         "--out: done holds a run, whose partition.csv stays; choose another folder",
+    ),
+    "partition into a long name": (
+        ["partition", "--config", "one.yaml", "--out", "x" * 256],
+        "--out: ",
+        "name too long",
     ),
     "partition into a name that is none": (["partition", "--config", "one.yaml", "--out", "a\0b"], "--out: ", "null"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -28,7 +29,7 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print who holds what, and draw it."""
-    if given.out and Path(given.out, "metrics.csv").exists():
+    if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for a name that is none
         raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
     with plainly(parser):
         scenario: Scenario = parser.instantiate(given).scenario

@@ -110,13 +110,16 @@ def check(data: LoadedData) -> None:
         ValueError: Says what is wrong first.
     """
     if not isinstance(data, LoadedData):
-        raise ValueError(f"load() returned a {type(data).__name__}, not LoadedData")
+        raise ValueError(f"load() returned {type(data).__name__}, not LoadedData")
     if not isinstance(data.num_classes, int | np.integer) or isinstance(data.num_classes, bool):
         raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, no whole number")
+    for name in ("prepare", "cut", "evaluate"):
+        if not callable(getattr(data, name)):
+            raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
     for name in ("x_train", "y_train", "x_test", "y_test"):
         values = getattr(data, name)
         if not isinstance(values, Tensor):
-            raise ValueError(f"{name} is a {type(values).__name__}, not a torch.Tensor")
+            raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor")
         if values.layout != torch.strided or values.device.type != "cpu":
             raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, in main memory")
     for split in ("train", "test"):
