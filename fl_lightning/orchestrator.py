@@ -139,7 +139,6 @@ class FederatedOrchestrator:
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
-        self.scored = evaluation.chosen(scenario.clients, seed)
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
@@ -432,6 +431,7 @@ class FederatedOrchestrator:
     def _build(self) -> None:
         self.data = self.scenario.build(self.seed)
         self._data_digest = self.data.digest()
+        self.scored = self.evaluation.chosen(self.scenario.clients, self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
         self.engine.check(self.worker)
