@@ -401,7 +401,8 @@ class FederatedOrchestrator:
             self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
         self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
-        self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
+        with blame("algorithm"):
+            self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 
     def _publish(self) -> None:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""

@@ -455,7 +455,7 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
     ("arguments", "words"),
     [
         ({"workers": 0}, "engine.workers: 0 is below 1"),
-        ({"threads": -1}, "engine.threads: -1 is below 1"),
+        ({"threads": -1}, "engine.threads: -1 is outside"),
         ({"devices": []}, "engine.devices: no GPU is named; leave it out to use all"),
     ],
 )

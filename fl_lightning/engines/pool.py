@@ -138,7 +138,7 @@ class PoolEngine(Engine):
             ConfigError: The members cannot take in the worker object.
             Lost: They end before they have.
         """
-        size = self.size(worker)
+        size = min(self.size(worker), len(worker.data.shards))
         self._load(worker)
         arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
         waiting: list[Task] = []

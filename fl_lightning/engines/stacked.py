@@ -17,7 +17,7 @@ from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Result, Task, Worker, failed
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -48,8 +48,7 @@ class StackedEngine(Engine):
     """
 
     def __init__(self, clients: int = 64) -> None:
-        if clients < 2:
-            raise ConfigError(f"engine.clients: {clients} is below 2; use SequentialEngine for one client at a time")
+        check_number("engine.clients", clients, "[2, inf)", "use SequentialEngine for one client at a time")
         self.clients = clients
 
     def check(self, worker: Worker) -> None:
@@ -78,7 +77,7 @@ class StackedEngine(Engine):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Take as many tasks as are stacked, train, and yield their results, one cohort after another."""
         arriving = iter(tasks)
-        while taken := list(islice(arriving, self.clients)):
+        while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
             if taken[0].fit and alike and len(taken) > 1:
                 yield from fitted(worker, taken)
