@@ -73,9 +73,11 @@ class Interrupted(FLError):
 
 def one_line(error: BaseException | str) -> str:
     """An error's message, or any text, on one line that a terminal shows and does not obey."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(str(error).split())
-    )
+    try:
+        text = str(error)
+    except Exception:  # whatever a stranger's __str__ raises
+        text = "(its message cannot be had)"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
 
 
 def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:
@@ -129,5 +131,7 @@ def blame(key: str) -> Iterator[None]:
     except FLError:
         raise
     except Exception as error:
-        reason = "too large for this machine's memory" if NO_ROOM.search(str(error)) else one_line(error)
+        reason = one_line(error) or type(error).__name__
+        if NO_ROOM.search(reason):
+            reason = "too large for this machine's memory"
         raise ConfigError(f"{key}: {reason}".replace(f"{key}: {key}", key)) from error

@@ -153,7 +153,7 @@ class PoolEngine(Engine):
                 return
             for member in self._wait():
                 try:
-                    result = self._answered(member)
+                    result = self._answered(member, worker.heard)
                 except Lost as loss:
                     self._dismiss(member)
                     result = losses.count(member, loss)
@@ -203,10 +203,12 @@ class PoolEngine(Engine):
             member.tasks.append(task)
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
 
-    def _answered(self, member: Member) -> Result | None:
+    def _answered(self, member: Member, heard: set[str]) -> Result | None:
         answer = member.answer()
         for text, category, file, line in answer.warnings:
-            warnings.warn_explicit(text, category, file, line)
+            if text not in heard:  # each member has heard by itself
+                heard.add(text)
+                warnings.warn_explicit(text, category, file, line)
         if answer.refused:
             raise ConfigError(
                 f"engine: a worker process could not take in the experiment: {answer.refused}; "

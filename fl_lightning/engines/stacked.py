@@ -9,14 +9,14 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
-from fl_lightning.engines.worker import Result, Task, Worker, failed
+from fl_lightning.engines.worker import Result, Task, Worker, failed, interrupts
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
@@ -96,11 +96,13 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     for task in tasks:
         try:
             clients.append(Client.begun(worker, task))
-        except Exception as error:
+        except BaseException as error:
             yield failed(task, error)
     try:
         states = trained(worker, clients) if clients else {}
-    except Exception as error:  # nobody's in particular: one by one, each says what is its own
+    except BaseException as error:  # nobody's in particular: one by one, each says what is its own
+        if interrupts(error):
+            raise
         warnings.warn(f"StackedEngine: trained one after another: {one_line(error)}", stacklevel=2)
         yield from map(worker.run, [client.task for client in clients])
         return
@@ -117,8 +119,8 @@ def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     alone = worker.setup
     cohort = Cohort(clients, worker.data.data, alone.gradient_clip_val or 0.0, alone.gradient_clip_algorithm or "norm")
     epochs = max(client.work.epochs for client in clients)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs})
-    with lightning_at_ease():
+    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
+    with lightning_at_ease(worker.heard):
         trainer.fit(cohort)
     return cohort.optimizer_states() if worker.keeps_optimizer else {}
 
@@ -146,7 +148,7 @@ def check_module(module: ClientModule) -> None:
         raise refusal(f"optimizer {type(optimizer).__name__}", f"only torch's {', '.join(OPTIMIZERS)}")
     if module.scheduler_factory:
         schedule = module.scheduler_factory(optimizer)
-        if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
+        if not isinstance(schedule, LRScheduler):
             raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
 
 
@@ -198,7 +200,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     alike.verify()
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The first sentence of an error."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")
