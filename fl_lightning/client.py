@@ -504,7 +504,7 @@ class LRScales:
         self._scheduler, self._round = scheduler, 0
         if scheduler:
             self._begin(scheduler)
-            self.of(min(rounds + 1, LOOK_AHEAD))  # one more: a schedule takes a step after the last round, too
+            self.of(min(rounds, LOOK_AHEAD))
 
     def of(self, round: int) -> float:
         """The factor on learning rates in a round, counted from 1."""

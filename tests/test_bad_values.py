@@ -2,12 +2,19 @@
 
 import inspect
 import math
+import time
+from functools import partial
 
 import numpy as np
 import pytest
-from experiments import experiment
+import torch
+from commands import TINY, contents, run
+from experiments import digits, experiment
+from torch.optim import lr_scheduler
 
 from fl_lightning.catalogue import classes
+from fl_lightning.client import LRScales
+from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.errors import ConfigError, blame, check_number
 from fl_lightning.models import CNN
 
@@ -95,3 +102,161 @@ def test_a_number_is_in_its_interval(within, inside, outside):
 def test_a_model_larger_than_the_memory_is_told_of_as_such(width):
     with pytest.raises(ConfigError, match=r"^model: too large for this machine's memory$"):
         made("models", CNN, feature_dim=width)
+
+
+# --- What is refused before a folder is there ---
+
+FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "here"]
+SCHEDULE = [*FIT, "--lr_scheduler"]
+ROUNDS = [*FIT, "--round_lr_scheduler"]
+ONE_CYCLE = ["--lr_scheduler.max_lr=1", "--lr_scheduler.total_steps=2"]
+
+
+def kind(words, *told, name=None):
+    return pytest.param(words, told, id=name or " ".join(words[5:]))
+
+
+KINDS = [
+    kind([*FIT, "--optimizer.lr", ".nan"], "optimizer.lr: nan is no finite number"),
+    kind([*FIT, "--optimizer.lr", ".inf"], "optimizer.lr: inf is no finite number"),
+    kind([*FIT, "--optimizer.momentum", ".nan"], "optimizer.momentum: nan is no finite number"),
+    kind([*FIT, "--optimizer.weight_decay", ".inf"], "optimizer.weight_decay: inf is no finite number"),
+    kind([*FIT, "--optimizer", "Adam", "--optimizer.betas", "[.nan, 0.9]"], "optimizer: Invalid beta parameter"),
+    kind([*FIT, "--optimizer", "RMSprop", "--optimizer.alpha", ".inf"], "optimizer.alpha: inf is no finite number"),
+    kind([*FIT, "--optimizer", "SparseAdam"], "optimizer: SparseAdam does not support dense gradients"),
+    kind([*FIT, "--optimizer", "Muon"], "optimizer: Muon only supports 2D parameters"),
+    kind([*FIT, "--optimizer", "Optimizer"], "optimizer"),
+    kind([*FIT, "--optimizer", "Adam", "--optimizer.capturable", "true"], "optimizer: If capturable=True"),
+    kind([*FIT, "--optimizer", "LBFGS", "--optimizer_state", "kept"], "optimizer_state: LBFGS's", "set fresh"),
+    kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", ".nan"], "lr_scheduler: the learning rate it makes: nan"),
+    kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", "-1"], "lr_scheduler: the learning rate", "is below 0"),
+    kind([*SCHEDULE, "LRScheduler"], "lr_scheduler: NotImplementedError"),
+    kind([*SCHEDULE, "LambdaLR"], "lr_scheduler"),
+    kind(
+        [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "3"],
+        "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
+    ),
+    kind(
+        [*ROUNDS, "OneCycleLR", *(f"--round_{word[2:]}" for word in ONE_CYCLE), "--rounds", "4"],
+        "round_lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
+    ),
+    kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
+    kind([*FIT, "--trainer.gradient_clip_val", ".nan"], "trainer.gradient_clip_val: nan is no finite number"),
+    kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
+    kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
+    kind([*FIT, "--trainer.limit_train_batches", "-1"], "trainer.limit_train_batches: -1 is outside [0, 10"),
+    kind([*FIT, "--trainer.limit_train_batches", ".nan"], "trainer.limit_train_batches: nan is no finite number"),
+    kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 of", "is none"),
+    kind([*FIT, "--trainer.max_steps", "-5"], "trainer.max_steps: -5 is outside [-1, 10"),
+    kind([*FIT, "--trainer.max_epochs", "1000000000000000000"], "trainer.max_epochs: 1000000000000000000 is outside"),
+    kind([*FIT, "--trainer.accumulate_grad_batches", "-1"], "trainer.accumulate_grad_batches: -1 is outside"),
+    kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not to be had on the cpu"),
+    kind([*FIT, "--trainer.precision", "16"], "trainer.precision: 16", "give that, or 32-true"),
+    kind([*FIT, "--trainer.precision", "16-mixed", "--trainer.accelerator", "auto"], "16-mixed is not to be had"),
+    kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
+    kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),
+    kind([*FIT, "--engine", "ProcessesEngine", "--engine.threads", "100000"], "engine.threads: 100000 is outside"),
+    kind([*FIT, "--model.hidden", "[1000000000000000000]"], "model: too large for this machine's memory"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), KINDS)
+def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 2"))
+    before = contents(tmp_path)
+
+    code, out, err = run(*words)
+
+    assert err.count("\n") == 1, err
+    assert err.startswith("fl-lightning: error: ")
+    for fragment in told:
+        assert fragment in err
+    assert "Traceback" not in out + err
+    assert code == 2
+    assert contents(tmp_path) == before
+
+
+def test_the_corrected_command_runs_in_the_same_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 1"))
+    assert run(*FIT, "--optimizer.lr", ".nan").code == 2
+    assert run(*FIT).code == 0
+
+
+# --- Torch's optimizers and schedules by name ---
+
+
+def named(module, base):
+    """The public classes of a module that are subclasses of one."""
+    return sorted(n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and n[0] != "_")
+
+
+@pytest.mark.parametrize("engine", [SequentialEngine, StackedEngine])
+@pytest.mark.parametrize("name", named(torch.optim, torch.optim.Optimizer))
+def test_each_optimizer_takes_a_step_or_is_refused_before_round_1(tmp_path, name, engine):
+    options = {"lr": 1e-3} if name in ("LBFGS", "SGD") else {}
+    trained = experiment(
+        tmp_path / "run",
+        optimizer=partial(getattr(torch.optim, name), **options),
+        engine=engine(),
+        rounds=1,
+        scenario=digits(3),
+        clients_per_round=2,
+        trainer={"accelerator": "cpu", "max_epochs": 1},
+    )
+    try:
+        trained.fit()
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    assert bool(refused) == (name in {"Muon", "Optimizer", "SparseAdam"} or "cannot stack" in refused)
+    assert (tmp_path / "run").exists() == (not refused)
+    assert trained.round == (not refused)
+
+
+GIVEN = {
+    "CosineAnnealingLR": {"T_max": 2},
+    "CosineAnnealingWarmRestarts": {"T_0": 1},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1},
+    "ExponentialLR": {"gamma": 0.5},
+    "MultiStepLR": {"milestones": [1]},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 2},
+    "StepLR": {"step_size": 1},
+}
+"""Arguments that a schedule asks for."""
+
+
+@pytest.mark.parametrize("key", ["lr_scheduler", "round_lr_scheduler"])
+@pytest.mark.parametrize("name", named(lr_scheduler, lr_scheduler.LRScheduler))
+def test_each_schedule_covers_the_run_or_is_refused_before_round_1(tmp_path, name, key):
+    schedule = partial(getattr(lr_scheduler, name), **GIVEN.get(name, {}))
+    trained = experiment(tmp_path / "run", rounds=2, scenario=digits(3), clients_per_round=2, **{key: schedule})
+    try:
+        trained.fit()
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    odd = {"LRScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"}
+    assert bool(refused) == (name in odd)
+    assert refused == "" or refused.startswith(f"{key}: ")
+    assert len(refused) != len(f"{key}: ")
+    assert (tmp_path / "run").exists() == (not refused)
+
+
+def test_a_run_of_ever_so_many_rounds_starts_at_once(tmp_path):
+    started = time.perf_counter()
+    experiment(tmp_path, rounds=10**18, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9))._build()
+    assert time.perf_counter() - started < 20
+
+
+def test_a_schedule_that_ends_later_than_was_looked_ends_in_one_line():
+    scales = LRScales(partial(lr_scheduler.OneCycleLR, max_lr=1, total_steps=10_001), rounds=10**6)
+    assert scales.of(10_001) > 0
+    with pytest.raises(ConfigError, match=r"^round_lr_scheduler: Tried to step 10002 times"):
+        scales.of(20_000)
+
+
+def test_a_schedule_over_rounds_can_be_asked_in_any_order():
+    scales = LRScales(partial(lr_scheduler.ExponentialLR, gamma=0.5), rounds=5)
+    assert [scales.of(round) for round in (3, 1, 1, 5, 2)] == [0.25, 1.0, 1.0, 0.0625, 0.5]

@@ -47,6 +47,20 @@ def check_options(options: Mapping[str, Any]) -> None:
     check_number("trainer.limit_train_batches", batches, within, "give a number of batches, or a share up to 1.0")
 
 
+def check_share(trainer: L.Trainer, batches: int) -> None:
+    """Refuse a share of batches that is none for the client with the fewest.
+
+    Raises:
+        ConfigError: It is.
+    """
+    share = trainer.limit_train_batches
+    if isinstance(share, float) and share * batches < 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches: {share} of {batches} batches, which one client has, is none; give a larger "
+            f"share, or a number of batches"
+        )
+
+
 def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
     """Refuse a trainer whose fit would take no step, never end, start processes, or compute in another precision.
 
@@ -135,5 +149,5 @@ def check_schedule(module: ClientModule, epochs: int) -> None:
 
 def most_epochs(trainer: L.Trainer, batches: int) -> int:
     """How many epochs a fit has whose epochs have so many batches."""
-    bounds = [trainer.max_epochs, math.ceil(trainer.max_steps / batches)]
+    bounds = [trainer.max_epochs, -1 if trainer.max_steps < 0 else math.ceil(trainer.max_steps / batches)]
     return min(bound for bound in bounds if bound is not None and bound >= 0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.parcels import Parcel, Shelf, unpack
 from fl_lightning.engines.worker import Result, Task, Worker, failed
-from fl_lightning.errors import ConfigError, FLError
+from fl_lightning.errors import ConfigError, FLError, one_line
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
 TAKEN = 2  # tasks taken at a time, times members
@@ -263,9 +263,8 @@ def packed(worker: Worker) -> Parcel:
     try:
         return Parcel((worker, Surroundings.here()))
     except Exception as error:  # whatever a stranger's __reduce__ raises
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"engine: the experiment cannot be sent to another process: {reason}; "
+            f"engine: the experiment cannot be sent to another process: {one_line(error)}; "
             f"use the sequential engine, or define it in a module"
         ) from error
 
@@ -335,7 +334,7 @@ class Host:
             surroundings.adopt()
             self.worker = replace(worker, trainer=worker.trainer | trainer)
         except Exception as error:
-            return Parcel(Answer(refused=" ".join(f"{type(error).__name__}: {error}".split())))
+            return Parcel(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
         gc.collect()
         gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
         return Parcel(Answer())

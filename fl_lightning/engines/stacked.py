@@ -17,7 +17,7 @@ from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Result, Task, Worker, failed, interrupts
-from fl_lightning.errors import ConfigError, check_number
+from fl_lightning.errors import ConfigError, check_number, one_line
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -103,7 +103,7 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     except BaseException as error:  # nobody's in particular: one by one, each says what is its own
         if interrupts(error):
             raise
-        warnings.warn(f"StackedEngine: trained one after another: {one_line(error)}", stacklevel=2)
+        warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
         yield from map(worker.run, [client.task for client in clients])
         return
     while clients:
@@ -175,7 +175,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
         try:
             try_step(clients, x, y)
         except Exception as error:
-            raise refusal(what, one_line(error)) from error
+            raise refusal(what, first_sentence(error)) from error
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
@@ -200,7 +200,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     alike.verify()
 
 
-def one_line(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first sentence of an error."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

@@ -25,6 +25,8 @@ CHATTER = "|".join(
     [
         "GPU available but not used",  # the config says so
         "TPU available but not used",
+        ".*AMP with fp16 is not supported on CPU",  # it is refused
+        r"`precision=.+` is supported for historical reasons",
         ".*does not have many workers",  # they would cost 50 ms a fit
         "You defined a `validation_step` but have no `val_dataloader`",  # clients are measured otherwise
         r"Found \d+ module\(s\) in eval mode",  # `train` was called: what is still in eval mode is meant to be

@@ -29,6 +29,7 @@ from fl_lightning.engines.checks import (
     check_optimizer,
     check_options,
     check_schedule,
+    check_share,
     check_trainer,
     most_epochs,
     warn_of_environment,
@@ -182,8 +183,9 @@ class Worker:
         with blame("optimizer"):
             spare = self.module().to(self.device)
             check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        fewest = min(len(shard.train) for shard in self.data.shards)
-        check_schedule(module, most_epochs(trainer, max(1, math.ceil(fewest / self.batch_size))))
+        fewest = max(1, math.ceil(min(len(shard.train) for shard in self.data.shards) / self.batch_size))
+        check_share(trainer, fewest)
+        check_schedule(module, most_epochs(trainer, fewest))
         with blame("lr_scheduler"):
             module.configure_optimizers()
         with blame("algorithm"):
