@@ -26,7 +26,7 @@ from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
-from fl_lightning.client import ClientModule, lr_scales
+from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
@@ -269,7 +269,7 @@ class FederatedOrchestrator:
             client,
             download,
             self.memory.get(client, {}),
-            self.lr_scales[round - 1],
+            self.lr_scales.of(round),
             evaluate=due and how.clients == "trained",
             evaluate_globally=due and how.personal_on_global,
         )
@@ -435,11 +435,11 @@ class FederatedOrchestrator:
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
         self.engine.check(self.worker)
-        with blame("round_lr_scheduler"):
-            self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
+        self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
         self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
-        self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
+        with blame("algorithm"):
+            self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 
     def _publish(self) -> None:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, unique_knowledge
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean, parameter_names
@@ -122,8 +122,7 @@ class ServerStep(WeightedMean):
 
     def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
         super().__init__(weighting)
-        if not server_lr > 0:
-            raise ConfigError(f"algorithm.server_lr: {server_lr} is not above 0; 1 goes all the way to the mean")
+        check_number("algorithm.server_lr", server_lr, "(0, inf)", "1 goes all the way to the mean")
         self.server_lr = server_lr
         self.moments: dict[str, float] = {}
 
