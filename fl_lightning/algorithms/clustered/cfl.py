@@ -77,6 +77,8 @@ class Splits(Aggregator):
         weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
     """
 
+    leaves = ("norms",)
+
     def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:
         self.eps1, self.eps2, self.min_rounds, self.min_size = eps1, eps2, min_rounds, min_size
         self.weighting = weighting
