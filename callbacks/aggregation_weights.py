@@ -55,7 +55,7 @@ class AggregationWeights(RoundFigure):
     @staticmethod
     def _require_weights(run: FederatedOrchestrator) -> None:
         owner = type(run.algorithm.aggregator if run.algorithm.server else run.algorithm).__name__
-        require(run, "weights", f"callbacks: AggregationWeights: {owner} has none of its own; leave it out")
+        require(run, "weights", f"callbacks: AggregationWeights: {owner} has no weights of its own; leave it out")
 
     def numbers(self, arrays: Arrays) -> Row:
         """Each client's weight."""

@@ -33,7 +33,7 @@ class ClusterNorms(RoundCallback):
 
     def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
         """The number of clusters, and each cluster's norms."""
-        return ["clusters/count", "clusters/mean_norm_<c>", "clusters/max_norm_<c>"]
+        return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """Add the round's."""

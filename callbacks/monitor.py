@@ -84,7 +84,8 @@ class Monitor(RoundCallback):
 
     def _miss(self, name: str, metrics: Row) -> None:
         if not self._known:
-            mend = f"there are {', '.join(metrics)}; a callback that adds one in some rounds only names it in `metrics`"
+            there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
+            mend = f"there are {there}; a callback that adds one in some rounds only names it in `metrics`"
             raise ConfigError(f"{self._key('monitor')}: there is no metric {name!r}; {mend}")
         if not self._told:
             said = f"{self._key('monitor')}: round {metrics['round']} has no {name!r}"
@@ -122,7 +123,7 @@ def round_metrics(run: FederatedOrchestrator) -> list[str]:
 def is_among(name: str, names: Sequence[str]) -> bool:
     """Whether a metric is one of these, in which `<id>` stands for any whole number."""
     pattern = re.sub(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)", "<id>", name)
-    return name in names or pattern in names
+    return "<id>" not in name and (name in names or pattern in names)
 
 
 def is_beyond(name: str, clients: int) -> bool:

@@ -422,6 +422,8 @@ class FederatedOrchestrator:
             raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
         self.load() if resume else self._build()
         self._notify("check")
+        if isinstance(self.logger, WandbRoundLogger):
+            self.logger.check(self.run_dir)
         self.log_clients = few_enough(self.scenario.clients) if self.log_clients is None else self.log_clients
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
