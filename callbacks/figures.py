@@ -142,7 +142,7 @@ class RoundFigure(RoundCallback):
             path = folder / name
             if not path.exists():
                 warnings.warn(f"{path} is gone; it is not made again", stacklevel=2)
-            elif not path.is_file() or checksum(path.read_bytes()) != digest:
+            elif not _is_sound(path, digest):
                 warnings.warn(f"{path} is not as it was written; it is not made again", stacklevel=2)
 
 
@@ -156,6 +156,13 @@ def trained_model(run: FederatedOrchestrator, result: Result) -> Tensors:
     if run.worker.template.backbone.state_dict().keys() <= known.keys():
         return known
     return run.starting_module(result.client).backbone.state_dict() | known
+
+
+def _is_sound(path: Path, digest: str) -> bool:
+    try:
+        return path.is_file() and not path.is_symlink() and checksum(path.read_bytes()) == digest
+    except OSError:
+        return False
 
 
 def checksum(content: bytes) -> str:

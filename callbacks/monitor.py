@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 ACCURACIES = ("global/acc", "client/acc_mean")
 """What is watched unless another metric is named: the first that there is."""
 
-MORE_IS_BETTER = re.compile(r".*(^|[/_])acc(_mean|_weighted|_worst_decile)?")
-LESS_IS_BETTER = re.compile(r".*loss.*|.*/train_.+|.*/acc_std")
+MORE_IS_BETTER = re.compile(r"(.*[/_])?acc(_mean|_weighted|_worst_decile)?").fullmatch
+LESS_IS_BETTER = re.compile(r".*loss.*|client/train_.+|.*/acc_std").fullmatch
+_NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
 class Monitor(RoundCallback):
@@ -50,19 +51,16 @@ class Monitor(RoundCallback):
         Raises:
             ConfigError: There is no such metric; names the one that is most like it, or all there are.
         """
-        if self.monitor is None:
-            return
-        names = round_metrics(run)
-        self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
-        if not self._known and not adds_unknown(run):
-            near = get_close_matches(re.sub(r"[0-9]+", "<id>", self.monitor), names, 1)
-            mend = f"did you mean {near[0]}?" if near and near[0] != self.monitor else f"there are {', '.join(names)}"
-            if is_beyond(self.monitor, run.scenario.clients):
-                mend = f"clients are 0 to {run.scenario.clients - 1}"
-            raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
-        better = "min" if LESS_IS_BETTER.fullmatch(self.monitor) else "max"
-        if better != self.mode and (better == "min" or MORE_IS_BETTER.fullmatch(self.monitor)):
-            said = f"{self._key('mode')}: {self.mode} takes the worst {self.monitor} for the best"
+        if self.monitor is not None:
+            names = round_metrics(run)
+            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
+            if not self._known and not adds_unknown(run):
+                mend = mend_of(self.monitor, names, run.scenario.clients)
+                raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
+        name = self.monitor or ACCURACIES[0]
+        better = "min" if LESS_IS_BETTER(name) else "max" if MORE_IS_BETTER(name) else self.mode
+        if better != self.mode:
+            said = f"{self._key('mode')}: {self.mode} takes the worst {name} for the best"
             warnings.warn(f"{said}; set mode {better}", stacklevel=2)
 
     def watched(self, metrics: Row) -> float | None:
@@ -122,14 +120,24 @@ def round_metrics(run: FederatedOrchestrator) -> list[str]:
 
 def is_among(name: str, names: Sequence[str]) -> bool:
     """Whether a metric is one of these, in which `<id>` stands for any whole number."""
-    pattern = re.sub(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)", "<id>", name)
-    return "<id>" not in name and (name in names or pattern in names)
+    return "<id>" not in name and (name in names or _NUMBER.sub("<id>", name) in names)
 
 
 def is_beyond(name: str, clients: int) -> bool:
     """Whether a metric is a single client's that is not there."""
     client = re.match(r"client_([0-9]{1,18})/", name)
     return client is not None and int(client[1]) >= clients
+
+
+def mend_of(name: str, names: Sequence[str], clients: int) -> str:
+    """What to say of a metric that is none of these: the one that is most like it, or which there are."""
+    if is_beyond(name, clients):
+        return f"clients are 0 to {clients - 1}"
+    forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be as many names as clients
+    if _NUMBER.sub("<id>", name) in forms:
+        return "others like it there are; a client that is not scored, or holds no test data, has no accuracy"
+    near = get_close_matches(re.sub(r"[0-9]+", "<id>", name), forms, 1)
+    return f"did you mean {near[0]}?" if near and near[0] != name else f"there are {', '.join(forms)}"
 
 
 def adds_unknown(run: FederatedOrchestrator) -> bool:

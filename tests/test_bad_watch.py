@@ -350,6 +350,13 @@ class DeclaredScore(Score):
         return ["score"]
 
 
+class Accuracy(Score):
+    """Adds metrics whose names begin as others do."""
+
+    def metrics(self, run):
+        return ["acc", "mine/train_acc", "mine/accidents"]
+
+
 class Half(DeclaredScore):
     """Adds it in the second round."""
 
@@ -403,10 +410,12 @@ def test_a_metric_that_is_not_measured_in_a_round_without_an_evaluation_is_not_m
         ("global/acc", "min", "max"),
         ("client/acc_worst_decile", "min", "max"),
         ("client_0/acc", "min", "max"),
+        ("acc", "min", "max"),
     ],
 )
 def test_taking_the_worst_for_the_best_is_told(tmp_path, monitor, mode, right):
-    one = experiment(tmp_path, callbacks=[EarlyStopping(monitor, mode), Checkpointing(monitor=monitor, mode=right)])
+    watchers = [EarlyStopping(monitor, mode), Checkpointing(monitor=monitor, mode=right)]
+    one = experiment(tmp_path, callbacks=[*watchers, Accuracy()])
     one._build()
     with pytest.warns(UserWarning, match="takes the worst") as told:
         one._notify("check")
@@ -415,9 +424,25 @@ def test_taking_the_worst_for_the_best_is_told(tmp_path, monitor, mode, right):
     ]
 
 
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_what_may_be_good_either_way_is_left_alone(tmp_path, mode):
-    one = experiment(tmp_path, callbacks=[EarlyStopping("comm/total_bytes", mode), ClientDrift()])
+def test_the_worst_accuracy_is_no_better_for_want_of_a_name(tmp_path):
+    one = experiment(tmp_path, callbacks=[EarlyStopping(mode="min")])
+    one._build()
+    with pytest.warns(UserWarning, match="min takes the worst global/acc for the best; set mode max"):
+        one._notify("check")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [
+        ("comm/total_bytes", "max"),
+        ("comm/total_bytes", "min"),
+        ("mine/train_acc", "max"),
+        ("mine/accidents", "min"),
+        ("mine/accidents", "max"),
+    ],
+)
+def test_what_may_be_good_either_way_is_left_alone(tmp_path, monitor, mode):
+    one = experiment(tmp_path, callbacks=[EarlyStopping(monitor, mode), Accuracy()])
     one._build()
     one._notify("check")
 
@@ -468,6 +493,14 @@ def test_only_clients_that_are_scored_have_an_accuracy(tmp_path):
     one._build()
     scored = {name for name in round_metrics(one) if re.fullmatch(r"client_.+/acc", name)}
     assert scored == {f"client_{client}/acc" for client in one.scored}
+    unscored = min({*range(6)} - {*one.scored})
+    for monitor, words in {
+        f"client_{unscored}/acc": "others like it there are; a client that is not scored, or holds",
+        f"client_{unscored}/ac": "did you mean client_<id>/acc?",
+        "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes$",
+    }.items():
+        told = refused(experiment(tmp_path, evaluation=evaluation, callbacks=[EarlyStopping(monitor)]))
+        assert re.search(re.escape(words).replace(r"\$", "$"), told["EarlyStopping"])
 
 
 class OwnTerm(Proximal):

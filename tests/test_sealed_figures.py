@@ -86,8 +86,12 @@ def test_an_altered_or_lost_file_is_told_of_once(half):
     }.items():
         spoil(half / "figures" / place)
     os.mkfifo(half / "figures" / "divergence" / "round-000002.png")
+    linked = half / "figures" / "class_relations" / "round-000002.png"
+    linked.rename(half / "elsewhere.png")
+    linked.symlink_to(half / "elsewhere.png")
     shutil.rmtree(half / "figures" / "bytes")
     expected = [
+        "figures/class_relations/round-000002.png is not as it was written; it is not made again",
         "figures/drift/round-000002.npz is not as it was written; it is not made again",
         "figures/divergence/round-000002.png is not as it was written; it is not made again",
         "figures/row_norms/round-000002.png is not as it was written; it is not made again",
@@ -105,6 +109,18 @@ def test_each_byte_counts(half, position):
     path.write_bytes(content)
     (line,) = told(half, figures())
     assert "row_norms/round-000002.png is not as it was written" in line
+
+
+def test_a_file_that_cannot_be_read_is_told_of(half, monkeypatch):
+    def refuses(path):
+        raise PermissionError(path)
+
+    one = skc(half, 3, [RowNorms(2)])
+    one.load()
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuses)
+    with pytest.warns(UserWarning, match="round-000002.* is not as it was written") as warned:
+        one._notify("check")
+    assert len(warned) == 2
 
 
 def test_figures_as_they_were_are_no_news(half):
