@@ -269,6 +269,11 @@ class ClientModule(L.LightningModule):
             self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
 
     @property
+    def loss_names(self) -> list[str]:
+        """Names that `losses` gives, in every step or in some."""
+        return ["ce", *(term.name for term in self.terms() if term.active)]
+
+    @property
     def steps(self) -> int:
         """Training steps (batches) of this fit so far."""
         return self._losses.steps

@@ -198,6 +198,8 @@ class FederatedOrchestrator:
                 refuse_occupied(self.run_dir)
                 self._build()
             self._notify("check")
+            if isinstance(self.logger, WandbRoundLogger):
+                self.logger.check(self.run_dir)
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))

@@ -85,13 +85,6 @@ def test_a_run_that_fails_after_its_round_was_computed_can_go_on(tmp_path):
     assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
 
 
-@pytest.mark.parametrize("callback", [EarlyStopping("global/f1"), Checkpointing(monitor="global/f1")])
-def test_an_unknown_metric_says_which_there_are(tmp_path, callback):
-    run = experiment(tmp_path, callbacks=[callback])
-    with pytest.raises(ConfigError, match=r"no metric 'global/f1'; there are round, .*global/acc"):
-        run.fit()
-
-
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     class Scripted(RoundCallback):
         def on_round_metrics(self, run, metrics):

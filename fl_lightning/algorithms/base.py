@@ -43,7 +43,12 @@ class Aggregator:
     `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
     `finish` knows the merged shared knowledge too. What must last from round to round goes into a section of the
     state that `finish` returns; the object itself keeps nothing.
+
+    Attributes:
+        leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
     """
+
+    leaves: tuple[str, ...] = ()
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -179,6 +184,8 @@ class Algorithm:
         personal: Entries of the backbone's state dict that never leave their client, which keeps them from round to
             round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
         validation: Share of a client's training data that it does not train on, for `prepare` to look at.
+        whole: Whether a client's model as trained is what it uploads of it, with its personal part and, of what is in
+            neither, what it started from. Callbacks that look at what clients train need that.
         module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
         samples: How many training samples each client holds, by id, as a server can ask before round 1; the
             orchestrator sets it before it asks for the initial state.
@@ -191,6 +198,7 @@ class Algorithm:
     one_model: bool = True
     personal: tuple[str, ...] = ()
     validation: float = 0.0
+    whole: bool = True
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
 

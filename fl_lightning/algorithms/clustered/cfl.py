@@ -80,6 +80,8 @@ class Splits(Aggregator):
         ConfigError: `eps1`, `eps2` or `min_rounds` is below 0, or `min_size` below 1.
     """
 
+    leaves = ("norms",)
+
     def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:
         for name, value in {"eps1": eps1, "eps2": eps2, "min_rounds": min_rounds}.items():
             check_number(f"algorithm.{name}", value, "[0, inf)")

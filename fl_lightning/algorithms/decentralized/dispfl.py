@@ -161,6 +161,7 @@ class DisPFL(PeerAlgorithm):
     """
 
     one_model = False
+    whole = False
     module_class = MaskedModule
 
     def __init__(

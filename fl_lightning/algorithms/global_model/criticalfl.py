@@ -257,6 +257,7 @@ class CriticalFL(Algorithm):
     ) -> None:
         check_shares(max_share, keep)
         self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
+        self.whole = keep == 1
         super().__init__(loss_terms, EntryMean(), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:

@@ -194,6 +194,8 @@ class DualAggregation(Aggregator):
     uploads at once: the second aggregation needs the first.
     """
 
+    leaves = ("weights",)
+
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
         """Keep every upload."""
         return list(uploads)

@@ -314,6 +314,8 @@ class GlobalDiscrepancy(Aggregator):
         knowledge: Share this instance instead of making one from `similar_clients`.
     """
 
+    leaves = ("weights",)
+
     def __init__(
         self,
         gda_scale: GdaScale = "count",
@@ -395,6 +397,7 @@ class GlobalPeriodReview(Aggregator):
     ) -> None:
         check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
         self.inner = inner or WeightedMean()
+        self.leaves = self.inner.leaves
         self.beta, self.review, self.reference = beta, review, reference
         self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
 

@@ -127,6 +127,11 @@ class MixedModule(ClientModule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
         return losses
 
+    @property
+    def loss_names(self) -> list[str]:
+        """Those and the penalty's."""
+        return [*super().loss_names, *["ratios"] * (self.mu > 0)]
+
     def on_after_backward(self) -> None:
         """Hand the gradient in the mixture on to what it was made of, before a scaler of losses divides it again."""
         pairs = [(value, p.grad) for value, p in zip(self._mixture, self.backbone.parameters(), strict=True)]
@@ -180,6 +185,7 @@ class APPLE(Algorithm):
     """
 
     one_model = False
+    whole = False
     public = CORE
 
     def __init__(

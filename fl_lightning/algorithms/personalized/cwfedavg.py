@@ -169,6 +169,8 @@ class ClassWise(Aggregator):
         ConfigError: The model has no classification layer in a part called `head`.
     """
 
+    leaves = ("weights",)
+
     def __init__(self, distribution: Distribution = "weights") -> None:
         self.distribution: Distribution = distribution
 
