@@ -41,6 +41,7 @@ from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
+from fl_lightning.trust import sign
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
@@ -427,6 +428,7 @@ class FederatedOrchestrator:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_counts(self.run_dir / "partition.csv", self.data)
             if config:
+                sign(self.run_dir, config)
                 write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             self.csv.rewind(self.round)
             self.warned.rewind(self.round)
