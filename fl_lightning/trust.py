@@ -146,7 +146,7 @@ def is_known(path: str) -> bool:
     try:
         for part in parts:
             found = getattr(found, part)
-    except (AttributeError, ImportError):
+    except Exception:  # torch.classes, which are looked up when they are asked for, raise what they like
         return False
     if inspect.isclass(found):
         return any(f"{found.__module__}.".startswith(f"{home}.") and issubclass(found, KINDS[home]) for home in KINDS)
