@@ -46,7 +46,7 @@ class Checkpointing(RoundCallback):
         value = monitored(metrics, self.monitor, "Checkpointing")
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
-        best = self.best_round or 0  # as of now: it is asked for once the checkpoint is on disk
+        best = self.best_round or run.round  # as of now: it is asked for once the checkpoint is on disk
         run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 
     def _better(self, value: float, best: float) -> bool:

@@ -92,7 +92,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
     with plainly(parser):
         config = parser.parse_args(["--config", text, "--logger", "null"])
     orchestrator = build(config, parser, run_dir)
-    orchestrator.load(chosen_round(checkpoint, run_dir))
+    orchestrator.load(chosen_round(checkpoint, run_dir), plain_config(config, parser))
     if not orchestrator.round:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet")
     return orchestrator
@@ -108,8 +108,8 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
     if checkpoint == "last":
         return None
     if checkpoint == "best":
-        newest = folder.newest(report=warnings.warn) or {"callbacks": {}}
-        best = newest["callbacks"].get("Checkpointing", {}).get("best_round")
+        newest = folder.newest(report=warnings.warn)
+        best = newest.state["callbacks"].get("Checkpointing", {}).get("best_round") if newest else None
         if best is None:
             raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")
         return best

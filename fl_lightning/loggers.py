@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +18,11 @@ from typing import Any, TextIO
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.errors import CheckpointError, blame, one_line
-from fl_lightning.files import write_atomically
+from fl_lightning.checkpoint import Damaged
+from fl_lightning.errors import blame, one_line
+from fl_lightning.files import replacing, write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
+from fl_lightning.seal import Digest
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
@@ -65,42 +68,76 @@ class MetricsCsv:
         self.rows: list[Row] = []
         self.clients = ClientsCsv(path.with_name("clients.csv"))
         self._columns: list[str] = []
+        self._digest = Digest()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of what has been written so far, by file."""
+        return {self.path.name: str(self._digest), self.clients.path.name: str(self.clients.digest)}
+
+    def check(self, round: int, digests: Mapping[str, str]) -> None:
+        """See whether the files still hold what they held after a round.
+
+        Args:
+            round: The round.
+            digests: `digests` as they were then.
+
+        Raises:
+            Damaged: They do not.
+        """
+        rows = self._held(round)
+        if len(rows) < round:
+            raise Damaged(f"{self.path} holds {len(rows)} of rounds 1 to {round}")
+        found = {self.path.name: Digest.over(rows), self.clients.path.name: Digest.over(self.clients.rows(round))}
+        for name, digest in found.items():
+            if str(digest) != digests.get(name):
+                raise Damaged(f"{self.path.with_name(name)} is not as it was after round {round}")
 
     def rewind(self, round: int) -> None:
         """Take up existing files as they stood after a round: what came later will be computed again.
 
         Raises:
-            CheckpointError: The file does not hold every round up to that one.
+            Damaged: The file does not hold every round up to that one.
         """
-        try:
-            rows = list(read_rows(self.path)) if self.path.exists() else []
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} is damaged: {error}; put it back, or start the run again") from error
-        self.rows = [row for row in rows if 0 < row.get("round", 0) <= round]
-        if [row["round"] for row in self.rows] != list(range(1, round + 1)):
-            raise CheckpointError(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")
+        self.rows = self._held(round)
+        if len(self.rows) < round:
+            raise Damaged(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")
+        self._digest = Digest.over(self.rows)
         self.clients.rewind(round)
-        self._rewrite()
+        if self.rows:
+            self._rewrite(self.rows)
+        else:
+            self._columns = []
+            self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
         """Add one round; it is on disk when this returns, the clients' part first."""
         shared, own = split_series(row)
         self.clients.append(int(row["round"]), own)
-        self.rows.append(shared)
         if shared.keys() <= set(self._columns):
             with self.path.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
                 _flush(file)
         else:
-            self._rewrite()
+            self._rewrite([*self.rows, shared])
+        self.rows.append(shared)  # not before it is on disk: what is here counts as measured
+        self._digest.add(shared)
 
-    def _rewrite(self) -> None:
-        names = dict.fromkeys(name for row in self.rows for name in row)
+    def _held(self, round: int) -> list[Row]:
+        """The rows of rounds 1 to n that the file holds, as far as none is missing; n is at most the given round."""
+        try:
+            rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
+        except ValueError as error:
+            raise Damaged(f"{self.path} is damaged: {error}; put it back, or start the run again") from error
+        return [row for n, row in enumerate(rows[:round], 1) if row.get("round") == n]
+
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
         self._columns = sorted(names, key=_column_order)
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        writer.writerows(rows)
         write_atomically(self.path, text.getvalue())
 
 
@@ -118,12 +155,19 @@ class ClientsCsv:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.digest = Digest()
         self._columns = list(self.keys)
+
+    def rows(self, round: int) -> Iterator[dict[str, str]]:
+        """The lines up to a round as they stand in the file, by column; one that a kill cut short is none."""
+        header = self._header()
+        return (dict(zip(header, cells, strict=False)) for cells in self._lines(round))
 
     def rewind(self, round: int) -> None:
         """Cut the file back to how it stood after a round; columns that only later rounds filled go."""
         filled = max((i for cells in self._lines(round) for i, cell in enumerate(cells, 1) if cell), default=0)
         self._columns = self._header()[:filled] or list(self.keys)
+        self.digest = Digest.over(self.rows(round))
         if filled:
             self._copy(round)
         else:
@@ -135,11 +179,13 @@ class ClientsCsv:
         if new:
             self._columns += sorted(new, key=_column_order)
             self._copy(round)
-        if series:
+        rows = [{"round": round, "client": k, **row} for k, row in sorted(series.items())]
+        if rows:
             with self.path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-                writer.writerows({"round": round, "client": k, **row} for k, row in sorted(series.items()))
+                csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
                 _flush(file)
+        for each in rows:
+            self.digest.add(each)
 
     def _header(self) -> list[str]:
         if not self.path.exists():
@@ -155,20 +201,17 @@ class ClientsCsv:
             whole = csv.reader(line for line in file if line.endswith("\n"))
             next(whole, None)
             for cells in whole:
-                if not cells[0].isdigit() or int(cells[0]) > round:
+                if not cells or not cells[0].isdigit() or int(cells[0]) > round:
                     return
                 yield cells
 
     def _copy(self, round: int) -> None:
         """Write the lines up to a round anew, cut or filled up to the columns there are now."""
-        partial = self.path.with_name(f".{self.path.name}.writing")
-        with partial.open("w", newline="") as file:
+        with replacing(self.path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             for cells in self._lines(round):
                 writer.writerow([*cells, *[""] * len(self._columns)][: len(self._columns)])
-            _flush(file)
-        partial.replace(self.path)
 
 
 class WarningsTxt:
@@ -202,16 +245,47 @@ class WarningsTxt:
     ) -> None:
         warnings.showwarning = self._shown
 
+    @property
+    def digest(self) -> str:
+        """The digest of all warnings before the round under way."""
+        return self._digest([line for line in self._lines if self._round_of(line) < self.round()])
+
+    def check(self, round: int, digest: str) -> None:
+        """Warn if the file does not hold what it held after a round; nothing is worked out from it.
+
+        Args:
+            round: The round.
+            digest: `digest` as it was then.
+        """
+        held = self._held(round)
+        if len(held) < self.most and self._digest(held) != digest:  # of more, some may have gone since
+            warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
+
     def rewind(self, round: int) -> None:
         """Take up the file as it stood after a round, and add what was warned of before its folder was there."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
-            before = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-            kept = [line for line in before if (of := re.match(rb"round (\d+): .*\n$", line)) and int(of[1]) <= round]
+            before, kept = self._on_file(), self._held(round)
             self._lines = deque([*kept, *map(self._line, waiting)], self.most)
             self._on_disk = len(before)
             if waiting or kept != before:
                 self._rewrite()
+
+    def _on_file(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+
+    def _held(self, round: int) -> list[bytes]:
+        return [line for line in self._on_file() if 0 <= self._round_of(line) <= round]
+
+    @staticmethod
+    def _round_of(line: bytes) -> int:
+        """The round that was under way; -1 of a line that a kill cut short."""
+        of = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
+        return int(of[1]) if of else -1
+
+    @staticmethod
+    def _digest(lines: Iterable[bytes]) -> str:
+        return f"sha256:{hashlib.sha256(b''.join(lines)).hexdigest()}"
 
     def _note(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
         self._shown(message, *args, **kwargs)

@@ -8,7 +8,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import Logger
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
-from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.client import ClientModule, lr_scales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
@@ -39,6 +39,8 @@ from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
+from fl_lightning.run_folder import alone, missing, refuse_lost_checkpoints, refuse_occupied, undone_on_failure
+from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
 from fl_lightning.trust import sign
@@ -160,6 +162,8 @@ class FederatedOrchestrator:
             "compile": compile,
             "channels_last": channels_last,
         }
+        self._settings: dict[str, Any] = {}
+        self._taken_up: Seal | None = None
         self._signals = DeferredSignals()
 
     # --- The loop ---
@@ -188,8 +192,20 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
-        with self.warned:
-            self._set_up(resume, config, name, group)
+        with self.warned, ExitStack() as held:
+            if resume:
+                held.enter_context(alone(self.run_dir))
+                self.load(config=config)
+            else:
+                refuse_occupied(self.run_dir)
+                self._build()
+            self._notify("check")
+            made = missing(self.run_dir)
+            if not resume:
+                held.enter_context(alone(self.run_dir))
+                refuse_occupied(self.run_dir)
+            with undone_on_failure(made):
+                self._begin(config, name, group)
             with self._running():
                 if not self.algorithm.server and not self.round:
                     self._publish()
@@ -344,22 +360,35 @@ class FederatedOrchestrator:
 
     # --- Start, stop, and start again ---
 
-    def load(self, round: int | None = None) -> None:
-        """Take up a checkpoint: of a given round, or the newest sound one; round 0 if there is none.
+    def load(self, round: int | None = None, config: dict[str, Any] | None = None) -> None:
+        """Take up a checkpoint: of a given round, or the newest sound one; round 0 if no run has begun here.
+
+        Args:
+            round: The round.
+            config: The resolved config, to be compared with the run's.
 
         Raises:
-            CheckpointError: It is damaged; for the newest, every one is.
+            CheckpointError: It is missing, damaged, or does not fit the measurements; for the newest, none is sound.
+            ConfigError: The config or the data are not what the run began with.
         """
-        saved = self.checkpoints.read(round) if round else self.checkpoints.newest(report=self._warn)
-        self._build()
-        self.memory.load(self.checkpoints.files(saved["round"]) if saved else {})
+        saved = self.checkpoints.read(round) if round else self.checkpoints.newest(self._warn, self._refuse_other_rows)
         if saved is None:
+            refuse_lost_checkpoints(self.run_dir)
+            self._build()
             return
-        self.round, self.state = saved["round"], saved["state"]
-        self.engine.load_state_dict(saved["engine"])
+        saved.seal.refuse_another_config(config)
+        self._build()
+        saved.seal.refuse_other_data(self._data_digest)
+        self.memory.load(saved.files)
+        self._taken_up, self._settings = saved.seal, saved.seal.config
+        self.round, self.state = saved.round, saved.state["state"]
+        self.engine.load_state_dict(saved.state["engine"])
         for name, callback in self._named_callbacks.items():
-            if name in saved["callbacks"]:
-                callback.load_state_dict(saved["callbacks"][name])
+            if name in saved.state["callbacks"]:
+                callback.load_state_dict(saved.state["callbacks"][name])
+
+    def _refuse_other_rows(self, saved: Checkpoint) -> None:
+        self.csv.check(saved.round, saved.seal.rows)
 
     def test(self) -> Row:
         """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
@@ -383,18 +412,27 @@ class FederatedOrchestrator:
         """
         self.writer.wait()
         callbacks = {name: copy.deepcopy(callback.state_dict()) for name, callback in self._named_callbacks.items()}
-        engine = self.engine.state_dict()
-        saved = {"round": self.round, "state": self.state, "callbacks": callbacks, "engine": engine}
-        self.writer.submit(partial(self._write, saved, self.memory.snapshot(), keep))
+        saved = {"state": self.state, "callbacks": callbacks, "engine": self.engine.state_dict()}
+        rows = self.csv.digests | {self.warned.path.name: self.warned.digest}
+        seal = Seal(self._settings, self._data_digest, rows, made_with(self.worker.device))
+        self.writer.submit(partial(self._write, self.round, saved, seal, self.memory.snapshot(), keep))
 
-    def _write(self, saved: dict[str, Any], kept: list[Kept], keep: Callable[[list[int]], set[int]] | None) -> None:
-        self.checkpoints.write(saved["round"], saved, self.memory.write(kept))
+    def _write(
+        self,
+        round: int,
+        saved: dict[str, Any],
+        seal: Seal,
+        kept: list[Kept],
+        keep: Callable[[list[int]], set[int]] | None,
+    ) -> None:
+        self.checkpoints.write(round, saved, self.memory.write(kept), seal)
         if keep:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
     def _build(self) -> None:
         self.data = self.scenario.build(self.seed)
+        self._data_digest = self.data.digest()
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
         self.engine.check(self.worker)
@@ -416,28 +454,32 @@ class FederatedOrchestrator:
         self.state = self.algorithm.aggregate(self._visible, uploads())
         self.memory.turn()
 
-    def _set_up(
-        self, resume: bool, config: dict[str, Any] | None, name: str | None = None, group: str | None = None
-    ) -> None:
-        if self.csv.path.exists() and not resume:
-            raise ConfigError(f"run_dir: {self.run_dir} holds a run already; resume it, or choose another folder")
-        self.load() if resume else self._build()
-        self._notify("check")
+    def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
+        """Write what a run's folder holds from the start; a folder is a run's own once it has a config."""
         self.log_clients = few_enough(self.scenario.clients) if self.log_clients is None else self.log_clients
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_counts(self.run_dir / "partition.csv", self.data)
-            if config:
-                sign(self.run_dir, config)
-                write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            self.csv.rewind(self.round)
-            self.warned.rewind(self.round)
-        except OSError as error:
-            raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
+        before, self._settings = self._taken_up, settings(config) if config else self._settings
         if self.logger:
             kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
             labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
             begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
+        try:
+            write_counts(self.run_dir / "partition.csv", self.data)
+            if before:
+                before.tell_of_another_machine(made_with(self.worker.device))
+                before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
+                self.warned.check(self.round, before.rows[self.warned.path.name])
+            self.csv.rewind(self.round)
+            self.warned.rewind(self.round)
+            if not before:
+                self.save_checkpoint()  # what the run was started from is on record from here on
+                self.writer.wait()
+            elif before.config != self._settings:
+                self.checkpoints.reseal(self.round, replace(before, config=self._settings))
+            if config:
+                sign(self.run_dir, config)
+                write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        except OSError as error:
+            raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
 
     @contextmanager
     def _running(self) -> Iterator[None]:

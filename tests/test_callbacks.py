@@ -101,7 +101,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     run = experiment(tmp_path, rounds=6, callbacks=[Scripted(), keeper])
     run.fit()
     assert run.checkpoints.rounds() == [6, 5, 2]
-    assert run.checkpoints.read(2)["round"] == 2
+    assert run.checkpoints.read(2).round == 2
 
 
 def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.checkpoint import Checkpoint, CheckpointFolder, Damaged
 from fl_lightning.errors import CheckpointError
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
+from fl_lightning.seal import Seal
 
 STATE: dict[str, Any] = {
     "round": 3,
@@ -58,19 +59,25 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
     folder = checkpoints.write(3, STATE)
     assert folder == tmp_path / "run" / "checkpoints" / "round-000003"
-    assert flatten(checkpoints.read(3)) == flatten(STATE)
-    assert flatten(checkpoints.newest(fail)) == flatten(STATE)
+    assert flatten(checkpoints.read(3).state) == flatten(STATE)
+    newest = checkpoints.newest(fail)
+    assert newest
+    assert (newest.round, flatten(newest.state)) == (3, flatten(STATE))
 
 
 def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path).write(12, STATE)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.pt"]
     digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
-    assert json.loads((folder / "manifest.json").read_text()) == {
+    manifest = json.loads((folder / "manifest.json").read_text())
+    own = manifest.pop("checksum")
+    assert manifest == {
         "round": 12,
         "files": {"state.pt": f"sha256:{digest}"},
         "outside": {},
+        "seal": {"config": {}, "data": {}, "rows": {}, "made_with": {}},
     }
+    assert own == f"sha256:{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}"
 
 
 def test_writing_leaves_nothing_else_behind(tmp_path: Path) -> None:
@@ -88,7 +95,7 @@ def test_rounds_are_listed_newest_first_by_number(tmp_path: Path) -> None:
 def test_a_round_written_again_is_replaced(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     checkpoints.write(2, {"again": 1})
-    assert checkpoints.read(2) == {"again": 1}
+    assert checkpoints.read(2).state == {"again": 1}
     assert checkpoints.rounds() == [3, 2, 1]
 
 
@@ -132,21 +139,21 @@ def test_any_flipped_bit_of_the_state_is_found(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"round-000001 is damaged: state.pt does not match its checksum"):
             checkpoints.read(1)
         flip(path, place, place % 8)
-    assert flatten(checkpoints.read(1)) == flatten(STATE)
+    assert flatten(checkpoints.read(1).state) == flatten(STATE)
 
 
-def test_a_flipped_bit_of_the_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
+    """All but one of the white space between its words."""
     checkpoints = CheckpointFolder(tmp_path)
-    path = checkpoints.write(1, STATE) / "manifest.json"
-    refused = 0
+    seal = Seal({"rounds": 3, "optimizer.lr": 0.5}, {"x_train": "sha256:0"}, {"metrics.csv": "sha256:1"})
+    path = checkpoints.write(1, STATE, {}, seal) / "manifest.json"
+    noted = json.loads(path.read_text())
     for place in range(path.stat().st_size):
         flip(path, place, place % 8)
-        try:
-            assert flatten(checkpoints.read(1)) == flatten(STATE)
-        except CheckpointError as error:
-            refused += "\n" not in str(error)
+        with suppress(CheckpointError):
+            assert (checkpoints.read(1).seal, json.loads(path.read_text())) == (seal, noted)
         flip(path, place, place % 8)
-    assert refused >= 64  # at least where the checksum itself is hit
+    assert checkpoints.read(1).seal == seal
 
 
 def truncate(folder: Path) -> None:
@@ -181,31 +188,101 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(dama
     checkpoints = three(tmp_path)
     damage(tmp_path / "round-000003")
     reports: list[str] = []
-    state = checkpoints.newest(reports.append)
-    assert state is not None
-    assert state["round"] == 2
+    found = checkpoints.newest(reports.append)
+    assert found is not None
+    assert found.round == found.state["round"] == 2
     assert len(reports) == 1
     assert f"checkpoint {tmp_path / 'round-000003'} is damaged: " in reports[0]
-    assert reports[0].endswith("; using the one before it")
+    assert reports[0].endswith("; going on from round 2's")
     assert "\n" not in reports[0]
 
 
-def test_where_every_checkpoint_is_damaged_each_is_reported_and_the_run_cannot_go_on(tmp_path: Path) -> None:
+def test_where_every_checkpoint_is_damaged_the_run_cannot_go_on(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     for round, damage in zip((1, 2, 3), DAMAGES, strict=False):
         damage(tmp_path / f"round-00000{round}")
+    mend = "put back what was changed, or start the run again"
+    message = rf"^checkpoint .*round-000003 is damaged: .*, nor can the 2 before it be used: {mend}$"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.newest(fail)
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    for round in (2, 3):
+        truncate(tmp_path / f"round-00000{round}")
+    found = checkpoints.newest(lambda _: None)
+    assert found
+    assert found.round == 1
+    assert checkpoints.rounds() == [1]
+    checkpoints.write(2, {"round": 2})
+    assert checkpoints.rounds() == [2, 1]
+    assert (tmp_path / "round-000003").exists()  # until there is something newer on disk
+    checkpoints.prune({1, 2})
+    assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002"]
+
+
+def test_what_does_not_fit_a_checkpoint_makes_the_one_before_it_count(tmp_path: Path) -> None:
+    def fits(found: Checkpoint) -> None:
+        if found.round > 1:
+            raise Damaged(f"metrics.csv holds 1 of rounds 1 to {found.round}")
+
     reports: list[str] = []
-    with pytest.raises(CheckpointError, match=r"^every checkpoint in .* is damaged: start the run again$"):
-        checkpoints.newest(reports.append)
-    assert [f"round-00000{round}" in report for round, report in zip((3, 2, 1), reports, strict=True)] == [True] * 3
+    found = three(tmp_path).newest(reports.append, fits)
+    assert found
+    assert found.round == 1
+    assert reports == [f"metrics.csv holds 1 of rounds 1 to {r}; going on from round 1's" for r in (3, 2)]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_checkpoint_that_may_not_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    (tmp_path / "round-000003" / "state.pt").chmod(0)
+    with pytest.raises(CheckpointError, match=r"round-000003 cannot be read: .*Permission denied"):
+        checkpoints.newest(fail)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../outside", "clients/../../outside", "pipe", "link", "link/file"])
+def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    (tmp_path / "outside").write_text("")
+    nothing = f"sha256:{hashlib.sha256().hexdigest()}"
+    checkpoints.write(1, STATE, {name: nothing})
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to(tmp_path if name == "link/file" else tmp_path / "outside")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="round-000001 is damaged: "):
+        checkpoints.read(1)
+
+
+def test_a_manifest_that_names_no_state_is_damaged(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    path = tmp_path / "round-000003" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"files": {}}
+    del manifest["checksum"]
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(manifest | {"checksum": f"sha256:{digest}"}))
+    with pytest.raises(CheckpointError, match=r"round-000003 is damaged: .*state.pt"):
+        checkpoints.read(3)
+
+
+def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path / "run")
+    for name in ("round-1", "round-\N{SUPERSCRIPT TWO}", "round-0000007", "round-x"):
+        (tmp_path / "run" / name).mkdir()
+    shutil.move(tmp_path / "run" / "round-000002", tmp_path / "elsewhere")
+    (tmp_path / "run" / "round-000002").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "round-000009").touch()
+    assert checkpoints.rounds() == [3, 1]
 
 
 def test_a_sound_newest_checkpoint_is_used_whatever_lies_before_it(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     truncate(tmp_path / "round-000002")
-    state = checkpoints.newest(fail)
-    assert state is not None
-    assert state["round"] == 3
+    found = checkpoints.newest(fail)
+    assert found is not None
+    assert found.round == 3
 
 
 def test_a_round_that_was_never_written_is_an_error(tmp_path: Path) -> None:
@@ -226,9 +303,12 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(dump: Any, tmp_path: P
     checkpoints = three(tmp_path)
     folder = tmp_path / "round-000003"
     dump({"round": 3, "w": Trap(tmp_path / "sprung")}, folder / "state.pt")
-    digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps({"files": {"state.pt": f"sha256:{digest}"}, "outside": {}}))
-    with pytest.raises(CheckpointError, match="round-000003"):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksum"]
+    manifest["files"]["state.pt"] = f"sha256:{hashlib.sha256((folder / 'state.pt').read_bytes()).hexdigest()}"
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"checksum": f"sha256:{digest}"}))
+    with pytest.raises(CheckpointError, match=r"round-000003 is damaged: (?!.*checksum)"):
         checkpoints.read(3)
     assert not (tmp_path / "sprung").exists()
 
@@ -300,9 +380,9 @@ def test_a_kill_anywhere_leaves_only_whole_checkpoints(action: str, outcomes: se
     seen = set()
     for folder in folders:
         checkpoints = CheckpointFolder(folder)
-        state = checkpoints.newest(fail)
-        assert state is not None
-        seen.add(state["round"])
+        found = checkpoints.newest(fail)
+        assert found is not None
+        seen.add(found.state["round"])
         for round in checkpoints.rounds():
             checkpoints.read(round)
     assert {2, max(outcomes)} <= seen <= outcomes
@@ -370,6 +450,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
     with files_no_larger_than(1000), pytest.raises(OSError, match="too large"):
         write_atomically(path, "new" * 1000)
     assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
     write_atomically(path, "new")
     assert os.listdir(tmp_path) == ["file.txt"]
 

@@ -15,8 +15,9 @@ from filelock import FileLock
 from test_processes import alive, gone
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.run_folder import alone
 from fl_lightning.study import executor
-from fl_lightning.study.executor import Outcome, Point, alone, carry_out, outcome_before
+from fl_lightning.study.executor import Outcome, Point, carry_out, outcome_before
 
 WITNESS = '''
 import os, torch
@@ -310,7 +311,7 @@ def test_points_end_with_the_process_that_leads(here, how):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fl_lightning.study.executor import alone
+from fl_lightning.run_folder import alone
 
 with alone(Path(sys.argv[1])):
     print("held", flush=True)

@@ -57,7 +57,7 @@ def test_finished_rounds_are_on_disk_after_a_failure(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]), checkpoint_every=3)
     with pytest.raises(ClientFailure):
         run.fit()
-    assert run.checkpoints.rounds() == [1]
+    assert run.checkpoints.rounds() == [1, 0]
     again = experiment(tmp_path)
     again.load()
     assert again.round == 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.errors import CheckpointError
+from fl_lightning.checkpoint import Damaged
 from fl_lightning.loggers import MetricsCsv, split_series
 from fl_lightning.metrics import Row
 
@@ -153,7 +153,7 @@ def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
     whole = path.read_bytes()
     for missing in range(1, len(b"3,,0.75,1152921504606846976\n") + 1):
         path.write_bytes(whole[:-missing])
-        with pytest.raises(CheckpointError, match="does not hold rounds 1 to 3"):
+        with pytest.raises(Damaged, match="does not hold rounds 1 to 3"):
             rewound(path, 3)
         path.write_bytes(whole[:-missing])
         assert rewound(path, 2).rows == THREE[:2]
@@ -178,7 +178,7 @@ def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
 def test_a_file_that_does_not_hold_every_round_is_refused_and_left_alone(content: bytes | None, path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"metrics.csv does not hold rounds 1 to 2: put it back, or start"):
+    with pytest.raises(Damaged, match=r"metrics.csv does not hold rounds 1 to 2: put it back, or start"):
         rewound(path, 2)
     assert (path.read_bytes() if path.exists() else None) == content
 

@@ -136,7 +136,7 @@ def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
     tested = again.test()
     assert tested["round"] == 3
     assert sum(name.startswith("client_") for name in tested) == 6
-    module = again.worker.shared_module(run.checkpoints.read(3)["state"]["model"])
+    module = again.worker.shared_module(run.checkpoints.read(3).state["state"]["model"])
     assert tested["global/acc"] == accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)[0]
 
 

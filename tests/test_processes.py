@@ -139,7 +139,7 @@ def test_an_error_names_client_and_round_and_tells_where_it_came_from(tmp_path, 
         run.fit()
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "test_processes.py" in str(caught.value.__cause__)
-    assert run.checkpoints.rounds() == [1]
+    assert run.checkpoints.rounds() == [1, 0]
 
 
 def test_a_warning_arrives_once_a_client_and_is_filtered_as_here(tmp_path, engine):
@@ -227,7 +227,7 @@ def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
     with pytest.raises(ClientFailure, match=words):
         run.fit()
     assert len(list(tmp_path.glob("kill-*"))) == 3
-    assert run.checkpoints.rounds() == [1]
+    assert run.checkpoints.rounds() == [1, 0]
 
 
 def test_and_is_dropped_where_failures_are(tmp_path, engine):
@@ -271,7 +271,7 @@ def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum)
     stopped = experiment(tmp_path / "parts", method, engine=engine, **options)
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         stopped.fit()
-    assert stopped.checkpoints.rounds() == [1]
+    assert stopped.checkpoints.rounds() == [1, 0]
     assert len(hired) == 2
     assert gone(member._process.pid for member in hired)
     rest = experiment(tmp_path / "parts", FedSKC(loss_terms=[Harmless()]), **options)

@@ -103,7 +103,7 @@ def test_a_client_that_always_kills_its_worker_fails_by_name(tmp_path, engine):
     words = r"client \d, round 2: 3 worker processes died at it, the last of them with ActorDiedError"
     with pytest.raises(ClientFailure, match=words):
         run.fit()
-    assert run.checkpoints.rounds() == [1]
+    assert run.checkpoints.rounds() == [1, 0]
 
 
 def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
@@ -139,7 +139,7 @@ def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
     run = experiment(tmp_path / "run", method, engine=engine)
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         run.fit()
-    assert run.checkpoints.rounds() == [1]
+    assert run.checkpoints.rounds() == [1, 0]
 
 
 # --- What cannot work ---

@@ -407,7 +407,7 @@ def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, wh
         content = (tmp_path / file).read_bytes()
         harmed(tmp_path / file, harm)
         again = small(tmp_path, client_store=where)
-        with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; using the one before"):
+        with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; going on from round 2"):
             again.load()
         assert again.round == 2
         (tmp_path / file).write_bytes(content)
@@ -416,15 +416,15 @@ def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, wh
     with pytest.warns(UserWarning, match="damaged"):
         again.fit(resume=True)
     assert same_run(run, again)
-    assert again.checkpoints.read(3)["round"] == 3  # whole again
+    assert again.checkpoints.read(3).round == 3  # whole again
 
 
 def test_checkpoints_of_an_earlier_version_are_named(tmp_path):
     checkpoints = CheckpointFolder(tmp_path)
     folder = checkpoints.write(1, {"round": 1})
-    manifest = (folder / "manifest.json").read_text().replace("outside", "elsewhere")
+    manifest = (folder / "manifest.json").read_text().replace("seal", "deal")
     (folder / "manifest.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match=r"round-000001 is of an earlier fl-lightning, this one cannot read it$"):
+    with pytest.raises(CheckpointError, match=r"round-000001 .* of an earlier fl-lightning, this one cannot read it$"):
         checkpoints.read(1)
     assert checkpoints.named() == set()
 
@@ -481,7 +481,7 @@ class Failing(Engine):
 def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
     with pytest.raises(ClientFailure):
         small(tmp_path, client_store=where, engine=Failing(), checkpoint_every=2).fit()
-    assert CheckpointFolder(tmp_path / "checkpoints").rounds() == [1]
+    assert CheckpointFolder(tmp_path / "checkpoints").rounds() == [1, 0]
     rest, whole = small(tmp_path, client_store=where, checkpoint_every=2), small(tmp_path / "whole")
     rest.fit(resume=True)
     whole.fit()
@@ -563,7 +563,7 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
             checkpoints, kept = CheckpointFolder(folder / "checkpoints"), store(folder, where)
             newest = checkpoints.newest(report=pytest.fail)
             assert newest is not None
-            round = newest["round"]
+            round = newest.round
             seen.add(round)
             kept.load(checkpoints.files(round))
             assert {k: float(kept[k]["own"]["w"][0]) for k in kept} == {k: 100 * k + r for k, r in AFTER[round].items()}

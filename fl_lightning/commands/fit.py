@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.cli_errors import plainly
-from fl_lightning.config import FREE_KEYS, below, config_file, flatten, with_config_paths
+from fl_lightning.config import below, config_file, flatten, with_config_paths
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
 from fl_lightning.naming import run_names
@@ -23,10 +23,8 @@ from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
 from fl_lightning.runs import LOADER
+from fl_lightning.seal import MAY_CHANGE
 from fl_lightning.trust import let_in, run_config
-
-MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation", "evaluate_every"}
-"""Keys that a resumed run may change: what is computed in a round stays the same."""
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -49,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
-        refuse_another_experiment(yaml.safe_load(Path(config_file(run_dir)).read_text()), config)
+        config_file(run_dir)
     else:
         run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
     orchestrator = build(given, parser, run_dir)
@@ -72,20 +70,6 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
     replaced = [key for key in WATCHERS if values(words, key)]
     config = run_config(Path(resumed[-1][1]), run_keys(), trust="--trust" in words, without=replaced)
     return ["--config", config, *words]
-
-
-def refuse_another_experiment(saved: dict[str, Any], config: dict[str, Any]) -> None:
-    """Let a run go on only as the experiment it is.
-
-    Raises:
-        ConfigError: A key that alters the maths has another value; the message names each.
-    """
-    before, now = flatten(saved), flatten(config)
-    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    told = [key for key in sorted(changed - MAY_CHANGE) if not below(key, MAY_CHANGE | changed)]
-    if told:
-        changes = ", ".join(f"{key} ({before.get(key)} -> {now.get(key)})" for key in told)
-        raise ConfigError(f"--resume: another experiment: {changes}; leave them as they were, or start anew")
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:

@@ -14,7 +14,8 @@ from fl_lightning.cli_errors import plainly
 from fl_lightning.errors import ConfigError
 from fl_lightning.lazy import load
 from fl_lightning.report.paper_table import as_csv, as_markdown, as_text
-from fl_lightning.study.executor import Outcome, Point, alone, carry_out, finished, outcome_before
+from fl_lightning.run_folder import alone
+from fl_lightning.study.executor import Outcome, Point, carry_out, finished, outcome_before
 from fl_lightning.study.reproduction import Reproduction
 from fl_lightning.study.table import read_table, runs
 

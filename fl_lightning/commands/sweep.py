@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.study.executor import alone
+from fl_lightning.run_folder import alone
 from fl_lightning.study.sweep import Result, carry_out_sweep, hold_to, sweep_table, told, write_best, write_trials
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +17,9 @@ from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.partitions import Partition, by_class, deal
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
+
+HASHED = 1 << 24
+"""Bytes of a tensor that are hashed at a time: as much, and no more, may have to be copied."""
 
 
 @dataclass
@@ -49,6 +55,38 @@ class FederatedData:
         owner = torch.arange(len(held)).repeat_interleave(torch.tensor([len(own) for own in held]))
         cells = torch.bincount(owner * classes + y[torch.cat(held)], minlength=len(held) * classes)
         return cells.reshape(len(held), classes).numpy()
+
+    def digest(self) -> dict[str, str]:
+        """SHA-256 of all that clients and server compute on, by part, so that two runs can tell whether theirs is one.
+
+        Returns:
+            `sha256:...` of `x_train`, `y_train` (with the number of classes), `x_test`, `y_test` and `partition`:
+            each client's indices. Values, shapes, dtypes and order all count. The format is part of every run folder.
+        """
+        data = self.data
+        held = (indices for shard in self.shards for indices in (shard.train, shard.test))
+        classes = torch.tensor(data.num_classes)
+        parts: dict[str, Iterable[Tensor]] = {
+            "x_train": [data.x_train],
+            "y_train": [classes, data.y_train],
+            "x_test": [data.x_test],
+            "y_test": [data.y_test],
+            "partition": held,
+        }
+        with ThreadPoolExecutor(len(parts)) as pool:  # hashing leaves Python's lock
+            return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
+
+
+def sha256(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of tensors one after another, each its dtype, its shape and its values in row-major order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        at_a_time = max(1, HASHED // max(1, rows[:1].nbytes))
+        for piece in rows.split(at_a_time):  # a piece that is laid out otherwise, or on a GPU, is copied
+            digest.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return f"sha256:{digest.hexdigest()}"
 
 
 @dataclass

@@ -11,25 +11,23 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fl_lightning import cli
 from fl_lightning.errors import ConfigError, Interrupted, check_positive
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.lazy import away_from_here
+from fl_lightning.run_folder import LOCK
 
 LOG = "log.txt"
 FAILED = "failed.txt"
-LOCK = ".lock"
-OWNER = ".owner"
 
 BETWEEN_LOOKS = 0.5  # seconds
 
@@ -126,29 +124,6 @@ def outcome_before(point: Point) -> Outcome | None:
     return Outcome(point, 1, failed.read_text().strip()) if failed.is_file() else None
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a folder of points, so that two commands cannot spoil each other's; made where there is none.
-
-    Raises:
-        ConfigError: Another process holds it; the message names its id. Or it cannot be written to.
-    """
-    lock = FileLock(folder / LOCK)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout:
-        owner = (folder / OWNER).read_text() if (folder / OWNER).exists() else "another"
-        raise ConfigError(f"{folder}: process {owner} is at it; wait for it, or end it") from None
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written to: {error}") from error
-    try:
-        write_atomically(folder / OWNER, str(os.getpid()))
-        yield
-    finally:
-        lock.release()
-
-
 @dataclass(eq=False)
 class _Running:
     point: Point
@@ -226,15 +201,16 @@ def _run(point: Point, workers: int, threads: int | None, environment: dict[str,
     """A point's process."""
     os.setpgrp()  # what the terminal's keys send is for the process that leads: it asks each to end, once
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with FileLock(point.folder / LOCK):  # the process of a call that was killed may not have noticed yet
-        _print_into(point.folder / LOG)
-        if (known := outcome_before(point)) and known.code == 0:
-            return
-        _adopt(environment, workers, threads)
-        begun = (point.folder / "config.yaml").exists()
-        code = cli.main(["fit", *point.words, "--resume" if begun else "--run_dir", str(point.folder)])
-        if wandb := sys.modules.get("wandb"):
-            wandb.teardown()  # its own process would outlive this one
+    with FileLock(point.folder / LOCK):
+        pass  # the process of a call that was killed may not have noticed yet; a run holds its folder itself
+    _print_into(point.folder / LOG)
+    if (known := outcome_before(point)) and known.code == 0:
+        return
+    _adopt(environment, workers, threads)
+    begun = (point.folder / "config.yaml").exists()
+    code = cli.main(["fit", *point.words, "--resume" if begun else "--run_dir", str(point.folder)])
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # its own process would outlive this one
     sys.exit(code)
 
 
