@@ -43,6 +43,7 @@ from fl_lightning.run_folder import alone, missing, refuse_lost_checkpoints, ref
 from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
+from fl_lightning.trust import sign
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
@@ -477,6 +478,7 @@ class FederatedOrchestrator:
             elif before.config != self._settings:
                 self.checkpoints.reseal(self.round, replace(before, config=self._settings))
             if config:
+                sign(self.run_dir, config)
                 write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error

@@ -19,11 +19,12 @@ from fl_lightning.files import UNFINISHED, write_atomically
 
 LOCK = ".lock"
 OWNER = ".owner"
+SIGNATURE = ".signature"
 
 LEFT = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
 """What a run leaves in its folder, once it has begun."""
 
-WRITTEN = (*LEFT, "partition.csv", "checkpoints", "wandb", LOCK, OWNER)
+WRITTEN = (*LEFT, "partition.csv", "checkpoints", "wandb", LOCK, OWNER, SIGNATURE)
 """All that a run writes to."""
 
 
