@@ -18,6 +18,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -166,6 +167,7 @@ def _class_name(value: Any) -> str | None:
     return None if path is None else str(path).rpartition(".")[2]
 
 
+@cache
 def _unfolds(text: str) -> bool:
     """Whether text holds YAML of its own, which jsonargparse reads as it reads the rest."""
     if len(text) > LONGEST_TEXT:
