@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from fl_lightning.callbacks.base import require
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 
-from fl_lightning.errors import ConfigError
 from fl_lightning.report.figures import bars, heat_maps, panels
 
 if TYPE_CHECKING:
@@ -32,13 +33,29 @@ class AggregationWeights(RoundFigure):
     def __init__(self, every: int = 1) -> None:
         super().__init__(every)
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse an aggregator without weights of its own.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        super().check(run)
+        self._require_weights(run)
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """Each client's weight."""
+        return ["client_<id>/weight"]
+
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
-        if "weights" not in run.state:
-            owner = type(run.algorithm.aggregator).__name__
-            raise ConfigError(f"callbacks: AggregationWeights: {owner} has none of its own; leave it out")
+        self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}
+
+    @staticmethod
+    def _require_weights(run: FederatedOrchestrator) -> None:
+        owner = type(run.algorithm.aggregator if run.algorithm.server else run.algorithm).__name__
+        require(run, "weights", f"callbacks: AggregationWeights: {owner} has no weights of its own; leave it out")
 
     def numbers(self, arrays: Arrays) -> Row:
         """Each client's weight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import ConfigError
@@ -13,23 +13,25 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 
-def monitored(metrics: Row, name: str | None, owner: str) -> float | None:
-    """A round's value of a metric that a callback watches; None in a round that was not evaluated.
+def is_own(kind: type) -> bool:
+    """Whether a class is a user's own, and none of this package's."""
+    return kind.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def require(run: FederatedOrchestrator, section: str, refusal: str) -> None:
+    """Refuse a run whose aggregator leaves a callback nothing to look at; of a user's own it is seen in round 1.
 
     Args:
-        metrics: The round's metrics.
-        name: The metric; by default the accuracy of the global model or, for methods without, the clients' mean.
-        owner: The callback, for the message.
+        run: The run.
+        section: The section of the state that the callback looks at.
+        refusal: What to say.
 
     Raises:
-        ConfigError: The round was evaluated, and there is no such metric; the message says which there are.
+        ConfigError: The aggregator does not leave it.
     """
-    evaluated = [known for known in ("global/acc", "client/acc_mean") if known in metrics]
-    if name is None:
-        return metrics[evaluated[0]] if evaluated else None
-    if name not in metrics and evaluated:
-        raise ConfigError(f"callbacks: {owner}.monitor: there is no metric {name!r}; there are {', '.join(metrics)}")
-    return metrics.get(name)
+    aggregator = run.algorithm.aggregator
+    if section not in {*run.state, *aggregator.leaves} and (run.round or not is_own(type(aggregator))):
+        raise ConfigError(refusal)
 
 
 class RoundCallback:
@@ -49,6 +51,14 @@ class RoundCallback:
         Raises:
             ConfigError: It cannot.
         """
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """Names of the metrics that this callback adds, in every round or in some, so that others may watch them.
+
+        In a name `<id>` stands for any whole number, as in `client_<id>/weight`. A metric that no callback names is
+        refused as a `monitor` before the run begins, unless one of a user's own adds metrics and does not say which.
+        """
+        return ()
 
     def on_fit_start(self, run: FederatedOrchestrator) -> None:
         """The run's folder, data and state are there; no round has begun."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.callbacks.base import RoundCallback, monitored
+from fl_lightning.callbacks.monitor import Monitor
 
 from fl_lightning.errors import check_positive
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 
-class Checkpointing(RoundCallback):
+class Checkpointing(Monitor):
     """Writes a checkpoint every few rounds and after the last, and keeps the newest ones and the best.
 
     Args:
@@ -24,7 +24,7 @@ class Checkpointing(RoundCallback):
         mode: Whether more (`max`) or less (`min`) of it is better.
 
     Raises:
-        ConfigError: `every` or `keep_last` is below 1, or a round is evaluated and has no such metric.
+        ConfigError: `every` or `keep_last` is below 1, or `mode` neither.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class Checkpointing(RoundCallback):
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
     ) -> None:
-        check_positive(checkpoint_every=every, keep_checkpoints=keep_last)
-        self.every, self.keep_last, self.monitor, self.mode = every, keep_last, monitor, mode
+        super().__init__(monitor, mode)
+        check_positive("callbacks: Checkpointing.", every=every, keep_last=keep_last)
+        self.every, self.keep_last = every, keep_last
         self.best: float | None = None
         self.best_round: int | None = None
 
@@ -43,7 +44,7 @@ class Checkpointing(RoundCallback):
         """Write a checkpoint if one is due."""
         if run.round % self.every and not run.is_over:
             return
-        value = monitored(metrics, self.monitor, "Checkpointing")
+        value = self.watched(metrics)
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
         best = self.best_round or run.round  # as of now: it is asked for once the checkpoint is on disk

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.global_model.feddw import class_relations, consistency_loss, soft_label_matrix
+from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums_over
 from fl_lightning.models import classification_layer
 from fl_lightning.report.figures import heat_maps
@@ -25,9 +27,34 @@ class ClassRelations(RoundFigure):
 
     Args:
         every: Rounds between measurements; by default only the last round has one.
+
+    Raises:
+        ConfigError: There is no shared model, or it does not end with a linear layer of a row of weights a class.
     """
 
     name = "class_relations"
+
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse what has no matrices to compare.
+
+        Raises:
+            ConfigError: There is no shared model, or it has no such layer.
+        """
+        super().check(run)
+        if not run.algorithm.one_model:
+            method = type(run.algorithm).__name__
+            raise ConfigError(f"callbacks: ClassRelations: {method} has no one shared model to look at; leave it out")
+        try:
+            rows = len(classification_layer(run.worker.template.backbone).weight)
+        except ConfigError:
+            rows = 0
+        if rows != run.data.data.num_classes:
+            what = "the model does not end with a linear layer of a row of weights a class"
+            raise ConfigError(f"callbacks: ClassRelations: {what}; leave it out")
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """The distance."""
+        return ["class_relations/distance"]
 
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`sl`, `cr` `(C, C)` and their `distance`."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fl_lightning.callbacks.base import RoundCallback
-
-from fl_lightning.errors import ConfigError
+from fl_lightning.callbacks.base import RoundCallback, require
 
 if TYPE_CHECKING:
     from fl_lightning.metrics import Row
@@ -23,11 +22,22 @@ class ClusterNorms(RoundCallback):
         ConfigError: The method has no such clusters.
     """
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse a method without such clusters.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        owner = type(run.algorithm).__name__
+        require(run, "norms", f"callbacks: ClusterNorms: {owner} splits no clusters; leave it out, or use CFL")
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """The number of clusters, and each cluster's norms."""
+        return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
+
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """Add the round's."""
-        if "norms" not in run.state:
-            owner = type(run.algorithm).__name__
-            raise ConfigError(f"callbacks: ClusterNorms: {owner} splits no clusters; leave it out, or use CFL")
+        self.check(run)
         for name in ("mean", "max"):
             for cluster, norm in enumerate(run.state["norms"][name].tolist()):
                 if norm == norm:  # NaN: nobody of it took part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,10 @@ class CommunicationMeter(RoundCallback):
 
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """The three counts."""
+        return [f"comm/{what}_bytes" for what in ("up", "down", "total")]
 
     def on_round_start(self, run: FederatedOrchestrator, participants: Sequence[int]) -> None:
         """Start the round's count."""

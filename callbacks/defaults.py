@@ -8,20 +8,32 @@ from collections.abc import Sequence
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.communication import CommunicationMeter
+from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
+
+from fl_lightning.errors import ConfigError, check_positive
 
 
 def with_defaults(callbacks: Sequence[RoundCallback], every: int, keep: int) -> list[RoundCallback]:
-    """The callbacks, and those that every run has unless there is one of their class; checkpointing comes last.
+    """The callbacks, and those that every run has unless there is one of their class.
+
+    Those that watch metrics come after those that may add some, and checkpointing, which notes how all stand, last.
 
     Args:
         callbacks: A run's own.
         every: Rounds between checkpoints.
         keep: How many of the newest checkpoints to keep.
+
+    Raises:
+        ConfigError: One of those is there twice, or a number of rounds or checkpoints is below 1.
     """
+    check_positive(checkpoint_every=every, keep_checkpoints=keep)
     defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
+    for kind in map(type, defaults):
+        if sum(isinstance(callback, kind) for callback in callbacks) > 1:
+            raise ConfigError(f"callbacks: {kind.__name__} is there twice; list it once")
     missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
-    return sorted([*callbacks, *missing], key=lambda callback: isinstance(callback, Checkpointing))
+    return sorted([*callbacks, *missing], key=lambda one: isinstance(one, Monitor) + isinstance(one, Checkpointing))
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:

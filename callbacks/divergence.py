@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_input, unit_representation
+from fl_lightning.errors import ConfigError
 from fl_lightning.report.figures import heat_map, lines, panels
 
 if TYPE_CHECKING:
@@ -28,9 +30,14 @@ class UnitDivergence(RoundFigure):
         every: Rounds between measurements; by default each round has one.
         pairs: Pairs of clients to log one by one.
         divergence: `jensen_shannon` or `symmetric_kl`.
+
+    Raises:
+        ConfigError: `divergence` is neither, a pair is none of two clients of the run, or clients' models as trained
+            are not to be known.
     """
 
     name = "divergence"
+    looks_at_clients = True
 
     def __init__(
         self,
@@ -39,14 +46,34 @@ class UnitDivergence(RoundFigure):
         divergence: Literal["jensen_shannon", "symmetric_kl"] = "jensen_shannon",
     ) -> None:
         super().__init__(every)
+        if divergence not in DIVERGENCES:
+            known = " or ".join(DIVERGENCES)
+            raise ConfigError(f"callbacks: UnitDivergence.divergence: {divergence!r} is not {known}")
         self.pairs, self.divergence = list(pairs or []), DIVERGENCES[divergence]
         self._seen: dict[int, Tensor] = {}
+
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse pairs of clients that are not there.
+
+        Raises:
+            ConfigError: Names the pair.
+        """
+        super().check(run)
+        clients = run.scenario.clients
+        for pair in self.pairs:
+            if len({*pair}) != 2 or not all(0 <= client < clients for client in pair):
+                mend = f"a pair is two different clients from 0 to {clients - 1}"
+                raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]}; {mend}")
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """The mean, and the pairs asked for."""
+        return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Show one client's trained model the unit input."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
-        module = run.worker.shared_module(result.upload.section("model"))
+        module = run.worker.shared_module(trained_model(run, result))
         with run.worker.inference(module):
             x, _ = next(iter(run.worker.test_batches()))
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()

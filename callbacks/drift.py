@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,24 +33,39 @@ class ClientDrift(RoundFigure):
         every: Rounds between measurements; by default each round has one.
 
     Raises:
-        ConfigError: Clients do not send whole models, as CriticalFL's in a critical period.
+        ConfigError: Clients' models as trained are not to be known, as CriticalFL's in a critical period, or clients
+            share nothing of them.
     """
 
     name = "drift"
+    looks_at_clients = True
 
     def __init__(self, every: int = 1) -> None:
         super().__init__(every)
         self._updates: dict[int, Tensor] = {}
         self._before: Tensors | None = None
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse a method that aggregates no models.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        super().check(run)
+        if not run.state["model"]:
+            method = type(run.algorithm).__name__
+            raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model to drift from; leave it out")
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """Means, and each client's."""
+        forms = ("drift/{}_mean", "client_<id>/drift_{}")
+        return [form.format(what) for form in forms for what in ("distance", "cosine")]
+
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Keep one client's update."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
-        trained, shared = result.upload.section("model"), run.state["model"]
-        if not shared.keys() <= trained.keys():
-            sender = type(run.algorithm).__name__
-            raise ConfigError(f"callbacks: ClientDrift: clients of {sender} send parts of their models; leave it out")
+        trained, shared = trained_model(run, result), run.state["model"]
         start = run.starting_module(result.client).backbone.state_dict()
         _, begun, ended = flatten([shared, start, trained])
         self._before, self._updates[result.client] = shared, (ended - begun).float()

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.callbacks.base import RoundCallback, monitored
+from fl_lightning.callbacks.monitor import ACCURACIES, Monitor, round_metrics
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_positive
 
 if TYPE_CHECKING:
     from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 
-class EarlyStopping(RoundCallback):
+class EarlyStopping(Monitor):
     """Ends the run when a round metric has not improved for a number of evaluations.
 
     Args:
-        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`.
+        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`. A round
+            without it does not count.
         mode: Whether more (`max`) or less (`min`) of it is better.
         patience: How many evaluations without an improvement end the run.
-        min_delta: What counts as an improvement, at least.
+        min_delta: What counts as an improvement, at least; 0 or more.
 
     Raises:
-        ConfigError: `patience` is below 1, or a round is evaluated and has no such metric.
+        ConfigError: `patience` is below 1, `min_delta` below 0 or no number, `mode` neither.
     """
 
     def __init__(
@@ -33,15 +35,28 @@ class EarlyStopping(RoundCallback):
         patience: int = 10,
         min_delta: float = 0.0,
     ) -> None:
-        if patience < 1:
-            raise ConfigError(f"callbacks: EarlyStopping.patience: {patience} is below 1")
-        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
+        super().__init__(monitor, mode)
+        check_positive("callbacks: EarlyStopping.", patience=patience)
+        if not 0 <= min_delta < math.inf:
+            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is no number from 0 on")
+        self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.waited = 0
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse what would never stop a run: a metric that no round will have.
+
+        Raises:
+            ConfigError: It is no metric, or none is named and no round will have an accuracy.
+        """
+        super().check(run)
+        if self.monitor is None and not {*ACCURACIES}.intersection(round_metrics(run)):
+            mend = "name another as monitor, or hold data back to test on (scenario.local_test)"
+            raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}; {mend}")
+
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """Compare an evaluated round with the best so far."""
-        watched = monitored(metrics, self.monitor, "EarlyStopping")
+        watched = self.watched(metrics)
         if watched is None:
             return
         value = watched if self.mode == "max" else -watched

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
 from matplotlib.figure import Figure
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.algorithms.base import OWN
+from fl_lightning.errors import ConfigError, check_positive
 from fl_lightning.files import write_atomically
-from fl_lightning.report.figures import write_png
+from fl_lightning.report.figures import png
 
 if TYPE_CHECKING:
+    from fl_lightning.engines import Result
+    from fl_lightning.message import Tensors
     from fl_lightning.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
@@ -25,22 +31,51 @@ class RoundFigure(RoundCallback):
 
     Each time, numbers join the round's metrics, and `figures/<name>/round-<n>.npz` and `.png` appear in the run's
     folder and, where the logger takes images, as `figures/<name>` there. Subclasses set `name` and override `measure`,
-    `numbers` and `draw`.
+    `numbers` and `draw`, and name their numbers in `metrics`.
+
+    The files are written once and never again. Checkpoints hold their SHA-256, and a resumed run warns of each that has
+    been altered or lost.
 
     Args:
         every: Rounds between measurements; by default only the last round has one.
 
+    Attributes:
+        name: Of the figure and its folder; of several in one run, the second's is `<name>-2`.
+        looks_at_clients: Whether it looks at the models that clients have trained, by `trained_model`.
+
     Raises:
-        ConfigError: `every` is below 1.
+        ConfigError: `every` is below 1, or two of a run's figures would log the same numbers.
     """
 
     name: str
+    _written: str = ""
+    looks_at_clients: bool = False
 
     def __init__(self, every: int | None = None) -> None:
-        if every is not None and every < 1:
-            raise ConfigError(f"callbacks: {type(self).__name__}.every: {every} is below 1")
+        check_positive(f"callbacks: {type(self).__name__}.", every=every)
         self.every = every
         self._arrays: Arrays | None = None
+
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse what cannot be measured or written; warn of what was written and is no longer so.
+
+        Raises:
+            ConfigError: Clients' models are not to be known, another figure logs the same, or a link stands where the
+                files go.
+        """
+        owner = f"callbacks: {type(self).__name__}"
+        if self.looks_at_clients and not run.algorithm.whole:
+            method = type(run.algorithm).__name__
+            raise ConfigError(f"{owner}: {method} does not let a client's model out as it was trained; leave it out")
+        before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
+        for other in before:
+            if twice := {*self.metrics(run)}.intersection(other.metrics(run)):
+                raise ConfigError(f"{owner}: another callback logs {min(twice)} too; list it once")
+        folder = run.run_dir / "figures"
+        for place in (folder, folder / self._place(run)):
+            if place.is_symlink() or (place.exists() and not place.is_dir()):
+                raise ConfigError(f"run_dir: {place} is no folder; figures go there, move it away")
+        self._verify(run)
 
     def is_due(self, run: FederatedOrchestrator, round: int) -> bool:
         """Whether a round is measured."""
@@ -68,12 +103,68 @@ class RoundFigure(RoundCallback):
         """Write the arrays and the picture."""
         if self._arrays is None:
             return
-        folder, stem = run.run_dir / "figures" / self.name, f"round-{run.round:06d}"
+        name = self._place(run)
+        folder, stem = run.run_dir / "figures" / name, f"round-{run.round:06d}"
         np.savez_compressed(content := BytesIO(), **cast(dict[str, Any], self._arrays))
-        write_atomically(folder / f"{stem}.npz", content.getvalue())
-        write_png(self.draw(self._arrays), folder / f"{stem}.png")
+        self._write(folder / f"{stem}.npz", content.getvalue())
+        self._write(folder / f"{stem}.png", png(self.draw(self._arrays)))
         log_image = getattr(run.logger, "log_image", None)
         if log_image:
             caption = [f"round {run.round}"]
-            log_image(f"figures/{self.name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
+            log_image(f"figures/{name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
         self._arrays = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The files written so far, a line each."""
+        return {"written": self._written}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from files that were written."""
+        self._written = state.get("written", "")
+
+    def _place(self, run: FederatedOrchestrator) -> str:
+        """The name of the figure's folder."""
+        alike = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name]
+        number = alike.index(self)
+        return f"{self.name}-{number + 1}" if number else self.name
+
+    def _write(self, path: Path, content: bytes) -> None:
+        write_atomically(path, content)
+        self._written += f"{checksum(content)} {path.name}\n"  # one text, which a checkpoint takes as it is
+
+    def _verify(self, run: FederatedOrchestrator) -> None:
+        folder = run.run_dir / "figures" / self._place(run)
+        lines = self._written.splitlines()
+        if lines and not folder.exists():
+            warnings.warn(f"{folder} is gone, with {len(lines)} files; they are not made again", stacklevel=2)
+            return
+        for digest, _, name in (line.partition(" ") for line in lines):
+            path = folder / name
+            if not path.exists():
+                warnings.warn(f"{path} is gone; it is not made again", stacklevel=2)
+            elif not _is_sound(path, digest):
+                warnings.warn(f"{path} is not as it was written; it is not made again", stacklevel=2)
+
+
+def trained_model(run: FederatedOrchestrator, result: Result) -> Tensors:
+    """The model of a client that has just ended its fit, as it was trained.
+
+    What it uploads of it, its personal part, and of what is in neither, what it started from.
+    """
+    assert result.upload
+    known = result.memory.get(OWN, {}) | result.upload.section("model")
+    if run.worker.template.backbone.state_dict().keys() <= known.keys():
+        return known
+    return run.starting_module(result.client).backbone.state_dict() | known
+
+
+def _is_sound(path: Path, digest: str) -> bool:
+    try:
+        return path.is_file() and not path.is_symlink() and checksum(path.read_bytes()) == digest
+    except OSError:
+        return False
+
+
+def checksum(content: bytes) -> str:
+    """The SHA-256 of a file's content."""
+    return hashlib.sha256(content).hexdigest()

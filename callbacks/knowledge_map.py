@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.global_model.fedskc import local_knowledge
@@ -31,10 +31,11 @@ class KnowledgeMap(RoundFigure):
         samples: How many test samples are shown, 10 or more.
 
     Raises:
-        ConfigError: `samples` is below 10.
+        ConfigError: `samples` is below 10, there is no such client, or clients' models as trained are not to be known.
     """
 
     name = "knowledge_map"
+    looks_at_clients = True
 
     def __init__(self, every: int | None = None, client: int = 0, samples: int = 500) -> None:
         super().__init__(every)
@@ -43,11 +44,22 @@ class KnowledgeMap(RoundFigure):
         self.client, self.samples = client, samples
         self._chosen: tuple[int, Tensors] | None = None
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse a client that is not there.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        super().check(run)
+        if not 0 <= self.client < run.scenario.clients:
+            there = f"clients are 0 to {run.scenario.clients - 1}"
+            raise ConfigError(f"callbacks: KnowledgeMap.client: there is no client {self.client}; {there}")
+
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Keep the model of the client to show."""
         wanted = self._chosen is None or result.client == self.client
         if self.is_due(run, run.round + 1) and result.upload and wanted:
-            self._chosen = result.client, result.upload.section("model")
+            self._chosen = result.client, trained_model(run, result)
 
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`points` and `labels` of the samples, `knowledge` and its `classes`, in the plane; the `client`."""

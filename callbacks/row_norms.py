@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.personalized.cwfedavg import class_layer, class_layer_name, class_models
+from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
 from fl_lightning.report.figures import heat_maps
 
@@ -27,21 +29,45 @@ class RowNorms(RoundFigure):
 
     Args:
         every: Rounds between measurements; by default only the last round has one.
+
+    Raises:
+        ConfigError: The model's head does not end with a row of weights a class, or clients' models as trained are not
+            to be known.
     """
 
     name = "row_norms"
+    looks_at_clients = True
 
     def __init__(self, every: int | None = None) -> None:
         super().__init__(every)
         self._received: dict[int, np.ndarray] = {}
         self._trained: dict[int, np.ndarray] = {}
 
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse a model without rows to look at.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        super().check(run)
+        try:
+            rows = len(class_layer(run.worker.template.backbone.state_dict()))
+        except ConfigError:
+            rows = 0
+        if rows != run.data.data.num_classes:
+            what = "the model has no head that ends with a row of weights a class"
+            raise ConfigError(f"callbacks: RowNorms: {what}; leave it out")
+
+    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+        """Gap and correlation."""
+        return ["row_norms/gap", "row_norms/correlation"]
+
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
         """Note the norms of one client's model, before and after its fit."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         self._received[result.client] = norms(run.starting_module(result.client).backbone.state_dict())
-        self._trained[result.client] = norms(result.upload.section("model"))
+        self._trained[result.client] = norms(trained_model(run, result))
 
     def measure(self, run: FederatedOrchestrator) -> Arrays:
         """`clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)` where there are some."""

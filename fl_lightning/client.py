@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fl_lightning.errors import ConfigError, NonFiniteError
+from fl_lightning.errors import ConfigError, NonFiniteError, blame, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+LOOK_AHEAD = 10_000
+"""Epochs or rounds of a schedule that are looked at before round 1."""
 
 
 @dataclass
@@ -265,6 +269,11 @@ class ClientModule(L.LightningModule):
             self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
 
     @property
+    def loss_names(self) -> list[str]:
+        """Names that `losses` gives, in every step or in some."""
+        return ["ce", *(term.name for term in self.terms() if term.active)]
+
+    @property
     def steps(self) -> int:
         """Training steps (batches) of this fit so far."""
         return self._losses.steps
@@ -457,14 +466,62 @@ def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]
     return list(by_name.values())
 
 
-def lr_scales(scheduler: SchedulerFactory | None, rounds: int) -> list[float]:
-    """What a scheduler over rounds makes of a learning rate of 1, in each round."""
-    if scheduler is None:
-        return [1.0] * rounds
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    schedule, scales = scheduler(optimizer), []
-    for _ in range(rounds):
-        scales.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        schedule.step()
-    return scales
+def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: SchedulerFactory) -> Iterator[float]:
+    """What a scheduler makes of an optimizer's learning rate, epoch after epoch or round after round, without end.
+
+    Args:
+        key: The config key that names the scheduler.
+        optimizer: Its first group's learning rate is looked at; it steps, without gradients.
+        scheduler: Builds the scheduler.
+
+    Raises:
+        ConfigError: There can be no such schedule, it has an end, or it makes something else than a learning rate.
+    """
+    with blame(key):
+        schedule = scheduler(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(f"{key}: {type(schedule).__name__} needs a metric to watch, and there is none; take another")
+    while True:
+        rate = float(optimizer.param_groups[0]["lr"])
+        check_number(f"{key}: the learning rate it makes", rate, "[0, inf)")
+        yield rate
+        with blame(key):
+            optimizer.step(lambda: 0.0)
+            schedule.step()
+
+
+class LRScales:
+    """What a scheduler over rounds makes of a learning rate of 1, worked out as the rounds come.
+
+    Args:
+        scheduler: Builds the scheduler; without one the learning rate stays 1.
+        rounds: How many rounds there will be; the first 10,000 are looked at at once.
+
+    Raises:
+        ConfigError: There can be no such schedule, or it ends before the rounds do.
+
+    Example:
+        >>> LRScales(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), rounds=10**18).of(3)
+        0.25
+    """
+
+    def __init__(self, scheduler: SchedulerFactory | None, rounds: int) -> None:
+        self._scheduler, self._round = scheduler, 0
+        if scheduler:
+            self._begin(scheduler)
+            self.of(min(rounds, LOOK_AHEAD))
+
+    def of(self, round: int) -> float:
+        """The factor on learning rates in a round, counted from 1."""
+        if not self._scheduler:
+            return 1.0
+        if round < self._round:
+            self._begin(self._scheduler)
+        for _ in range(self._round, round):
+            self._scale = next(self._rates)
+        self._round = round
+        return self._scale
+
+    def _begin(self, scheduler: SchedulerFactory) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        self._rates, self._round = learning_rates("round_lr_scheduler", optimizer, scheduler), 0

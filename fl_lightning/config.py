@@ -1,16 +1,22 @@
-"""Config files: found by path or by name, read safely, and looked at key by key."""
+"""Config files: found by path or by name, read strictly, and looked at key by key."""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
 from fl_lightning.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 FREE_KEYS = {
     "engine",
@@ -47,26 +53,35 @@ def config_path(name: str) -> str:
         ConfigError: There is none, or it is no YAML mapping.
     """
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises where a name is too long
         path = Path(str(files("fl_lightning.configs") / name))
-        if os.sep in name or not path.is_file():
+        if os.sep in name or not os.path.isfile(path):
             hint = "`fl-lightning list configs` names those"
             raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {hint}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else one_line(error)
-        raise ConfigError(f"--config: {name} is no readable YAML: {line}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: {name} needs lines `key: value`, it holds {type(content).__name__}")
+    read_config(path, f"--config: {name}")
     return str(path)
+
+
+def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
+    """A config file's content.
+
+    Args:
+        path: Where it lies.
+        what: What to call it in a message; its path by default.
+
+    Raises:
+        ConfigError: It is no readable YAML, or no mapping.
+    """
+    content = read_yaml(path, what)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{what or path} needs lines `key: value`, it holds {type(content).__name__}")
+    return content
 
 
 def config_file(run_dir: Path) -> str:
     """A run's `config.yaml`; a folder without one is no run."""
     path = run_dir / "config.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{run_dir} is no run: it holds no config.yaml")
     return config_path(str(path))
 
@@ -93,3 +108,196 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 def below(key: str, others: Iterable[str]) -> bool:
     """Whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
+
+
+# --- YAML that anybody may have written ------------------------------------------------------------------------------
+
+MOST_BYTES = 2**20
+"""No config is larger; one that is would fill the memory of whoever reads it. So would more settings than these:"""
+MOST_SETTINGS = 200_000
+DEEPEST = 50
+LONGEST_NUMBER = 300
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: ten times as fast, if built
+    """PyYAML's safe loader, to which a date is text, as it is to jsonargparse's: no setting is a date."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class StrictYAMLError(yaml.YAMLError):
+    """YAML that can be read, but not as a config; the message names line and key."""
+
+
+def read_yaml(path: Path, what: str | None = None) -> Any:
+    """What a YAML file holds, read strictly: see `load_yaml`.
+
+    Args:
+        path: Where it lies.
+        what: What to call it in a message; its path by default.
+
+    Raises:
+        ConfigError: It cannot be read; the message names file, line and reason.
+    """
+    try:
+        refuse_odd_file(path, MOST_BYTES)
+        return load_yaml(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise ConfigError(f"{what or path} is no readable YAML: {reason}") from error
+
+
+def load_yaml(text: str | bytes) -> Any:
+    """What YAML stands for: keys come once, and nothing unfolds to more than a config can be.
+
+    Args:
+        text: The YAML; bytes are UTF-8, with or without a mark that says so.
+
+    Raises:
+        ValueError, yaml.YAMLError: It cannot be read; the message says where and why.
+    """
+    text = _decoded(text) if isinstance(text, bytes) else text
+    refuse_traps(text)
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise _told(error) from error
+
+
+def strict(parser: ArgumentParser) -> ArgumentParser:
+    """Have a parser refuse in YAML what `load_yaml` refuses, in files and words alike; it reads the rest as ever."""
+    from jsonargparse import get_loader, set_loader  # half a second, for those who have a parser
+
+    usual = get_loader("yaml")
+
+    def load(text: str) -> Any:
+        refuse_traps(text)
+        return usual(text)
+
+    set_loader("strict", load, (yaml.YAMLError,))
+    parser.parser_mode = "strict"
+    return parser
+
+
+def refuse_odd_file(path: Path, most: int) -> None:
+    """Refuse a file before it is opened if reading it may never end: a pipe, a device, more bytes than there can be.
+
+    Raises:
+        ValueError: It is such.
+        OSError: There is none.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("it is no file")
+    if about.st_size > most:
+        raise ValueError("it is larger than it can be")
+
+
+def refuse_traps(text: str) -> None:
+    """Refuse YAML that says two things of one key, or unfolds to no config: by aliases, depth or endless numbers.
+
+    Its events are looked at, of which there are no more than the text is long, before anything is built from them.
+
+    Raises:
+        StrictYAMLError: Names the line, the key and what is wrong.
+        yaml.YAMLError: It is no YAML.
+    """
+    if len(text) < LONGEST_NUMBER and PLAIN.fullmatch(text):
+        return
+    count = 0
+    sizes: dict[str | None, int] = {}
+    opened: list[_Opened] = []
+    event: Any = None  # mypy knows less of events than there is
+
+    def refuse(reason: str) -> None:
+        key = ".".join(one.key for one in opened if one.key is not None)
+        raise StrictYAMLError(f"line {event.start_mark.line + 1}: {key and f'{key}: '}{reason}")
+
+    try:
+        for event in yaml.parse(text, _Loader):
+            if isinstance(event, yaml.CollectionEndEvent):
+                ended = opened.pop()
+                sizes[ended.anchor] = count - ended.before
+            elif isinstance(event, NODES):
+                if opened and (flaw := opened[-1].take(event)):
+                    refuse(flaw)
+                if isinstance(event, yaml.AliasEvent):
+                    if event.anchor not in sizes:
+                        refuse(f"*{event.anchor} leads nowhere, or into itself")
+                    count += sizes[event.anchor]
+                elif event.tag is not None:
+                    refuse(f"{event.tag.replace('tag:yaml.org,2002:', '!!')}: a config has no tags")
+                elif isinstance(event, yaml.ScalarEvent):
+                    if "\0" in event.value:
+                        refuse("a NUL byte")
+                    if len(event.value) > LONGEST_NUMBER and NUMBER.fullmatch(event.value):
+                        refuse(f"a number of {len(event.value):,} digits")
+                    sizes[event.anchor] = 1
+                    count += 1
+                else:
+                    keys: dict[str, int] | None = {} if isinstance(event, yaml.MappingStartEvent) else None
+                    opened.append(_Opened(event.anchor, count, keys))
+                    count += 1
+                if count > MOST_SETTINGS or len(opened) > DEEPEST:
+                    refuse("it unfolds to more than a config can be")
+    except yaml.MarkedYAMLError as error:
+        raise _told(error) from error
+
+
+PLAIN = re.compile(r"[\w./ +-]*")
+"""Text that is one word or number, or a few: nothing in it could be refused."""
+NODES = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
+NUMBER = re.compile(r"[0-9a-fA-Fox_:.+-]+")
+
+
+@dataclass
+class _Opened:
+    """A mapping or a list that is being looked at.
+
+    Args:
+        anchor: What aliases call it.
+        before: How many settings came before it.
+        keys: Of a mapping, the line of each key that came so far; None for a list.
+        key: Of a mapping, the key whose value comes next.
+    """
+
+    anchor: str | None
+    before: int
+    keys: dict[str, int] | None
+    key: str | None = None
+    value_is_next: bool = False
+
+    def take(self, event: Any) -> str | None:
+        """Take in what comes next inside it, a key or a value; what is wrong with the key."""
+        if self.keys is None:
+            return None
+        self.value_is_next = not self.value_is_next
+        if not self.value_is_next:
+            return None
+        if not isinstance(event, yaml.ScalarEvent):
+            self.key = None
+            return "a key must be a word"
+        self.key = event.value
+        if self.key in self.keys and self.key != "<<":
+            return f"given on line {self.keys[self.key]} already"
+        assert event.start_mark
+        self.keys[self.key] = event.start_mark.line + 1
+        return None
+
+
+def _told(error: yaml.MarkedYAMLError) -> yaml.YAMLError:
+    """An error of PyYAML's with its line in front."""
+    mark = getattr(error, "problem_mark", None)
+    reason = ", ".join(filter(None, [error.context, error.problem]))
+    return StrictYAMLError(f"line {mark.line + 1}: {reason}") if mark else error
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line}: byte {content[error.start]:#04x} is no UTF-8") from None

@@ -1,7 +1,12 @@
 """What can go wrong in ways a user can mend: each error is one line that says what, where and the mend."""
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NO_ROOM = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed|Overflow when unpacking")
+"""How torch says that a tensor is larger than there is room for."""
 
 
 class FLError(Exception):
@@ -68,9 +73,44 @@ class Interrupted(FLError):
 
 def one_line(error: BaseException | str) -> str:
     """An error's message, or any text, on one line that a terminal shows and does not obey."""
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(str(error).split())
-    )
+    try:
+        text = str(error)
+    except Exception:  # whatever a stranger's __str__ raises
+        text = "(its message cannot be had)"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
+
+
+def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:
+    """Refuse a number that is not in its interval, as NaN never is; None is not given.
+
+    Args:
+        key: Names the number as the user types it.
+        value: The number.
+        within: Where it may be: `[0, 1)`, say, or `(0, inf)` for any finite number above 0.
+        mend: What to give instead.
+
+    Raises:
+        ConfigError: Names the key, the number and the interval.
+
+    Example:
+        >>> check_number("algorithm.mu", float("inf"), "[0, inf)")
+        Traceback (most recent call last):
+        fl_lightning.errors.ConfigError: algorithm.mu: inf is no finite number
+    """
+    if value is None:
+        return
+    low, high = map(float, within[1:-1].split(","))
+    above = value >= low if within[0] == "[" else value > low
+    below = value <= high if within[-1] == "]" else value < high
+    if above and below:
+        return
+    if value != value or value in (math.inf, -math.inf):
+        wrong = "is no finite number"
+    elif high < math.inf:
+        wrong = f"is outside {within}"
+    else:
+        wrong = f"is {'below' if within[0] == '[' else 'not above'} {low:g}"
+    raise ConfigError(f"{key}: {value} {wrong}" + (f"; {mend}" if mend else ""))
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
@@ -80,8 +120,7 @@ def check_positive(prefix: str = "", **numbers: int | None) -> None:
         ConfigError: Names the key, after the prefix.
     """
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{prefix}{name}: {number} is below 1")
+        check_number(f"{prefix}{name}", number, "[1, inf)")
 
 
 @contextmanager
@@ -92,4 +131,7 @@ def blame(key: str) -> Iterator[None]:
     except FLError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: {one_line(error)}".replace(f"{key}: {key}", key)) from error
+        reason = one_line(error) or type(error).__name__
+        if NO_ROOM.search(reason):
+            reason = "too large for this machine's memory"
+        raise ConfigError(f"{key}: {reason}".replace(f"{key}: {key}", key)) from error

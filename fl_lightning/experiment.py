@@ -13,6 +13,7 @@ from lightning import Trainer
 
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import plainly
+from fl_lightning.config import strict
 from fl_lightning.errors import CheckpointError, ConfigError
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.trust import run_config
@@ -39,7 +40,7 @@ WATCHERS = ("engine", "logger", "callbacks")
 
 def experiment_parser() -> ArgumentParser:
     """The parser of an experiment's keys."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser = strict(ArgumentParser(exit_on_error=False, allow_abbrev=False))
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="Config file, or the name of a shipped one.")
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
     rivals = "What --algorithm NAME sets beside the algorithm: a mapping by name, the path of one, or a list."

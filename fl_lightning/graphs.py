@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 
 
 class Graph:
@@ -41,8 +41,7 @@ class Ring(Graph):
     """
 
     def __init__(self, reach: int = 1) -> None:
-        if reach < 1:
-            raise ConfigError(f"algorithm.graph.reach: {reach} is below 1")
+        check_number("algorithm.graph.reach", reach, "[1, inf)")
         self.reach = reach
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
@@ -62,6 +61,7 @@ class Torus(Graph):
     """
 
     def __init__(self, rows: int | None = None) -> None:
+        check_number("algorithm.graph.rows", rows, "[1, inf)")
         self.rows = rows
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
@@ -71,7 +71,7 @@ class Torus(Graph):
             if self.rows is not None
             else max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         )
-        if rows < 1 or clients % rows:
+        if clients % rows:
             raise ConfigError(f"algorithm.graph.rows: {clients} clients cannot stand in {rows} rows of one length")
         grid = np.arange(clients).reshape(rows, -1)
         links = np.zeros((clients, clients), dtype=bool)
@@ -94,8 +94,7 @@ class ErdosRenyi(Graph):
     """
 
     def __init__(self, p: float = 0.3) -> None:
-        if not 0 <= p <= 1:
-            raise ConfigError(f"algorithm.graph.p: {p} is outside [0, 1]")
+        check_number("algorithm.graph.p", p, "[0, 1]")
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:

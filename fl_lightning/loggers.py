@@ -19,7 +19,7 @@ import numpy as np
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.checkpoint import Damaged
-from fl_lightning.errors import blame, one_line
+from fl_lightning.errors import CheckpointError, blame, one_line
 from fl_lightning.files import replacing, write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
 from fl_lightning.seal import Digest
@@ -88,8 +88,11 @@ class MetricsCsv:
         rows = self._held(round)
         if len(rows) < round:
             raise Damaged(f"{self.path} holds {len(rows)} of rounds 1 to {round}")
-        found = {self.path.name: Digest.over(rows), self.clients.path.name: Digest.over(self.clients.rows(round))}
-        for name, digest in found.items():
+        try:
+            clients = Digest.over(self.clients.rows(round))
+        except csv.Error as error:
+            raise Damaged(f"{self.clients.path} is damaged: {error}") from error
+        for name, digest in ((self.path.name, Digest.over(rows)), (self.clients.path.name, clients)):
             if str(digest) != digests.get(name):
                 raise Damaged(f"{self.path.with_name(name)} is not as it was after round {round}")
 
@@ -111,15 +114,22 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Add one round; it is on disk when this returns, the clients' part first."""
+        """Add one round; it is on disk when this returns, the clients' part first.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
         shared, own = split_series(row)
-        self.clients.append(int(row["round"]), own)
-        if shared.keys() <= set(self._columns):
-            with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
-                _flush(file)
-        else:
-            self._rewrite([*self.rows, shared])
+        try:
+            self.clients.append(int(row["round"]), own)
+            if shared.keys() <= set(self._columns):
+                with self.path.open("a", newline="") as file:
+                    csv.DictWriter(file, self._columns, lineterminator="\n").writerow(shared)
+                    _flush(file)
+            else:
+                self._rewrite([*self.rows, shared])
+        except OSError as error:
+            raise CheckpointError(f"cannot write round {row['round']} to {self.path.parent}: {error}") from error
         self.rows.append(shared)  # not before it is on disk: what is here counts as measured
         self._digest.add(shared)
 
@@ -190,7 +200,7 @@ class ClientsCsv:
     def _header(self) -> list[str]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", errors="replace") as file:
             return next(csv.reader(file), [])
 
     def _lines(self, round: int) -> Iterator[list[str]]:

@@ -26,7 +26,7 @@ from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
-from fl_lightning.client import ClientModule, lr_scales
+from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
@@ -140,7 +140,6 @@ class FederatedOrchestrator:
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
-        self.scored = evaluation.chosen(scenario.clients, seed)
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
@@ -200,6 +199,8 @@ class FederatedOrchestrator:
                 refuse_occupied(self.run_dir)
                 self._build()
             self._notify("check")
+            if isinstance(self.logger, WandbRoundLogger):
+                self.logger.check(self.run_dir)
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -271,7 +272,7 @@ class FederatedOrchestrator:
             client,
             download,
             self.memory.get(client, {}),
-            self.lr_scales[round - 1],
+            self.lr_scales.of(round),
             evaluate=due and how.clients == "trained",
             evaluate_globally=due and how.personal_on_global,
         )
@@ -433,14 +434,15 @@ class FederatedOrchestrator:
     def _build(self) -> None:
         self.data = self.scenario.build(self.seed)
         self._data_digest = self.data.digest()
+        self.scored = self.evaluation.chosen(self.scenario.clients, self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
         self.engine.check(self.worker)
-        with blame("round_lr_scheduler"):
-            self.lr_scales = lr_scales(self.round_lr_scheduler, self.rounds)
+        self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
         self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
-        self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
+        with blame("algorithm"):
+            self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 
     def _publish(self) -> None:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""

@@ -14,13 +14,13 @@ With it, `--algorithm MOON` means `--algorithm MOON --algorithm.mu 1 --model.hea
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.config import read_config, read_yaml
+from fl_lightning.errors import ConfigError
 
 Rivals = dict[str, dict[str, Any]]
 
@@ -43,7 +43,7 @@ def with_rival(words: Sequence[str]) -> list[str]:
     rivals: Rivals = {}
     stated = None
     for config in configs:
-        content = yaml.safe_load(Path(config).read_text()) or {}
+        content = read_config(Path(config))
         rivals = add(rivals, content.get("rivals"), Path(config))
         stated = content.get("algorithm", stated)
     options = {"algorithm": name} | rivals.get(name, {})
@@ -82,12 +82,9 @@ def add(rivals: Rivals, more: Any, config: Path) -> Rivals:
         return rivals
     if isinstance(more, str):
         path = config.parent / more
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(f"rivals: {path} does not exist; a path is taken from the config's own folder")
-        try:
-            more = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(f"rivals: {path} is no readable YAML: {one_line(error)}") from error
+        more = read_yaml(path, f"rivals: {path}")
     if more is None:
         return rivals
     if not isinstance(more, dict) or not all(isinstance(keys, dict) for keys in more.values()):

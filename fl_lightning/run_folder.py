@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,11 +19,12 @@ from fl_lightning.files import UNFINISHED, write_atomically
 
 LOCK = ".lock"
 OWNER = ".owner"
+SIGNATURE = ".signature"
 
 LEFT = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
 """What a run leaves in its folder, once it has begun."""
 
-WRITTEN = (*LEFT, "partition.csv", "checkpoints", "wandb", LOCK, OWNER)
+WRITTEN = (*LEFT, "partition.csv", "checkpoints", "wandb", LOCK, OWNER, SIGNATURE)
 """All that a run writes to."""
 
 
@@ -47,18 +50,44 @@ def alone(folder: Path) -> Iterator[None]:
         warnings.warn(f"{folder}: its file system has no locks; start nothing else in it meanwhile", stacklevel=3)
     try:
         write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
-        for leftover in folder.glob(UNFINISHED):
-            leftover.unlink()
+        sweep(folder)
         yield
     finally:
         lock.release()
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed writers left half written in a run's folder; only its owner may."""
+    for pattern in (UNFINISHED, f"*/{UNFINISHED}"):
+        for file in folder.glob(pattern):
+            file.unlink()
+    for leftover in folder.glob("checkpoints/.writing-*"):
+        shutil.rmtree(leftover)
+
+
 def owner(folder: Path) -> str:
-    """Who holds a folder, or held it last: `process <id> on <machine>`."""
-    with suppress(OSError, UnicodeDecodeError):
-        return (folder / OWNER).read_text()
+    """Who holds a folder: `process <id> on <machine>`, or `another process` where that is not to be found out."""
+    for _ in range(10):  # who has just taken it may not have said so yet
+        with suppress(OSError, UnicodeDecodeError):
+            if not _gone(noted := (folder / OWNER).read_text()):
+                return noted
+        time.sleep(0.1)
     return "another process"
+
+
+def _gone(noted: str) -> bool:
+    """Whether who is noted as an owner is no process of this machine any more."""
+    found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", noted)
+    if not found:
+        return True
+    try:
+        if found[2] == socket.gethostname():
+            os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is there, and somebody else's
+        return False
+    return False
 
 
 def refuse_links(folder: Path) -> None:

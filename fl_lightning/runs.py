@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from fl_lightning.config import flatten
+from fl_lightning.config import flatten, load_yaml, refuse_odd_file
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.metrics import Row, read_columns, read_rows, summarize
 
@@ -33,12 +32,7 @@ Figures = dict[str, float | int | None]
 """What a run came to, by name."""
 
 MOST_BYTES = {"config.yaml": 2**20, "metrics.csv": 2**27, "clients.csv": 2**30, "final/summary.json": 2**20}
-"""No run's file is larger; one that is would fill the memory of whoever reads it. So would more settings than these:"""
-MOST_SETTINGS = 200_000
-DEEPEST = 50
-LONGEST_NUMBER = 300
-
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
+"""No run's file is larger; one that is would fill the memory of whoever reads it."""
 
 
 class DamagedRun(FLError):
@@ -281,11 +275,7 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
     """
     path = folder / name
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # reading a pipe or a device may never end
-            raise ValueError("it is no file")
-        if about.st_size > MOST_BYTES[name]:
-            raise ValueError("it is larger than it can be")
+        refuse_odd_file(path, MOST_BYTES[name])
         return how(path)
     except FileNotFoundError:
         return missing
@@ -294,43 +284,10 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    _refuse_bombs(text)
-    config = yaml.load(text, LOADER)
+    config = load_yaml(path.read_bytes())
     if not isinstance(config, dict):
         raise ValueError("it holds no mapping of settings")
     return config
-
-
-def _refuse_bombs(text: str) -> None:
-    """Refuse YAML that unfolds to no config: by aliases, by its depth or by numbers of a million digits.
-
-    Raises:
-        ValueError: Says which it was.
-    """
-    count = 0
-    sizes: dict[str | None, int] = {}
-    unclosed: list[tuple[str | None, int]] = []
-    for event in yaml.parse(text, LOADER):
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise ValueError(f"*{event.anchor} leads nowhere, or into itself")
-            count += sizes[event.anchor]
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = unclosed.pop()
-            sizes[anchor] = count - before
-        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-            if event.tag is not None:
-                raise ValueError(f"{event.tag}: settings have no tags")
-            if isinstance(event, yaml.CollectionStartEvent):
-                unclosed.append((event.anchor, count))
-            else:
-                sizes[event.anchor] = 1
-                if len(event.value) > LONGEST_NUMBER and set(event.value) <= set("0123456789abcdefABCDEFox_:.+-"):
-                    raise ValueError(f"a number of {len(event.value):,} digits")
-            count += 1
-        if count > MOST_SETTINGS or len(unclosed) > DEEPEST:
-            raise ValueError("it unfolds to more than a config can be")
 
 
 def _figures(path: Path) -> Figures:
@@ -391,7 +348,7 @@ def _short(path: Any) -> str:
 
 def _value(text: str) -> Any:
     try:
-        value = yaml.load(text, LOADER)
+        value = load_yaml(text)
         return float(value) if isinstance(value, str) else value  # YAML does not take 1e-3 for a number
     except ValueError:
         return value

@@ -36,6 +36,7 @@ from fl_lightning.catalogue import BASES
 from fl_lightning.config import config_file
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
+from fl_lightning.run_folder import SIGNATURE
 from fl_lightning.runs import read_config
 
 # Where the classes lie that any config may name, and what they are.
@@ -49,7 +50,6 @@ GROUPS = {"scenario", "evaluation", "trainer", "head", "few_shot"}
 """Keys of several settings; jsonargparse takes text there for the path of a file with more of a config."""
 
 LONGEST_TEXT = 10_000
-SIGNATURE = ".signature"
 KEY_BYTES = 32
 PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
 """How an import path looks; the colon is `pkgutil.resolve_name`'s."""

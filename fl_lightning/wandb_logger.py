@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import wandb
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from pydantic import ValidationError
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.provenance import source
 
@@ -22,6 +27,22 @@ OFFLINE = ("offline", "dryrun", "disabled")
 
 TO_GO_ON = ("config.yaml", "metrics.csv", "clients.csv", "checkpoints", "clients")
 """What of a run's folder it takes to test the run, or to go on with it."""
+
+FIELDS = {
+    "project": "project",
+    "entity": "entity",
+    "name": "run_name",
+    "group": "run_group",
+    "tags": "run_tags",
+    "job_type": "run_job_type",
+    "notes": "run_notes",
+}
+"""Our options, and what W&B's settings call them."""
+
+LONGEST = {"name": 128, "group": 128, "job_type": 64, "id": 128}
+"""Characters that W&B's server takes at most; its client finds out when a run is sent, which may be days later."""
+
+LONGEST_TAG = 64
 
 
 class Labels(NamedTuple):
@@ -99,6 +120,33 @@ class WandbRoundLogger(LightningWandbLogger):
         self._held = -1  # the last round that the W&B run held when this folder's run was resumed
         self._open = False  # whether a round's row is
 
+    def check(self, run_dir: Path | None = None) -> None:
+        """Refuse what W&B would refuse later, without asking it or writing anything.
+
+        Args:
+            run_dir: The run's folder, if there is one yet: the note in it of its W&B run is checked too.
+
+        Raises:
+            ConfigError: An option or a variable is not as W&B wants it, or the note is damaged.
+        """
+        settings = wandb.Settings()
+        for variable, value in os.environ.items():
+            if variable.startswith("WANDB_"):
+                with _blamed(variable):
+                    settings.update_from_env_vars({variable: value})
+        told = self._wandb_init
+        for option, field in FIELDS.items():
+            with _blamed(f"logger.{option}"):
+                setattr(settings, field, told[option])
+        for option, most in LONGEST.items():
+            if len(told[option] or "") > most:
+                key = f"logger.{option}" if option in FIELDS else "WANDB_RUN_ID"
+                raise ConfigError(f"{key}: {len(told[option])} characters, and W&B takes {most} at most")
+        if re.search(r"[\s/\\#?%:]", told["entity"] or ""):
+            raise ConfigError(f"logger.entity: {told['entity']!r} is no name of a W&B user or team")
+        if run_dir is not None:
+            read_note(run_dir)
+
     @property
     def experiment(self) -> Any:
         """The W&B run; made at the first call.
@@ -125,26 +173,45 @@ class WandbRoundLogger(LightningWandbLogger):
 
         Returns:
             Whether it is.
+
+        Raises:
+            ConfigError: What is noted there is damaged, or of another run.
         """
-        place = run_dir / "wandb" / "run.json"
-        noted = json.loads(place.read_text()) if place.is_file() else {}
-        known = {"project": "fl-lightning", "name": labels.name, "group": labels.group} | noted
+        noted, of = read_note(run_dir), [*labels.tags, config.get("seed")]
+        if noted and noted["of"] != of:
+            words = [" ".join(map(str, one)) for one in (noted["of"], of)]
+            mend = "put the run's own back, or remove it to begin another W&B run"
+            raise ConfigError(f"{run_dir / NOTE} is of another run, {words[0]} and not {words[1]}: {mend}")
+        known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | noted
         told, online = self._wandb_init, noted.get("online", False)
         silent = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
         told |= {key: told[key] or known.get(key) for key in silent}
         if told["tags"] or not online:
-            told["tags"] = list(dict.fromkeys([*told["tags"], *labels.tags]))
+            told["tags"] = list(dict.fromkeys([*told["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
         own = {key: value for key, value in config.items() if key != "logger"}  # W&B has that in fields of its own
         told |= {"dir": str(run_dir), "config": {**grouped(own), "fl_lightning": source()}}
         self._project, self._save_dir = told["project"], told["dir"]  # what Lightning calls `name` and `save_dir`
         if self.mode != "disabled":
-            run = self.experiment
-            self._held = run.summary.get("round", -1) if noted else -1
-            found = {"id": run.id, "project": run.project, "entity": run.entity}
-            note = known | found | {"online": online or self.mode not in OFFLINE}
-            place.parent.mkdir(exist_ok=True)
-            write_atomically(place, json.dumps(note, indent=1) + "\n")
+            with self._undone(run_dir / "wandb"):
+                run = self.experiment
+                self._held = run.summary.get("round", -1) if noted else -1
+                found = {"id": run.id, "project": run.project, "entity": run.entity}
+                note = known | found | {"online": online or self.mode not in OFFLINE}
+                write_atomically(run_dir / NOTE, sealed(note))
         return not noted
+
+    @contextmanager
+    def _undone(self, folder: Path) -> Iterator[None]:
+        """What W&B has begun inside, and left in its folder, is taken back if something goes wrong."""
+        new = not folder.exists()
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self.finalize("failed")
+            if new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Add to a round's row, which `save` closes: its metrics, pictures and tables share one.
@@ -210,6 +277,55 @@ class WandbRoundLogger(LightningWandbLogger):
         if self._experiment is not None:
             self._experiment.finish(exit_code=0 if status == "success" else 1)
             self._experiment = None
+
+
+NOTE = Path("wandb", "run.json")
+"""Where a run's folder says which W&B run is its own."""
+
+
+def read_note(run_dir: Path) -> dict[str, Any]:
+    """What a run's folder says of its W&B run; nothing if there is none yet.
+
+    Raises:
+        ConfigError: It is not as it was written, or W&B's folder is none.
+    """
+    place = run_dir / NOTE
+    if place.parent.is_symlink() or (place.parent.exists() and not place.parent.is_dir()):
+        raise ConfigError(f"{place.parent} is no folder; W&B's files go there, move it away")
+    if not place.exists() and not place.is_symlink():
+        return {}
+    mend = "put it back, or remove it to begin another W&B run"
+    if place.is_symlink() or not place.is_file():
+        raise ConfigError(f"{place} is no file: {mend}")
+    try:
+        content = place.read_text(encoding="utf-8")
+        note = json.loads(content)
+        note.pop("sha256")
+        sound = content == sealed(note)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {one_line(error)}") from error
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"{place} is damaged: {mend}")
+    return note
+
+
+def sealed(note: Mapping[str, Any]) -> str:
+    """A note as it is written, with the SHA-256 of its content: whatever byte is changed is noticed."""
+    digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
+    return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
+
+
+@contextmanager
+def _blamed(key: str) -> Iterator[None]:
+    """Turn W&B's refusal into one line that names the key."""
+    try:
+        yield
+    except ValidationError as error:  # which tells where to read about pydantic, too
+        raise ConfigError(f"{key}: {one_line(error.errors()[0]['msg'].removeprefix('Value error, '))}") from error
+    except Exception as error:
+        raise ConfigError(f"{key}: {one_line(error)}") from error
 
 
 def grouped(value: Any) -> Any:

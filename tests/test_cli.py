@@ -283,6 +283,7 @@ def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
     files = {"config.yaml", "metrics.csv", "clients.csv", "partition.csv", "final/model.pt", "final/summary.json"}
     for round in {2, 3, summary(run_dir)["global/acc_best_round"]}:
         files |= {f"checkpoints/round-{round:06d}/{name}" for name in ("manifest.json", "state.pt")}
+    files |= {".lock", ".owner"}
     assert {name for name, content in contents(run_dir).items() if content is not None} == files
     assert [row["round"] for row in rows(run_dir)] == ["1", "2", "3"]
     weights = torch.load(run_dir / "final" / "model.pt", weights_only=True)
@@ -442,12 +443,31 @@ def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, 
     assert table(out) == table(finished[1].out)
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_anew(finished, tmp_path):
+def test_a_run_that_was_stopped_in_its_first_round_goes_on_from_its_start(finished, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    shutil.copy(finished[0] / "config.yaml", run_dir)
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FederatedOrchestrator, "_run_round", stopped)
+        assert run("fit", "--config", finished[0] / "config.yaml", "--run_dir", run_dir).code == 130
+    assert os.listdir(run_dir / "checkpoints") == ["round-000000"]
     assert run("fit", "--resume", run_dir).code == 0
     assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
+
+
+@pytest.mark.parametrize("kept", ["config.yaml", "metrics.csv"])
+def test_a_run_that_has_lost_its_checkpoints_is_left_as_it_is(kept, finished, tmp_path):
+    run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    shutil.rmtree(run_dir / "checkpoints")
+    if kept == "config.yaml":
+        (run_dir / "metrics.csv").unlink()
+    before = contents(run_dir)
+    code, _, err = run("fit", "--resume", run_dir)
+    assert code == 2
+    assert "but no checkpoint to go on from: put checkpoints/ back, or start the run again" in err
+    assert contents(run_dir) == before
 
 
 def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
@@ -477,7 +497,7 @@ def test_a_damaged_checkpoint_is_told_of_in_one_line(finished, tmp_path):
     code, _, err = run("fit", "--resume", run_dir)
     assert code == 0
     assert re.fullmatch(
-        r"fl-lightning: warning: checkpoint \S+round-000003 is damaged: .*; using the one before it\n", err
+        r"fl-lightning: warning: checkpoint \S+round-000003 is damaged: .*; going on from round 2's\n", err
     )
     assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
 

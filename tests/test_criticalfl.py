@@ -293,9 +293,9 @@ def test_the_stacked_engine_refuses_in_one_line(tmp_path):
         ({"window": 0}, "algorithm.window: 0 is below 1"),
         ({"every": 0}, "algorithm.every: 0 is below 1"),
         ({"sure": -1}, "algorithm.sure: -1 is below 0"),
-        ({"max_share": 1.5}, "algorithm.max_share: 1.5 is not between 0 and 1"),
-        ({"keep": 0.0}, "algorithm.keep: 0.0 is not above 0 and at most 1"),
-        ({"keep": 1.1}, "algorithm.keep: 1.1 is not above 0 and at most 1"),
+        ({"max_share": 1.5}, r"algorithm.max_share: 1.5 is outside \[0, 1\]"),
+        ({"keep": 0.0}, r"algorithm.keep: 0.0 is outside \(0, 1\]"),
+        ({"keep": 1.1}, r"algorithm.keep: 1.1 is outside \(0, 1\]"),
     ],
 )
 def test_bad_options_are_named(options, message):

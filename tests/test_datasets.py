@@ -16,7 +16,7 @@ import torch
 import torchvision
 from sklearn.datasets import load_digits
 
-from fl_lightning.data import CIFAR10, CIFAR100, MNIST, Arrays, Digits, FashionMNIST
+from fl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Arrays, Digits, FashionMNIST, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.errors import ConfigError
 
@@ -166,7 +166,7 @@ def test_there_is_no_augmentation_by_default(tmp_path: Path) -> None:
 
 def message_of(dataset: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        dataset.load()
+        dataset.checked()
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -217,6 +217,16 @@ def test_a_failed_download_says_why_on_one_line(tmp_path: Path, monkeypatch: pyt
     message = message_of(MNIST(str(tmp_path), download=True))
     assert "(the download failed: no route to host, download=True)" in message
     assert "download true" not in message
+
+
+# --- A dataset of one's own ---
+
+
+def test_the_dataset_that_the_docs_write_can_be_dealt_out() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "scenarios.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], names := {"__name__": "my_module"})
+    data = Scenario(names["Signs"](), IID(), clients=4).build(0)
+    assert data.class_counts("train").sum() + data.class_counts("test").sum() == 800
 
 
 # --- Arrays ---
@@ -324,19 +334,19 @@ def test_bad_arrays_are_refused_by_name(case: str, tmp_path: Path) -> None:
     changed, reason = BAD_ARRAYS[case]
     path = saved(tmp_path, **changed)
     with pytest.raises(ConfigError, match=reason) as caught:
-        Arrays(str(path)).load()
+        Arrays(str(path)).checked()
     assert str(caught.value).startswith(f"scenario.dataset.path: {path}: ")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("num_classes", [1, 2])
-def test_labels_beyond_num_classes_are_refused(num_classes: int, tmp_path: Path) -> None:
-    message = message_of(Arrays(str(saved(tmp_path)), num_classes))
-    assert f"label 2 is out of range for num_classes {num_classes}" in message
+def test_labels_beyond_num_classes_are_refused(tmp_path: Path) -> None:
+    assert "label 2 is out of range for num_classes 2" in message_of(Arrays(str(saved(tmp_path)), 2))
 
 
-def test_zero_classes_are_refused(tmp_path: Path) -> None:
-    assert "num_classes" in message_of(Arrays(str(saved(tmp_path)), 0))
+@pytest.mark.parametrize("num_classes", [-1, 0, 1])
+def test_fewer_than_two_classes_are_refused(num_classes: int) -> None:
+    with pytest.raises(ConfigError, match=f"^scenario.dataset.num_classes: {num_classes} is below 2$"):
+        Arrays("mine.npz", num_classes)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -373,7 +383,7 @@ def test_what_is_no_npz_file_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_npz_file(tmp_path: Path) -> None:
-    assert "is no readable .npz file" in message_of(Arrays(str(tmp_path)))
+    assert "is a folder, it needs to be a file" in message_of(Arrays(str(tmp_path)))
 
 
 class Trap:

@@ -115,3 +115,7 @@ def test_official_test_data_in_the_training_table_counts_there_too() -> None:
     official = Scenario(Digits(), IID(), clients=3, local_test="official").build(0).digest()
     own = Scenario(Digits(), IID(), clients=3).build(0).digest()
     assert [name for name in PARTS if official[name] != own[name]] == ["x_train", "y_train", "partition"]
+
+
+def test_one_value_may_be_laid_out_with_any_stride():
+    assert scenario.sha256([torch.tensor([5]).as_strided((1,), (0,))]) == scenario.sha256([torch.tensor([5])])

@@ -10,6 +10,7 @@ from experiments import NormMLP, experiment, same_bytes
 from fl_lightning.algorithms import Aggregator, FedAvg
 from fl_lightning.client import LossTerm
 from fl_lightning.data import Arrays, Partition, Scenario
+from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.errors import ClientFailure, TooFewClients
 from fl_lightning.message import Message
 
@@ -172,3 +173,69 @@ def test_gradient_clipping_reaches_the_fit(tmp_path):
     start = run.worker.template.backbone.state_dict()
     moved = torch.cat([(run.state["model"][name] - start[name]).flatten() for name in start]).norm()
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
+
+
+# --- What is no exception, or a strange one ---
+
+
+class Strange(Exception):
+    def __str__(self):
+        raise RuntimeError("not even this")
+
+
+class Raising(LossTerm):
+    """Raises one of `ODD` in round 2, in its first step or where a fit begins."""
+
+    def __init__(self, error, early=False):
+        super().__init__()
+        self.error, self.early, self.round = error, early, 0
+
+    def begin(self, module):
+        self.round = module.round if module.class_counts.sum() > 10 else 0  # not the checks' ten ones
+        if self.early and self.round == 2:
+            raise ODD[self.error]
+
+    def forward(self, step):
+        if self.round == 2:
+            raise ODD[self.error]
+        return step.logits.sum() * 0
+
+
+ENGINES = {"relay": SequentialEngine, "alone": partial(SequentialEngine, 0), "stacked": StackedEngine}
+ODD = {
+    "SystemExit: 0": SystemExit(0),
+    "SystemExit: 3": SystemExit(3),
+    "SystemExit": SystemExit(),
+    "GeneratorExit": GeneratorExit(),
+    "MemoryError": MemoryError(),
+    "RecursionError: too deep": RecursionError("too deep"),
+    r"Strange: \(its message cannot be had\)": Strange(),
+    "Ctrl-C": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:StackedEngine")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("message", list(ODD)[:-1])
+def test_whatever_a_clients_code_raises_is_that_clients_failure(tmp_path, engine, early, message):
+    term = Raising(message, early)
+    with pytest.raises(ClientFailure, match=rf"^client \d, round 2: {message}$"):
+        experiment(tmp_path, FedAvg(loss_terms=[term]), engine=ENGINES[engine]()).fit()
+
+
+@pytest.mark.filterwarnings("ignore:StackedEngine")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("early", [False, True])
+def test_ctrl_c_in_a_fit_ends_the_run(tmp_path, engine, early):
+    """Lightning makes a `SystemExit(1)` of it, where it is in a fit."""
+    term = Raising("Ctrl-C", early)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
+        experiment(tmp_path, FedAvg(loss_terms=[term]), engine=ENGINES[engine]()).fit()
+    assert isinstance(end.value, KeyboardInterrupt) or end.value.code == 1
+
+
+def test_a_client_that_would_exit_is_dropped_like_any_other(tmp_path):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Raising("SystemExit: 0")]), on_client_failure="drop")
+    with pytest.raises(TooFewClients), pytest.warns(UserWarning, match="round 2: SystemExit: 0"):
+        run.fit()

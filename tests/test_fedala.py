@@ -224,5 +224,5 @@ def test_what_was_learnt_is_taken_up_again(tmp_path):
     [("layers", -1), ("rand_percent", 0), ("rand_percent", 101), ("eta", -1), ("threshold", -1), ("max_epochs", 0)],
 )
 def test_bad_options_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|not above)"):
+    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|outside)"):
         FedALA(**{name: value})

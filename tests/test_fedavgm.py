@@ -100,10 +100,10 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 1.0}, r"algorithm.beta: 1.0 is not from 0 to below 1"),
-        ({"beta": -0.1}, r"algorithm.beta: -0.1 is not from 0 to below 1"),
+        ({"beta": 1.0}, r"algorithm.beta: 1.0 is outside \[0, 1\)"),
+        ({"beta": -0.1}, r"algorithm.beta: -0.1 is outside \[0, 1\)"),
         ({"server_lr": 0.0}, r"algorithm.server_lr: 0.0 is not above 0; 1 goes all the way"),
-        ({"server_lr": float("nan")}, r"algorithm.server_lr: nan is not above 0"),
+        ({"server_lr": float("nan")}, r"algorithm.server_lr: nan is no finite number; 1 goes"),
     ],
 )
 def test_bad_options_are_named(options, message):

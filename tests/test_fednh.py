@@ -210,8 +210,8 @@ def test_the_aggregator_by_itself_has_the_methods_default():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rho": -0.1}, "algorithm.rho: -0.1 is not between 0 and 1"),
-        ({"rho": 1.5}, "algorithm.rho: 1.5 is not between 0 and 1"),
+        ({"rho": -0.1}, r"algorithm.rho: -0.1 is outside \[0, 1\]"),
+        ({"rho": 1.5}, r"algorithm.rho: 1.5 is outside \[0, 1\]"),
         ({"scale": 0.0}, "algorithm.scale: 0.0 is not above 0"),
     ],
 )

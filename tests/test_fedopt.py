@@ -128,8 +128,8 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, rule):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta1": 1.0}, r"algorithm.beta1: 1.0 is not from 0 to below 1"),
-        ({"beta2": -0.5}, r"algorithm.beta2: -0.5 is not from 0 to below 1"),
+        ({"beta1": 1.0}, r"algorithm.beta1: 1.0 is outside \[0, 1\)"),
+        ({"beta2": -0.5}, r"algorithm.beta2: -0.5 is outside \[0, 1\)"),
         ({"tau": 0.0}, r"algorithm.tau: 0.0 is not above 0; the paper uses 1e-3"),
         ({"initial_v": -1.0}, r"algorithm.initial_v: -1.0 is below 0; the paper's is tau squared"),
         ({"server_lr": 0.0}, r"algorithm.server_lr: 0.0 is not above 0"),

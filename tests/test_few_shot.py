@@ -59,14 +59,14 @@ def test_fc100_trains_on_one_part_and_is_tested_on_another(
 ) -> None:
     train, test = write_cifar(tmp_path, 100, monkeypatch)
     x, y = np.concatenate([train.x, test.x]), np.array(train.y + test.y)
-    data = FC100(str(tmp_path), evaluate_on=part).load()
+    data = FC100(str(tmp_path), evaluate_on=part, few_shot=FewShot(shots=1)).load()
     for images, labels, name in ((data.x_train, data.y_train, "train"), (data.x_test, data.y_test, part)):
         classes = np.array(fc100_classes(name))
         kept = np.isin(y, classes)
         assert np.array_equal(images.numpy(), x[kept])
         assert np.array_equal(classes[labels.numpy()], y[kept])
     assert data.num_classes == 60 == len(data.y_train.unique())
-    assert data.cut.__self__ == data.evaluate.__self__ == FewShot(ways=5, shots=5, queries=15, episodes=600)
+    assert data.cut.__self__ == data.evaluate.__self__ == FewShot(ways=5, shots=1, queries=15, episodes=600)
 
 
 # --- Episodes ---

@@ -47,7 +47,7 @@ def test_svhn_files_of_another_checksum_are_refused(tmp_path: Path, monkeypatch:
     write_svhn(tmp_path, monkeypatch)
     path = tmp_path / "test_32x32.mat"
     path.write_bytes(path.read_bytes() + b"\0")
-    assert "SVHN cannot be read; put {train,test}_32x32.mat into" in refusal(SVHN(str(tmp_path)))
+    assert f"SVHN cannot be read: {path}: is damaged, or another file: its MD5" in refusal(SVHN(str(tmp_path)))
 
 
 def test_pathmnist_comes_from_medmnists_file_without_the_package(

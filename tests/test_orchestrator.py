@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fl_lightning import loggers
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
-from fl_lightning.client import lr_scales
+from fl_lightning.client import LRScales
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 
@@ -34,11 +34,15 @@ def test_participants_are_a_uniform_draw_without_replacement(tmp_path):
 
 
 def test_schedule_over_rounds_is_the_torch_schedule():
-    assert lr_scales(None, 3) == [1.0] * 3
+    def scales(scheduler, rounds):
+        made = LRScales(scheduler, rounds)
+        return [made.of(round) for round in range(1, rounds + 1)]
+
+    assert LRScales(None, 3).of(2) == 1.0
     exponential = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.95)
-    assert lr_scales(exponential, 4) == pytest.approx([0.95**r for r in range(4)])
+    assert scales(exponential, 4) == pytest.approx([0.95**r for r in range(4)])
     cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=10)
-    assert lr_scales(cosine, 10) == pytest.approx([(1 + np.cos(np.pi * r / 10)) / 2 for r in range(10)])
+    assert scales(cosine, 10) == pytest.approx([(1 + np.cos(np.pi * r / 10)) / 2 for r in range(10)])
 
 
 def test_schedule_over_rounds_reaches_the_clients(tmp_path):

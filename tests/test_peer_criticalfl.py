@@ -132,8 +132,8 @@ def test_when_the_norms_no_longer_grow_fewer_are_heard_and_whole(tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"keep": 0.0}, "algorithm.keep: 0.0 is not above 0"),
-        ({"max_share": 2.0}, "algorithm.max_share: 2.0 is not between 0 and 1"),
+        ({"keep": 0.0}, r"algorithm.keep: 0.0 is outside \(0, 1\]"),
+        ({"max_share": 2.0}, r"algorithm.max_share: 2.0 is outside \[0, 1\]"),
         ({"window": 0}, "algorithm.window: 0 is below 1"),
         ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
     ],

@@ -10,7 +10,7 @@ import torch
 from experiments import NormMLP, digits, experiment, task_of_round
 from methods import METHODS, assert_same_run
 from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client import ClientModule, LossTerm
@@ -212,7 +212,14 @@ def test_callbacks_that_another_package_brings_get_a_fit_for_each_client(tmp_pat
 
 
 def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
-    run = experiment(tmp_path, lr_scheduler=ReduceLROnPlateau)
+    class Own:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            pass
+
+    run = experiment(tmp_path, lr_scheduler=Own)
     run.load()
     assert not relay.can_relay(run.worker)
 

@@ -135,8 +135,9 @@ def test_local_test_leaves_something_to_train_on(local_test: float) -> None:
 
 
 def test_a_client_that_was_dealt_nothing_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.partition: client 3 holds no data; use fewer scenario.clients"):
-        Scenario(Labels(np.zeros(3, int)), IID(), 4).build(0)
+    empty = Given([np.array([0, 1]), np.array([], int), np.array([2])])
+    with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 holds no data; use fewer scenario.clients"):
+        Scenario(Labels(LABELS), empty, 3).build(0)
 
 
 # --- stratified_sample ---

@@ -128,7 +128,8 @@ def test_a_csv_review_of_no_known_sentiment_is_refused(tmp_path: Path) -> None:
     write_imdb_csv(tmp_path)
     with (tmp_path / "IMDB Dataset.csv").open("a") as file:
         file.write("so so,mixed\n")
-    assert "put IMDB Dataset.csv into" in refusal(IMDB(str(tmp_path), layout="csv"))
+    message = refusal(IMDB(str(tmp_path), layout="csv"))
+    assert f"{tmp_path}/IMDB Dataset.csv: is no readable csv file: row 26 ('mixed'); put a sound copy there" in message
 
 
 def test_files_are_fetched_only_where_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,20 @@
 """A client's trainer: as quick to make as it can be, and nothing of that is left when it is done."""
 
+import logging
+import warnings
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
+from experiments import experiment
 from lightning.fabric.utilities import registry
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.loops import fit_loop
 
+from fl_lightning.algorithms import FedAvg, FedBABU
+from fl_lightning.client import LossTerm
+from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines import trainer as trainers
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 
@@ -57,3 +67,133 @@ def test_callbacks_of_other_packages_are_still_added(monkeypatch):
 def test_local_work_is_one_epoch_unless_told_otherwise(options, epochs, steps):
     trainer = quiet_trainer({"accelerator": "cpu", **options})
     assert (trainer.max_epochs, trainer.max_steps) == (epochs, steps)
+
+
+# --- What Lightning tells ---
+
+CHATTER = [
+    "GPU available but not used. You can set it by doing `Trainer(accelerator='gpu')`.",
+    "TPU available but not used. You can set it by doing `Trainer(accelerator='tpu')`.",
+    "The 'train_dataloader' does not have many workers which may be a bottleneck.",
+    "You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.",
+    "Found 12 module(s) in eval mode at the start of training.",
+    "`isinstance(treespec, LeafSpec)` is deprecated",
+    "You passed `Trainer(accelerator='cpu', precision='16-mixed')` but AMP with fp16 is not supported on CPU.",
+    "`precision=bf16` is supported for historical reasons but its usage is discouraged.",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.",
+]
+
+
+class Saying(LossTerm):
+    """Has Lightning warn, and log, at the start of each fit."""
+
+    def __init__(self, *texts):
+        super().__init__()
+        self.texts = texts
+
+    def begin_epoch(self, module):
+        for text in self.texts:
+            rank_zero_warn(text)
+        rank_zero_info("`Trainer.fit` stopped: something")
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").warning("a node is %s", "gone")
+
+    def forward(self, step):
+        return step.logits.sum() * 0
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        SequentialEngine,
+        partial(SequentialEngine, 0),
+        StackedEngine,
+        partial(ProcessesEngine, 2),
+        partial(AutoEngine, 1),
+    ],
+    ids=["relay", "alone", "stacked", "processes", "auto"],
+)
+def test_what_nobody_knows_yet_is_shown_once_a_run(tmp_path, engine, caplog, capfd):
+    for name in ("one", "other"):
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            term = Saying("the maths have changed", *CHATTER)
+            experiment(tmp_path / name, FedAvg(loss_terms=[term]), engine=engine(), rounds=2).fit()
+        assert sorted(str(one.message) for one in shown) == ["a node is gone", "the maths have changed"]
+    assert not caplog.records
+    assert "stopped" not in "".join(capfd.readouterr())
+
+
+def test_a_hook_of_lightnings_own_that_warns_is_heard(tmp_path, monkeypatch):
+    run = fit_loop._FitLoop.on_run_start
+
+    def warning(loop):
+        rank_zero_warn("this fit is not what you think")
+        run(loop)
+
+    monkeypatch.setattr(fit_loop._FitLoop, "on_run_start", warning)
+    with pytest.warns(UserWarning, match="this fit") as shown:
+        experiment(tmp_path, engine=SequentialEngine(0)).fit()
+    assert [str(one.message) for one in shown] == ["this fit is not what you think"]
+
+
+def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
+    with pytest.raises(Exception, match=r"client \d, round 1: UserWarning: the maths have changed"):
+        experiment(tmp_path, FedAvg(loss_terms=[Saying("the maths have changed")])).fit()
+
+
+def test_warnings_are_shown_as_before_once_a_fit_is_over():
+    before = warnings.showwarning, list(warnings.filters)
+    with lightning_at_ease():
+        assert warnings.showwarning is not before[0]
+    assert (warnings.showwarning, list(warnings.filters)) == before
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_fits_as_they_are_warn_of_nothing(tmp_path, seconds):
+    experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(seconds), rounds=1).fit()
+
+
+# --- What the environment says ---
+
+
+def test_no_environment_variable_is_a_trainers_option(tmp_path, monkeypatch):
+    def steps():
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            run = experiment(tmp_path / str(len(list(tmp_path.iterdir()))), rounds=1)
+            run.fit()
+        return run.state["model"]["head.weight"], [str(one.message) for one in shown]
+
+    weights, told = steps()
+    assert not told
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "1")
+    monkeypatch.setenv("PL_TRAINER_FAST_DEV_RUN", "1")
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "")
+    again, told = steps()
+    assert torch.equal(weights, again)
+    assert sorted(told) == [
+        f"PL_TRAINER_{name} is set, and not heeded: a run is what its config says"
+        for name in ("FAST_DEV_RUN", "MAX_STEPS")
+    ]
+
+
+def test_every_option_of_a_trainer_is_stated():
+    made = {}
+
+    class Asked(L.Trainer):
+        def __init__(self, **options):
+            made.update(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(L, "Trainer", Asked)
+        quiet_trainer({"accelerator": "cpu"})
+    assert made.keys() == trainers.DEFAULTS.keys()
+    assert made["accelerator"] == "cpu"
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
+def test_a_rounding_that_the_environment_asks_for_is_told_of(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "BF16")
+    with pytest.warns(UserWarning, match=f"^{name} is BF16: torch may round float32 products to fewer bits"):
+        experiment(tmp_path)._build()

@@ -561,9 +561,9 @@ def test_the_references_alignment_is_off_for_a_client_that_hears_nobody(tmp_path
     ("options", "message"),
     [
         ({"th_i": -0.1}, "algorithm.th_i: -0.1 is below 0"),
-        ({"th_i": math.nan}, "algorithm.th_i: nan is below 0"),
+        ({"th_i": math.nan}, "algorithm.th_i: nan is no finite number"),
         ({"mu": -1.0}, "algorithm.mu: -1.0 is below 0"),
-        ({"mu": math.nan}, "algorithm.mu: nan is below 0"),
+        ({"mu": math.nan}, "algorithm.mu: nan is no finite number"),
         ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
     ],
 )

@@ -555,7 +555,7 @@ def test_what_wandb_refuses_is_one_line(tmp_path):
     (tmp_path / "own.yaml").write_text(TINY)
     code, _, err = run("fit", "--config", tmp_path / "own.yaml", *words)
     assert code == 2
-    assert err.startswith("fl-lightning: error: logger: ")
+    assert err.startswith("fl-lightning: error: logger.tags: ")
     assert "65 characters" in err
     assert err.count("\n") == 1
 

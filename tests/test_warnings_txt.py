@@ -9,9 +9,10 @@ from commands import contents
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
 
-from fl_lightning import loggers
+from fl_lightning import loggers, orchestrator
 from fl_lightning.errors import ConfigError
 from fl_lightning.loggers import WarningsTxt
+from fl_lightning.run_folder import refuse_occupied
 
 
 class Warner(RoundCallback):
@@ -122,14 +123,12 @@ def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, 
     experiment(tmp_path, rounds=1).fit()
     before = contents(tmp_path)
     refused = experiment(tmp_path)
-    monkeypatch.setattr(refused, "_build", lambda: None)
-    warned = refused._set_up
 
-    def set_up(*args):
+    def refuse(folder):
         warnings.warn("looked at the data", stacklevel=2)
-        warned(*args)
+        refuse_occupied(folder)
 
-    monkeypatch.setattr(refused, "_set_up", set_up)
+    monkeypatch.setattr(orchestrator, "refuse_occupied", refuse)
     with pytest.raises(ConfigError, match="holds a run already"):
         refused.fit()
     assert shown == ["looked at the data"]
@@ -138,8 +137,6 @@ def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, 
 
 @pytest.mark.parametrize("failing", ["open", "read_bytes", "exists"])
 def test_a_disk_that_refuses_ends_no_run(failing, tmp_path, shown, monkeypatch):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "warnings.txt").write_text("round 0: old\n")
     works = getattr(Path, failing)
 
     def refuses(self, *args, **kwargs):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, unique_knowledge
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean, parameter_names
@@ -43,7 +43,12 @@ class Aggregator:
     `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
     `finish` knows the merged shared knowledge too. What must last from round to round goes into a section of the
     state that `finish` returns; the object itself keeps nothing.
+
+    Attributes:
+        leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
     """
+
+    leaves: tuple[str, ...] = ()
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -122,8 +127,7 @@ class ServerStep(WeightedMean):
 
     def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
         super().__init__(weighting)
-        if not server_lr > 0:
-            raise ConfigError(f"algorithm.server_lr: {server_lr} is not above 0; 1 goes all the way to the mean")
+        check_number("algorithm.server_lr", server_lr, "(0, inf)", "1 goes all the way to the mean")
         self.server_lr = server_lr
         self.moments: dict[str, float] = {}
 
@@ -180,6 +184,8 @@ class Algorithm:
         personal: Entries of the backbone's state dict that never leave their client, which keeps them from round to
             round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
         validation: Share of a client's training data that it does not train on, for `prepare` to look at.
+        whole: Whether a client's model as trained is what it uploads of it, with its personal part and, of what is in
+            neither, what it started from. Callbacks that look at what clients train need that.
         module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
         samples: How many training samples each client holds, by id, as a server can ask before round 1; the
             orchestrator sets it before it asks for the initial state.
@@ -192,6 +198,7 @@ class Algorithm:
     one_model: bool = True
     personal: tuple[str, ...] = ()
     validation: float = 0.0
+    whole: bool = True
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
 

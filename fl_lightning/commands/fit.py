@@ -10,19 +10,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.cli_errors import plainly
-from fl_lightning.config import below, config_file, flatten, with_config_paths
+from fl_lightning.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
 from fl_lightning.naming import run_names
 from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
-from fl_lightning.runs import LOADER
 from fl_lightning.seal import MAY_CHANGE
 from fl_lightning.trust import let_in, run_config
 
@@ -30,7 +28,7 @@ from fl_lightning.trust import let_in, run_config
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
     words = with_rival(with_config_paths(words))
-    let_in([*words, *(yaml.load(Path(config).read_text(), LOADER) for _, config in values(words, "config"))])
+    let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
 

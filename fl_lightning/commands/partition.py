@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -28,6 +29,8 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print who holds what, and draw it."""
+    if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for a name that is none
+        raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
     with plainly(parser):
         scenario: Scenario = parser.instantiate(given).scenario
     data = scenario.build(given.seed)
@@ -39,7 +42,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         try:
             partition_figure(counts, out / "partition.png")
             write_counts(out / "partition.csv", data)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
     return 0

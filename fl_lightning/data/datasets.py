@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fl_lightning.data.loaders import Batches
+from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.transforms import BatchTransform
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score, evaluate
+
+MOST_CLASSES = 10_000_000
+"""More are a slip: the last layer of any network would fill a machine's memory."""
 
 
 @dataclass
@@ -24,9 +32,9 @@ class LoadedData:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
             are token ids `(n, length)`, `int64`, padded with 0.
         y_train: Training labels `(n,)`, `int64` in `[0, num_classes)`.
-        x_test: Test inputs.
+        x_test: Test inputs, of the same shape and type.
         y_test: Test labels.
-        num_classes: Number of classes, `C`.
+        num_classes: Number of classes, `C`, 2 or more.
         prepare: Turns a batch as stored into what the network takes, on the batch's device.
         augment: Random change of a prepared training batch, on its device, or None.
         cut: Makes a client's training batches; takes the arguments of `Batches`.
@@ -60,6 +68,103 @@ class Dataset(ABC):
             ConfigError: Files are missing or damaged; the message says which files go where.
         """
 
+    def checked(self) -> LoadedData:
+        """Load the data, and see that it is what `LoadedData` says: a scenario takes it from here.
+
+        Raises:
+            ConfigError: It cannot be loaded, or something in it is not as it should be.
+        """
+        with own_code(self.blamed):
+            data = self.load()
+        try:
+            check(data)
+        except ValueError as error:
+            raise ConfigError(f"{self.blamed}: {error}") from error
+        return data
+
+    @property
+    def blamed(self) -> str:
+        """How a line begins that says what is wrong with the data."""
+        return f"scenario.dataset: {type(self).__name__}"
+
+
+@contextmanager
+def own_code(who: str) -> Iterator[None]:
+    """Put an exception of a class that may be the user's own down to it.
+
+    Raises:
+        ConfigError: Names the class; its traceback is the exception's.
+    """
+    try:
+        yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{who}: {type(error).__name__}: {one_line(error)}; --debug shows where") from error
+
+
+def check(data: LoadedData) -> None:
+    """See that a dataset is what `LoadedData` says, in one pass over its labels, and over inputs other than `uint8`.
+
+    Raises:
+        ValueError: Says what is wrong first.
+    """
+    if not isinstance(data, LoadedData):
+        raise ValueError(f"load() returned {type(data).__name__}, not LoadedData")
+    if not isinstance(data.num_classes, int | np.integer) or isinstance(data.num_classes, bool):
+        raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, no whole number")
+    for name in ("prepare", "cut", "evaluate"):
+        if not callable(getattr(data, name)):
+            raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
+    for name in ("x_train", "y_train", "x_test", "y_test"):
+        values = getattr(data, name)
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor")
+        if values.layout != torch.strided or values.device.type != "cpu":
+            raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, in main memory")
+    for split in ("train", "test"):
+        x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
+        _check_labels(f"y_{split}", y, data.num_classes)
+        _check_inputs(f"x_{split}", x)
+        if len(x) != len(y) or not len(x):
+            raise ValueError(f"x_{split} has {len(x)} rows and y_{split} {len(y)}: they need as many, and at least one")
+    if data.x_train.shape[1:] != data.x_test.shape[1:]:
+        shapes = f"{data.in_shape} and {tuple(data.x_test.shape[1:])}"
+        raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
+    if data.x_train.dtype != data.x_test.dtype:
+        raise ValueError("x_train and x_test need one type: uint8 is scaled to 0-1, floating point is not")
+    if not 2 <= data.num_classes <= MOST_CLASSES:
+        raise ValueError(f"num_classes is {data.num_classes}, not between 2 and {MOST_CLASSES:,}")
+
+
+def _check_labels(name: str, y: Tensor, num_classes: int) -> None:
+    if y.dtype != torch.int64 or y.ndim != 1:
+        also = "" if y.is_floating_point() or y.ndim != 1 else "; make it int64"
+        raise ValueError(f"{name} needs one whole number a sample, got {_kind(y)}{also}")
+    low, high = map(int, y.aminmax()) if len(y) else (0, -1)
+    if low < 0:
+        raise ValueError(f"{name} holds label {low}; labels count from 0")
+    if high >= num_classes:
+        raise ValueError(f"{name}: label {high} is out of range for num_classes {num_classes}")
+
+
+def _check_inputs(name: str, x: Tensor) -> None:
+    if x.ndim < 2 or 0 in x.shape[1:]:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs a row a sample: (n, ...)")
+    if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
+        raise ValueError(f"{name} is {_kind(x)}; it needs uint8 or float32, or int64 for token ids (n, length)")
+    if x.dtype == torch.uint8 or not len(x):
+        return
+    low, high = x.aminmax()  # a NaN makes both NaN
+    if not (low.isfinite() and high.isfinite()):
+        raise ValueError(f"{name} holds NaN or Inf, or numbers too large for float32")
+    if x.dtype == torch.int64 and low < 0:
+        raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
+
+
+def _kind(values: Tensor) -> str:
+    return f"{str(values.dtype).removeprefix('torch.')} of shape {tuple(values.shape)}"
+
 
 class FileDataset(Dataset):
     """A dataset read from files that somebody else's distribution lays out.
@@ -70,36 +175,72 @@ class FileDataset(Dataset):
 
     Attributes:
         files: Which files belong into `data_dir`, for the message where they are missing.
+        fetchable: Whether they can be downloaded.
     """
 
     files: str
+    fetchable = True
 
     def __init__(self, data_dir: str = "data", download: bool = False) -> None:
         self.data_dir, self.download = data_dir, download
 
     @abstractmethod
+    def _paths(self) -> Iterable[str]:
+        """What has to be there, below `data_dir`; folders end in a slash."""
+
+    @abstractmethod
+    def _fetch(self) -> None:
+        """Download what is missing."""
+
+    @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:
-        """Inputs and labels of one split, downloading the files first if asked to."""
+        """Inputs and labels of one split.
+
+        Raises:
+            BadFile: One of the files is not as it should be.
+        """
+
+    def _path(self, name: str) -> Path:
+        return Path(self.data_dir, name)
 
     def _read_both(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """The training and the test split.
+        """The training and the test split, downloading them first if asked to.
 
         Raises:
             ConfigError: The files cannot be read.
         """
         try:
+            missing, failed = self._missing(), ""
+            if missing and self.download:
+                failed = self._failed_download()
+                missing = self._missing()
+            if missing:
+                raise ConfigError(self._put(missing, failed))
             return self._read(train=True), self._read(train=False)
+        except BadFile as error:
+            fetched = f", or delete it{self._or_download(' and set')}" if self.fetchable else ""
+            raise ConfigError(f"{self.blamed} cannot be read: {error}; put a sound copy there{fetched}") from error
+
+    def _missing(self) -> list[str]:
+        try:
+            is_there(Path(self.data_dir), folder=True)
+        except BadFile as error:
+            raise ConfigError(f"scenario.dataset.data_dir: {error}") from error
+        return [name for name in self._paths() if not is_there(self._path(name), folder=name.endswith("/"))]
+
+    def _failed_download(self) -> str:
+        try:
+            self._fetch()
         except ConfigError:
             raise
-        except Exception as error:  # loaders raise RuntimeError, OSError, URLError, UnpicklingError, ...
-            fetched = f" (the download failed: {one_line(error)})" if self.download else ""
-            raise ConfigError(
-                f"scenario.dataset: {type(self).__name__} cannot be read{fetched}; put {self.files} into "
-                f"{Path(self.data_dir).resolve()}, or set scenario.dataset.data_dir"
-                + ("" if self.download else " or scenario.dataset.download true")
-            ) from error
+        except Exception as error:  # URLError, RuntimeError, OSError, ...
+            return f" (the download failed: {one_line(error)})"
+        return ""
 
+    def _put(self, missing: list[str], failed: str) -> str:
+        files = self.files if len(missing) == len(list(self._paths())) else ", ".join(missing)
+        place, mend = one_line(os.path.abspath(self.data_dir)), self._or_download(" or")
+        return f"{self.blamed} cannot be read{failed}; put {files} into {place}, or set scenario.dataset.data_dir{mend}"
 
-def one_line(error: Exception) -> str:
-    """An error's message on one line, or its class where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    def _or_download(self, word: str) -> str:
+        return f"{word} scenario.dataset.download true" if self.fetchable and not self.download else ""

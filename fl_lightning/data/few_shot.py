@@ -127,6 +127,7 @@ class FC100(CIFAR100):
         (x_train, y_train), (x_test, y_test) = self._read_both()
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
+        members_by_class(test[1], self.few_shot)
         augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
         prepare = Normalize(self.mean, self.std)
         return LoadedData(*train, *test, self.num_classes, prepare, augment, self.few_shot.cut, self.few_shot.evaluate)
@@ -217,15 +218,25 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
     Raises:
         ConfigError: There are fewer classes than `ways`, or one has no sample left to be a query.
     """
+    members = members_by_class(labels, task)
+    rng = np.random.default_rng(0)  # not the run's seed: every model meets the same episodes
+    episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
+    return torch.stack([_episode_score(features, episode, task) for episode in episodes]).double().cpu()
+
+
+def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
+    """Indices of each class's samples of a test set that episodes are drawn from.
+
+    Raises:
+        ConfigError: There are fewer classes than `ways`, or one has no sample left to be a query.
+    """
     members = by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
             f"scenario.dataset.few_shot: the test set has {len(members)} classes, the smallest of "
             f"{min(map(len, members))} samples: too few for {task.ways} ways and {task.shots} shots"
         )
-    rng = np.random.default_rng(0)  # not the run's seed: every model meets the same episodes
-    episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
-    return torch.stack([_episode_score(features, episode, task) for episode in episodes]).double().cpu()
+    return members
 
 
 def _episode_score(features: Tensor, episode: list[np.ndarray], task: FewShot) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,16 @@ from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.io import ImageReadMode, decode_image
 
 from fl_lightning.data.datasets import Dataset, FileDataset, LoadedData
+from fl_lightning.data.reading import (
+    BadFile,
+    files_in,
+    read_idx,
+    read_npz,
+    read_published,
+    read_text,
+    told_of,
+    whole_numbers,
+)
 from fl_lightning.data.transforms import CropFlip, Normalize
 from fl_lightning.errors import ConfigError
 
@@ -71,17 +81,59 @@ class ImageDataset(FileDataset):
 
 
 class _TorchvisionDataset(ImageDataset):
-    source: Callable[..., Any]
+    """Files that torchvision knows where to get; they are read here, so that what is wrong with one can be named."""
 
-    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        split = type(self).source(root=self.data_dir, download=self.download, **self._split(train))
-        return channels_first(torch.as_tensor(split.data)), torch.as_tensor(split.targets).long()
+    source: Any
+
+    def _fetch(self) -> None:
+        for train in (True, False):
+            type(self).source(root=self.data_dir, download=True, **self._split(train))
 
     def _split(self, train: bool) -> dict[str, Any]:
         return {"train": train}
 
 
-class MNIST(_TorchvisionDataset):
+class _IdxDataset(_TorchvisionDataset):
+    """Images and labels in MNIST's format."""
+
+    def _paths(self) -> list[str]:
+        return [path for train in (True, False) for path in self._pair(train)]
+
+    def _pair(self, train: bool) -> tuple[str, str]:
+        folder = f"{self.source.__name__}/raw/{self._prefix(train)}"
+        return f"{folder}-images-idx3-ubyte", f"{folder}-labels-idx1-ubyte"
+
+    def _prefix(self, train: bool) -> str:
+        return "train" if train else "t10k"
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        images, labels = map(self._path, self._pair(train))
+        return torch.from_numpy(read_idx(images, 3)).unsqueeze(1), torch.from_numpy(read_idx(labels, 1)).long()
+
+
+class _CifarDataset(_TorchvisionDataset):
+    """Pickled batches, of which nothing is unpickled before its checksum is the published one."""
+
+    labels: str
+
+    def _paths(self) -> list[str]:
+        source = self.source
+        names = [name for name, _ in (*source.train_list, *source.test_list)] + [source.meta["filename"]]
+        return [f"{source.base_folder}/{name}" for name in names]
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:
+        if train:
+            self._published(self.source.meta["filename"], self.source.meta["md5"])
+        files = self.source.train_list if train else self.source.test_list
+        batches = [pickle.loads(self._published(name, md5), encoding="latin1") for name, md5 in files]
+        planes = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
+        return torch.from_numpy(planes), torch.tensor([label for batch in batches for label in batch[self.labels]])
+
+    def _published(self, name: str, md5: str) -> bytes:
+        return read_published(self._path(f"{self.source.base_folder}/{name}"), md5, f"{type(self).__name__} file")
+
+
+class MNIST(_IdxDataset):
     """MNIST: 60,000 + 10,000 grey 28x28 handwritten digits, 10 classes."""
 
     source = torchvision.datasets.MNIST
@@ -89,7 +141,7 @@ class MNIST(_TorchvisionDataset):
     mean, std = (0.1307,), (0.3081,)
 
 
-class FashionMNIST(_TorchvisionDataset):
+class FashionMNIST(_IdxDataset):
     """Fashion-MNIST: 60,000 + 10,000 grey 28x28 pictures of clothes, 10 classes."""
 
     source = torchvision.datasets.FashionMNIST
@@ -97,24 +149,26 @@ class FashionMNIST(_TorchvisionDataset):
     mean, std = (0.2860,), (0.3530,)
 
 
-class CIFAR10(_TorchvisionDataset):
+class CIFAR10(_CifarDataset):
     """CIFAR-10: 50,000 + 10,000 colour 32x32 pictures, 10 classes."""
 
     source = torchvision.datasets.CIFAR10
     files = "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}"
+    labels = "labels"
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-class CIFAR100(_TorchvisionDataset):
+class CIFAR100(_CifarDataset):
     """CIFAR-100: 50,000 + 10,000 colour 32x32 pictures, 100 classes (the fine labels)."""
 
     source = torchvision.datasets.CIFAR100
     files = "cifar-100-python/{train,test,meta}"
+    labels = "fine_labels"
     num_classes = 100
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 
 
-class EMNIST(_TorchvisionDataset):
+class EMNIST(_IdxDataset):
     """EMNIST: grey 28x28 handwritten digits and letters; `bymerge` and `balanced` have 47 classes, `letters` 26.
 
     The images lie on their side, as in the files.
@@ -142,6 +196,9 @@ class EMNIST(_TorchvisionDataset):
         self.num_classes = 26 if split == "letters" else 47
         self.files = f"EMNIST/raw/emnist-{split}-{{train,test}}-{{images-idx3,labels-idx1}}-ubyte"
 
+    def _prefix(self, train: bool) -> str:
+        return f"emnist-{self.split}-{'train' if train else 'test'}"
+
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         x, y = super()._read(train)
         return x, y - 1 if self.split == "letters" else y  # letters count from 1
@@ -157,9 +214,19 @@ class SVHN(_TorchvisionDataset):
     files = "{train,test}_32x32.mat"
     mean, std = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
 
+    def _paths(self) -> list[str]:
+        return [self.source.split_list[split][1] for split in ("train", "test")]
+
+    def _split(self, train: bool) -> dict[str, Any]:
+        return {"split": "train" if train else "test"}
+
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        split = self.source(root=self.data_dir, download=self.download, split="train" if train else "test")
-        return torch.from_numpy(np.ascontiguousarray(split.data)), torch.from_numpy(split.labels)
+        from scipy.io import loadmat
+
+        _, name, md5 = self.source.split_list["train" if train else "test"]
+        arrays = loadmat(BytesIO(read_published(self._path(name), md5, "SVHN file")))
+        labels = torch.from_numpy(arrays["y"]).long().flatten() % 10  # the digit 0 is class 10
+        return torch.from_numpy(np.ascontiguousarray(arrays["X"].transpose(3, 2, 0, 1))), labels
 
 
 class PathMNIST(ImageDataset):
@@ -173,14 +240,15 @@ class PathMNIST(ImageDataset):
     num_classes = 9
     mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
+    def _paths(self) -> list[str]:
+        return [self.files]
+
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        path = Path(self.data_dir) / self.files
-        if self.download and not path.is_file():
-            self._fetch()
-        split = "train" if train else "test"
-        with np.load(path, allow_pickle=False) as archive:
-            images, labels = archive[f"{split}_images"], archive[f"{split}_labels"]
-        return channels_first(torch.from_numpy(images)), torch.from_numpy(labels).long().flatten()
+        path, split = self._path(self.files), "train" if train else "test"
+        images, labels = read_npz(path, (f"{split}_images", f"{split}_labels")).values()
+        with told_of(path, "MedMNIST file"):
+            column = whole_numbers(labels, f"{split}_labels")
+            return channels_first(torch.from_numpy(images)), column.squeeze(1) if column.ndim == 2 else column
 
     def _fetch(self) -> None:
         try:
@@ -202,25 +270,52 @@ class TinyImageNet(ImageDataset):
     mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
     url, md5 = "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"
 
+    def _paths(self) -> list[str]:
+        places = ("wnids.txt", "train/", "val/val_annotations.txt", "val/images/")
+        return [f"tiny-imagenet-200/{place}" for place in places]
+
+    def _fetch(self) -> None:
+        download_and_extract_archive(self.url, self.data_dir, md5=self.md5)
+
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
-        root = Path(self.data_dir) / "tiny-imagenet-200"
-        if self.download and not root.is_dir():
-            download_and_extract_archive(self.url, self.data_dir, md5=self.md5)
-        classes = {name: label for label, name in enumerate((root / "wnids.txt").read_text().split())}
+        root = self._path("tiny-imagenet-200")
+        classes = {name: label for label, name in enumerate(read_text(root / "wnids.txt").split())}
         labels = self._train_files(root, classes) if train else self._val_files(root, classes)
         with ThreadPoolExecutor() as pool:  # decoding leaves Python's lock
-            images = list(pool.map(partial(decode_image, mode=ImageReadMode.RGB), map(str, labels)))
+            images = list(pool.map(decode, labels))
         return torch.stack(images), torch.tensor(list(labels.values()))
 
     @staticmethod
     def _train_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
-        folders = ((root / "train" / name / "images", label) for name, label in classes.items())
-        return {path: label for folder, label in folders for path in sorted(folder.iterdir())}
+        with told_of(root / "train", "folder"):
+            folders = {path.name for path in (root / "train").iterdir() if path.is_dir()}
+        if odd := folders ^ classes.keys():
+            raise BadFile(root / "wnids.txt", f"does not fit train, in {min(odd)}")
+        places = ((root / "train" / name / "images", label) for name, label in classes.items())
+        return {path: label for place, label in places for path in files_in(place)}
 
     @staticmethod
     def _val_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
-        rows = (line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines())
-        return {root / "val" / "images" / name: classes[label] for name, label, *_ in rows}
+        annotations, found = root / "val" / "val_annotations.txt", set(files_in(root / "val" / "images"))
+        with told_of(annotations, "table of names and classes"):
+            rows = (line.split("\t") for line in read_text(annotations).splitlines())
+            labels = {root / "val" / "images" / name: classes[label] for name, label, *_ in rows}
+        if odd := found ^ labels.keys():
+            raise BadFile(annotations, f"does not fit images, in {min(odd).name}")
+        return labels
+
+
+def decode(path: Path) -> Tensor:
+    """A picture of 64x64 in colour, `(3, 64, 64)`.
+
+    Raises:
+        BadFile: It is none.
+    """
+    with told_of(path, "picture"):
+        image = decode_image(str(path), mode=ImageReadMode.RGB)
+    if image.shape != (3, 64, 64):
+        raise BadFile(path, f"is a picture of {image.shape[2]}x{image.shape[1]}, it needs to be 64x64")
+    return image
 
 
 def channels_first(images: Tensor) -> Tensor:

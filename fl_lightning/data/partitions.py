@@ -59,7 +59,7 @@ class Dirichlet(Partition):
         form: `class`, `balanced` or `groups`.
 
     Raises:
-        ConfigError: `alpha` is not above 0 or `min_samples` below 1.
+        ConfigError: `alpha` is not above 0 and at most 1e6, or `min_samples` below 1.
     """
 
     draws, hopeless = 1000, 100
@@ -67,8 +67,10 @@ class Dirichlet(Partition):
     def __init__(
         self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
     ) -> None:
-        if not alpha > 0 or not np.isfinite(alpha):
-            raise ConfigError(f"scenario.partition.alpha: {alpha} is not above 0; small values such as 0.1 skew most")
+        if not 0 < alpha <= 1e6:
+            raise ConfigError(
+                f"scenario.partition.alpha: {alpha} is not above 0 and at most 1e6; small values such as 0.1 skew most"
+            )
         if min_samples < 1:
             raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1; a client needs data")
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
@@ -167,7 +169,7 @@ class QuantitySkew(Partition):
         min_samples: Fewest samples a client may hold.
 
     Raises:
-        ConfigError: `alpha` is not above 0 or `min_samples` below 1.
+        ConfigError: As for `Dirichlet`.
     """
 
     def __init__(self, alpha: float = 0.5, min_samples: int = 10) -> None:
@@ -246,6 +248,23 @@ class Pathological(_FewClasses):
             for owner, shard in zip(owners, np.array_split(members, max(len(owners), 1)), strict=False):
                 parts[owner].append(shard)
         return [np.sort(np.concatenate(own)) for own in parts]
+
+
+def check_shares(parts: list[np.ndarray], clients: int, samples: int) -> None:
+    """See that a partition has kept to what `Partition.split` says.
+
+    Raises:
+        ValueError: Says what it did instead.
+    """
+    if len(parts) != clients:
+        raise ValueError(f"made {len(parts)} shares for {clients} clients")
+    held = np.concatenate(parts)
+    if held.ndim != 1 or not np.issubdtype(held.dtype, np.integer):
+        raise ValueError(f"made shares of {held.dtype}; they are to be indices of samples")
+    if held.min() < 0 or held.max() >= samples:
+        raise ValueError(f"dealt sample {held.min() if held.min() < 0 else held.max()}, of {samples} that count from 0")
+    if (twice := np.bincount(held) > 1).any():
+        raise ValueError(f"dealt sample {twice.argmax()} twice")
 
 
 # --- What the partitions are made of ---------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.partitions import Partition, by_class, deal
+from fl_lightning.data.datasets import Dataset, LoadedData, own_code
+from fl_lightning.data.partitions import Partition, by_class, check_shares, deal
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
 
@@ -85,7 +85,8 @@ def sha256(tensors: Iterable[Tensor]) -> str:
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         at_a_time = max(1, HASHED // max(1, rows[:1].nbytes))
         for piece in rows.split(at_a_time):  # a piece that is laid out otherwise, or on a GPU, is copied
-            digest.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+            flat = piece.detach().cpu().contiguous().as_strided((piece.numel(),), (1,))  # one value may have any stride
+            digest.update(flat.view(torch.uint8).numpy())
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -121,12 +122,12 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.clients < 1:
             raise ConfigError(f"scenario.clients: {self.clients} is below 1")
-        if self.local_test != "official" and not 0 <= self.local_test < 1:
+        if self.local_test != "official" and not (_is_number(self.local_test) and 0 <= self.local_test < 1):
             raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1); or use official")
-        if self.long_tail is not None and not 1 <= self.long_tail < np.inf:
-            raise ConfigError(f"scenario.long_tail: {self.long_tail} is below 1; the papers use 10, 50 and 100")
-        n = self.train_samples
-        if n is not None and not (0 < n < 1 if isinstance(n, float) else n >= 1):
+        rho, n = self.long_tail, self.train_samples
+        if rho is not None and not (_is_number(rho) and 1 <= rho < math.inf):
+            raise ConfigError(f"scenario.long_tail: {rho} is no number from 1 on; the papers use 10, 50 and 100")
+        if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
             raise ConfigError(
                 f"scenario.train_samples: {n} is neither a whole number from 1 on nor a share between 0 and 1"
             )
@@ -135,33 +136,51 @@ class Scenario:
         """Load the data and deal it out.
 
         Raises:
-            ConfigError: The data cannot be read, the partition cannot be met, or a client ends up with no
-                training sample.
+            ConfigError: The data cannot be read or are not what they should be, the partition cannot be met, or a
+                client ends up with no training sample.
         """
-        data = self.dataset.load()
+        data = self.dataset.checked()
         # Keys of their own beside the partition's: the same samples for every way to deal them out.
         if self.train_samples is not None:
             data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1))
         if self.long_tail is not None:
             data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
+        parts = self._deal(data.y_train.numpy(), generator(seed, Stream.PARTITION))
+        if self.local_test == "official":
+            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT))
         labels = data.y_train.numpy()
-        parts = self.partition.split(labels, self.clients, generator(seed, Stream.PARTITION))
+        shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(parts)]
+        return FederatedData(data, shards)
+
+    def _deal(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        if self.clients > len(labels):
+            raise ConfigError(
+                f"scenario.clients: {self.clients} is above the {len(labels)} training samples; each client needs one"
+            )
+        who = f"scenario.partition: {type(self.partition).__name__}"
+        with own_code(who):
+            parts = self.partition.split(labels, self.clients, rng)
         for client, part in enumerate(parts):
             if not len(part):
                 raise ConfigError(
                     f"scenario.partition: client {client} holds no data; use fewer scenario.clients, or a partition "
                     "with min_samples"
                 )
-        if self.local_test == "official":
-            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT))
-        shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(parts)]
-        return FederatedData(data, shards)
+        try:
+            check_shares(parts, self.clients, len(labels))
+        except ValueError as error:
+            raise ConfigError(f"{who}: {error}") from error
+        return parts
 
     def _split_locally(self, labels: np.ndarray, part: np.ndarray, seed: int, client: int) -> Shard:
         assert self.local_test != "official"
         rng = generator(seed, Stream.LOCAL_SPLIT, client)
         test = stratified_sample(labels[part], self.local_test, rng)
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def keep_some(data: LoadedData, n: int | float, rng: np.random.Generator) -> LoadedData:

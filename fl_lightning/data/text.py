@@ -6,17 +6,20 @@ import csv
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from io import StringIO
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from fl_lightning.data.datasets import FileDataset, LoadedData
+from fl_lightning.data.reading import files_in, read_text, told_of
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, blame
 
 PADDING, UNKNOWN = 0, 1
 """Ids of no word, and of a word that the vocabulary does not have."""
@@ -50,7 +53,10 @@ class Vocabulary:
     def encode(self, texts: Iterable[str], length: int) -> Tensor:
         """The first `length` words of each text as ids, filled up with padding: `(n, length)`, `int64`."""
         rows = [[self.ids.get(word, UNKNOWN) for word in words(text)[:length]] for text in texts]
-        return torch.tensor([row + [PADDING] * (length - len(row)) for row in rows], dtype=torch.int64)
+        ids = np.full((len(rows), length), PADDING, dtype=np.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = row
+        return torch.from_numpy(ids)
 
 
 class TextDataset(FileDataset):
@@ -86,7 +92,8 @@ class TextDataset(FileDataset):
         """Read both splits, and number the words of the training texts."""
         (train, y_train), (test, y_test) = self._read_both()
         vocabulary = Vocabulary(train, self.vocab_size)
-        x_train, x_test = (vocabulary.encode(texts, self.length) for texts in (train, test))
+        with blame("scenario.dataset.length"):  # there is no memory for so many
+            x_train, x_test = (vocabulary.encode(texts, self.length) for texts in (train, test))
         return LoadedData(
             x_train, torch.tensor(y_train), x_test, torch.tensor(y_test), self.num_classes, prepare=Normalize()
         )
@@ -100,13 +107,23 @@ class AGNews(TextDataset):
     url = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/{}.csv"
     md5: ClassVar = {"train": "b1a00f826fdfbd249f79597b59e1dc12", "test": "d52ea96a97a2d943681189a97654912d"}
 
+    def _paths(self) -> list[str]:
+        return [f"ag_news_csv/{split}.csv" for split in ("train", "test")]
+
+    def _fetch(self) -> None:
+        for split, md5 in self.md5.items():
+            if not (path := self._path(f"ag_news_csv/{split}.csv")).is_file():
+                download_url(self.url.format(split), path.parent, path.name, md5)
+
     def _read(self, train: bool) -> tuple[list[str], list[int]]:
-        split, folder = "train" if train else "test", Path(self.data_dir) / "ag_news_csv"
-        path = folder / f"{split}.csv"
-        if self.download and not path.is_file():
-            download_url(self.url.format(split), folder, path.name, self.md5[split])
-        rows = list(read_csv(path))
-        return [" ".join(fields) for _, *fields in rows], [int(label) - 1 for label, *_ in rows]
+        path = self._path(f"ag_news_csv/{'train' if train else 'test'}.csv")
+        rows = read_rows(path, self._news)
+        return [text for text, _ in rows], [label for _, label in rows]
+
+    @staticmethod
+    def _news(row: list[str]) -> tuple[str, int]:
+        label, title, text = row
+        return f"{title} {text}", int(label) - 1
 
 
 class IMDB(TextDataset):
@@ -141,27 +158,51 @@ class IMDB(TextDataset):
             raise ConfigError(
                 "scenario.dataset.download: IMDB is fetched as a folder; set scenario.dataset.layout folder"
             )
-        self.layout = layout
+        self.layout, self.fetchable = layout, layout == "folder"
         self.files = "IMDB Dataset.csv" if layout == "csv" else "aclImdb/{train,test}/{neg,pos}/*.txt"
+
+    def _paths(self) -> list[str]:
+        if self.layout == "csv":
+            return [self.files]
+        return [f"aclImdb/{split}/{mood}/" for split in ("train", "test") for mood in ("neg", "pos")]
+
+    def _fetch(self) -> None:
+        download_and_extract_archive(self.url, self.data_dir, md5=self.md5)
 
     def _read(self, train: bool) -> tuple[list[str], list[int]]:
         return self._read_csv(train) if self.layout == "csv" else self._read_folder(train)
 
     def _read_csv(self, train: bool) -> tuple[list[str], list[int]]:
-        _, *rows = read_csv(Path(self.data_dir) / self.files)
+        rows = read_rows(self._path(self.files), self._review, skip=1)
         half = rows[: len(rows) // 2] if train else rows[len(rows) // 2 :]
-        return [text for text, _ in half], [("negative", "positive").index(sentiment) for _, sentiment in half]
+        return [text for text, _ in half], [label for _, label in half]
+
+    @staticmethod
+    def _review(row: list[str]) -> tuple[str, int]:
+        text, mood = row
+        return text, {"negative": 0, "positive": 1}[mood]
 
     def _read_folder(self, train: bool) -> tuple[list[str], list[int]]:
-        root = Path(self.data_dir) / "aclImdb"
-        if self.download and not root.is_dir():
-            download_and_extract_archive(self.url, self.data_dir, md5=self.md5)
-        folders = [root / ("train" if train else "test") / name for name in ("neg", "pos")]
-        texts = [[path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())] for folder in folders]
+        folders = [self._path(f"aclImdb/{'train' if train else 'test'}/{mood}") for mood in ("neg", "pos")]
+        texts = [[read_text(path) for path in files_in(folder)] for folder in folders]
         return texts[0] + texts[1], [0] * len(texts[0]) + [1] * len(texts[1])
 
 
-def read_csv(path: Path) -> Iterator[list[str]]:
-    """The rows of a csv file."""
-    with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.reader(file)
+def read_rows(path: Path, understand: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> list[tuple[str, int]]:
+    """The texts and labels of a csv file's rows.
+
+    Args:
+        path: The file.
+        understand: Makes a text and a label of a row, or raises what it likes.
+        skip: Rows at the top that are none.
+
+    Raises:
+        BadFile: It is no csv file, or one of its rows cannot be understood.
+    """
+    texts = []
+    with told_of(path, "csv file"):
+        for number, row in enumerate(csv.reader(StringIO(read_text(path), newline=""), strict=True), start=1):
+            if number > skip:
+                with told_of(path, f"csv file: row {number}"):
+                    texts.append(understand(row))
+    return texts

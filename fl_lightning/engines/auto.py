@@ -15,7 +15,7 @@ from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
 from fl_lightning.engines.worker import Result, Task, Worker
-from fl_lightning.errors import ConfigError, FLError
+from fl_lightning.errors import ConfigError, FLError, check_number
 
 ENGINES: dict[str, type[Engine]] = {
     "sequential": SequentialEngine,
@@ -49,8 +49,7 @@ class AutoEngine(Engine):
     """
 
     def __init__(self, budget: float = 5.0) -> None:
-        if not budget > 0:
-            raise ConfigError(f"engine.budget: {budget} is not above 0")
+        check_number("engine.budget", budget, "(0, inf)")
         self.budget = budget
         self.choice: str | None = None
         self._chosen: Engine | None = None

@@ -27,7 +27,7 @@ from fl_lightning.engines.stacking import (
     versions,
 )
 from fl_lightning.engines.trainer import LocalWork
-from fl_lightning.engines.worker import Task, Worker
+from fl_lightning.engines.worker import Task, Worker, interrupts
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -50,7 +50,7 @@ class Client:
     batches: Batches
     draws: RandomStates
     work: LocalWork
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @classmethod
     def begun(cls, worker: Worker, task: Task) -> Client:
@@ -75,7 +75,9 @@ class Client:
         try:
             with self.draws.drawing():
                 yield
-        except Exception as error:
+        except BaseException as error:
+            if interrupts(error):
+                raise
             self.error = error
 
 

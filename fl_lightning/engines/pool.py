@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.parcels import Parcel, Shelf, unpack
 from fl_lightning.engines.worker import Result, Task, Worker, failed
-from fl_lightning.errors import ConfigError, FLError
+from fl_lightning.errors import ConfigError, FLError, one_line
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
 TAKEN = 2  # tasks taken at a time, times members
@@ -138,7 +138,7 @@ class PoolEngine(Engine):
             ConfigError: The members cannot take in the worker object.
             Lost: They end before they have.
         """
-        size = self.size(worker)
+        size = min(self.size(worker), len(worker.data.shards))
         self._load(worker)
         arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
         waiting: list[Task] = []
@@ -153,7 +153,7 @@ class PoolEngine(Engine):
                 return
             for member in self._wait():
                 try:
-                    result = self._answered(member)
+                    result = self._answered(member, worker.heard)
                 except Lost as loss:
                     self._dismiss(member)
                     result = losses.count(member, loss)
@@ -203,10 +203,12 @@ class PoolEngine(Engine):
             member.tasks.append(task)
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
 
-    def _answered(self, member: Member) -> Result | None:
+    def _answered(self, member: Member, heard: set[str]) -> Result | None:
         answer = member.answer()
         for text, category, file, line in answer.warnings:
-            warnings.warn_explicit(text, category, file, line)
+            if text not in heard:  # each member has heard by itself
+                heard.add(text)
+                warnings.warn_explicit(text, category, file, line)
         if answer.refused:
             raise ConfigError(
                 f"engine: a worker process could not take in the experiment: {answer.refused}; "
@@ -261,9 +263,8 @@ def packed(worker: Worker) -> Parcel:
     try:
         return Parcel((worker, Surroundings.here()))
     except Exception as error:  # whatever a stranger's __reduce__ raises
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"engine: the experiment cannot be sent to another process: {reason}; "
+            f"engine: the experiment cannot be sent to another process: {one_line(error)}; "
             f"use the sequential engine, or define it in a module"
         ) from error
 
@@ -333,7 +334,7 @@ class Host:
             surroundings.adopt()
             self.worker = replace(worker, trainer=worker.trainer | trainer)
         except Exception as error:
-            return Parcel(Answer(refused=" ".join(f"{type(error).__name__}: {error}".split())))
+            return Parcel(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
         gc.collect()
         gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
         return Parcel(Answer())

@@ -26,7 +26,7 @@ from torch import Tensor
 from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
 from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError, check_positive
+from fl_lightning.errors import ConfigError, check_number, check_positive
 from fl_lightning.lazy import away_from_here
 
 GRACE = 5.0  # seconds that a process has to end by itself
@@ -47,12 +47,13 @@ class ProcessesEngine(PoolEngine):
             With more workers than GPUs, several share one.
 
     Raises:
-        ConfigError: A number is below 1, or there is no GPU in `devices`.
+        ConfigError: A number is out of range, or there is no GPU in `devices`.
     """
 
     def __init__(self, workers: int | None = None, threads: int = 1, devices: list[int] | None = None) -> None:
         super().__init__()
-        check_positive("engine.", workers=workers, threads=threads)
+        check_positive("engine.", workers=workers)
+        check_number("engine.threads", threads, "[1, 1024]")
         if devices is not None and not devices:
             raise ConfigError("engine.devices: no GPU is named; leave it out to use all, or set trainer.accelerator")
         self.workers, self.threads, self.devices = workers, threads, devices

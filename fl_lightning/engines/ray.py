@@ -15,7 +15,7 @@ import torch
 from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError, check_positive
+from fl_lightning.errors import ConfigError, check_number, check_positive
 
 
 class RayEngine(PoolEngine):
@@ -41,8 +41,7 @@ class RayEngine(PoolEngine):
     ) -> None:
         super().__init__()
         check_positive("engine.", workers=workers, threads=threads)
-        if gpus is not None and gpus < 0:
-            raise ConfigError(f"engine.gpus: {gpus} is below 0")
+        check_number("engine.gpus", gpus, "[0, inf)")
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus
         self._gpus = 0.0
         self._started = False

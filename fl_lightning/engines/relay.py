@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.trainer import FOR_ALL, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
@@ -32,15 +32,14 @@ def can_relay(worker: Worker) -> bool:
     if type(module) is not ClientModule or callbacks or not_for_each(worker.trainer, trainer):
         return False
     optimizer, schedules = configured(module)
-    stepped_by_epoch = (isinstance(s, LRScheduler) and not isinstance(s, ReduceLROnPlateau) for s in schedules)
-    return isinstance(optimizer, torch.optim.Optimizer) and all(stepped_by_epoch)
+    return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
 
 
 def relay(worker: Worker, tasks: Iterator[Task], seconds: float) -> list[Result]:
     """Carry out tasks in one `Trainer.fit`, as many as are begun within so many seconds."""
     clients = Relay(worker, tasks, seconds)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL)
-    with lightning_at_ease():
+    trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.heard)
+    with lightning_at_ease(worker.heard):
         trainer.fit(clients)
     return clients.results
 
@@ -66,8 +65,9 @@ class Relay(L.LightningModule):
         self.worker, self.tasks, self.seconds = worker, tasks, seconds
         self.results: list[Result] = []
 
-    def configure_optimizers(self) -> None:
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """None: each client has its own."""
+        return []
 
     def train_dataloader(self) -> Iterable[int]:
         """One batch, in name."""

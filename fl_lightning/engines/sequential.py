@@ -9,7 +9,7 @@ from itertools import chain
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.relay import can_relay, relay
 from fl_lightning.engines.worker import Result, Task, Worker
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 
 
 class SequentialEngine(Engine):
@@ -27,8 +27,7 @@ class SequentialEngine(Engine):
     """
 
     def __init__(self, seconds: float = 1.0) -> None:
-        if not seconds >= 0:
-            raise ConfigError(f"engine.seconds: {seconds} is below 0; use 0 for a fit of its own for each client")
+        check_number("engine.seconds", seconds, "[0, inf)", "use 0 for a fit of its own for each client")
         self.seconds = seconds
         self._asked: Worker | None = None
         self._relays = False

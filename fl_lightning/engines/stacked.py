@@ -9,15 +9,15 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
-from fl_lightning.engines.worker import Result, Task, Worker, failed
-from fl_lightning.errors import ConfigError
+from fl_lightning.engines.worker import Result, Task, Worker, failed, interrupts
+from fl_lightning.errors import ConfigError, check_number, one_line
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -48,8 +48,7 @@ class StackedEngine(Engine):
     """
 
     def __init__(self, clients: int = 64) -> None:
-        if clients < 2:
-            raise ConfigError(f"engine.clients: {clients} is below 2; use SequentialEngine for one client at a time")
+        check_number("engine.clients", clients, "[2, inf)", "use SequentialEngine for one client at a time")
         self.clients = clients
 
     def check(self, worker: Worker) -> None:
@@ -78,7 +77,7 @@ class StackedEngine(Engine):
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Take as many tasks as are stacked, train, and yield their results, one cohort after another."""
         arriving = iter(tasks)
-        while taken := list(islice(arriving, self.clients)):
+        while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
             if taken[0].fit and alike and len(taken) > 1:
                 yield from fitted(worker, taken)
@@ -97,12 +96,14 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     for task in tasks:
         try:
             clients.append(Client.begun(worker, task))
-        except Exception as error:
+        except BaseException as error:
             yield failed(task, error)
     try:
         states = trained(worker, clients) if clients else {}
-    except Exception as error:  # nobody's in particular: one by one, each says what is its own
-        warnings.warn(f"StackedEngine: trained one after another: {one_line(error)}", stacklevel=2)
+    except BaseException as error:  # nobody's in particular: one by one, each says what is its own
+        if interrupts(error):
+            raise
+        warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
         yield from map(worker.run, [client.task for client in clients])
         return
     while clients:
@@ -118,8 +119,8 @@ def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     alone = worker.setup
     cohort = Cohort(clients, worker.data.data, alone.gradient_clip_val or 0.0, alone.gradient_clip_algorithm or "norm")
     epochs = max(client.work.epochs for client in clients)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs})
-    with lightning_at_ease():
+    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
+    with lightning_at_ease(worker.heard):
         trainer.fit(cohort)
     return cohort.optimizer_states() if worker.keeps_optimizer else {}
 
@@ -147,7 +148,7 @@ def check_module(module: ClientModule) -> None:
         raise refusal(f"optimizer {type(optimizer).__name__}", f"only torch's {', '.join(OPTIMIZERS)}")
     if module.scheduler_factory:
         schedule = module.scheduler_factory(optimizer)
-        if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
+        if not isinstance(schedule, LRScheduler):
             raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
 
 
@@ -174,7 +175,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
         try:
             try_step(clients, x, y)
         except Exception as error:
-            raise refusal(what, one_line(error)) from error
+            raise refusal(what, first_sentence(error)) from error
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
@@ -199,7 +200,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     alike.verify()
 
 
-def one_line(error: Exception) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first sentence of an error."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

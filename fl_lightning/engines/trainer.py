@@ -18,7 +18,23 @@ import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-from fl_lightning.errors import ConfigError
+DEFAULTS = {name: p.default for name, p in inspect.signature(L.Trainer).parameters.items()}
+"""Lightning's own. All are stated: what is not, it would look for in environment variables."""
+
+CHATTER = "|".join(
+    [
+        "GPU available but not used",  # the config says so
+        "TPU available but not used",
+        ".*AMP with fp16 is not supported on CPU",  # it is refused
+        r"`precision=.+` is supported for historical reasons",
+        ".*does not have many workers",  # they would cost 50 ms a fit
+        "You defined a `validation_step` but have no `val_dataloader`",  # clients are measured otherwise
+        r"Found \d+ module\(s\) in eval mode",  # `train` was called: what is still in eval mode is meant to be
+        ".*treespec, LeafSpec",  # a deprecation of torch's that Lightning has not followed yet
+        "The .grad attribute of a Tensor",  # torch.compile's own look
+    ]
+)
+"""Warnings that each of a thousand short fits would give, and that tell nobody anything."""
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
@@ -41,32 +57,18 @@ FOR_ALL: dict[str, Any] = {
 """Of a trainer that fits several clients, what it leaves to each of them."""
 
 
-def quiet_trainer(options: dict[str, Any]) -> L.Trainer:
+def quiet_trainer(options: dict[str, Any], heard: set[str] | None = None) -> L.Trainer:
     """A trainer for one fit on one device: one epoch unless told otherwise, no logger, no validation.
 
     Args:
         options: Keyword arguments of `Trainer`.
+        heard: What was warned of already, which is not shown again; it is added to.
     """
-    options = {"devices": 1, "limit_val_batches": 0, **options}
-    if options.get("max_epochs") is None:
-        options["max_epochs"] = 1 if options.get("max_steps", -1) == -1 else -1
-    with lightning_at_ease():
+    options = DEFAULTS | {"devices": 1, "limit_val_batches": 0} | options
+    if options["max_epochs"] is None:
+        options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
+    with lightning_at_ease(heard):
         return L.Trainer(**options | dict.fromkeys(QUIET, False))
-
-
-def check_local_work(trainer: L.Trainer) -> None:
-    """Refuse a trainer whose fit would take no step, never end, or start processes of its own.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    if trainer.world_size > 1:
-        raise ConfigError("trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th")
-    for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
-        if getattr(trainer, name) == 0:
-            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
-    if trainer.max_epochs == trainer.max_steps == -1:
-        raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
 
 
 def not_for_each(options: dict[str, Any], trainer: L.Trainer) -> tuple[str, str] | None:
@@ -76,9 +78,8 @@ def not_for_each(options: dict[str, Any], trainer: L.Trainer) -> tuple[str, str]
         options: Keyword arguments of `Trainer`.
         trainer: The trainer they make.
     """
-    defaults = inspect.signature(L.Trainer.__init__).parameters
     for name, value in options.items():
-        if name not in FOR_EACH and value is not None and value != defaults[name].default:
+        if name not in FOR_EACH and value is not None and value != DEFAULTS[name]:
             return f"trainer.{name}", "it is for one fit, and all clients are in one"
     if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1:
         return "trainer.limit_train_batches", "a share is rounded for each client; give a number of batches"
@@ -120,28 +121,53 @@ class LocalWork:
 
 
 @contextmanager
-def lightning_at_ease() -> Iterator[None]:
-    """Make a trainer, or fit with one, without the messages and searches that are meant for one long fit."""
-    with lightning_silenced(), _looked_up_once():
+def lightning_at_ease(heard: set[str] | None = None) -> Iterator[None]:
+    """Make a trainer, or fit with one, without the messages and searches that are meant for one long fit.
+
+    Args:
+        heard: What was warned of already, which is not shown again; it is added to.
+    """
+    with lightning_silenced(heard), _looked_up_once():
         yield
 
 
 @contextmanager
-def lightning_silenced() -> Iterator[None]:
-    """Keep Lightning's per-fit messages ("GPU available", "stopped: max_epochs reached", ...) off the screen."""
+def lightning_silenced(heard: set[str] | None = None) -> Iterator[None]:
+    """Keep what Lightning tells of every fit off the screen; other warnings are shown, each text once.
+
+    Args:
+        heard: The texts that were shown already; it is added to. By default those of this context.
+    """
+    heard = set() if heard is None else heard
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [(logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:  # not setLevel: that empties the caches of every logger there is
-        logger.handlers, logger.propagate = [logging.NullHandler()], False
+        logger.handlers, logger.propagate = [_WARN], False
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"lightning\.")
-            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's, laid at torch's door
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile's own look
+            warnings.filterwarnings("ignore", message=CHATTER)
+            show = warnings.showwarning
+
+            def show_once(message: Warning | str, *args: Any, **options: Any) -> None:
+                if (text := str(message)) not in heard:
+                    heard.add(text)
+                    show(message, *args, **options)
+
+            warnings.showwarning = show_once
             yield
     finally:
         for logger, (handlers, propagate) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
+
+
+class _Warn(logging.Handler):
+    """Warns of what Lightning logs as a warning, or worse; the rest is for one long fit."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warnings.warn(record.getMessage(), stacklevel=2)
+
+
+_WARN = _Warn(logging.WARNING)
 
 
 @contextmanager

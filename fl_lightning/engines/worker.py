@@ -7,6 +7,7 @@ any machine and get the same bytes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,9 +25,18 @@ from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
 from fl_lightning.engines.blueprint import Blueprint
+from fl_lightning.engines.checks import (
+    check_optimizer,
+    check_options,
+    check_schedule,
+    check_share,
+    check_trainer,
+    most_epochs,
+    warn_of_environment,
+)
 from fl_lightning.engines.device import channels_last, compile_backbone, resident
-from fl_lightning.engines.trainer import check_local_work, lightning_at_ease, quiet_trainer
-from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame
+from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
 from fl_lightning.evaluation import Score, evaluate
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
@@ -144,7 +155,12 @@ class Worker:
     @cached_property
     def setup(self) -> L.Trainer:
         """A trainer that never fits, asked for the device and the precision."""
-        return quiet_trainer(self.trainer)
+        return quiet_trainer(self.trainer, self.heard)
+
+    @cached_property
+    def heard(self) -> set[str]:
+        """The warnings of fits that were shown in this process."""
+        return set()
 
     @property
     def device(self) -> torch.device:
@@ -158,13 +174,18 @@ class Worker:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
         """
         with blame("trainer"):
+            check_options(self.trainer)
             trainer = self.setup
-        check_local_work(trainer)
+        check_trainer(trainer, self.trainer)
+        warn_of_environment(self.device)
         with blame("model"):
-            module = self.module()
+            module = self.module().to(self.device)
         with blame("optimizer"):
-            if self.optimizer:
-                self.optimizer(module.backbone.parameters())
+            spare = self.module().to(self.device)
+            check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
+        fewest = max(1, math.ceil(min(len(shard.train) for shard in self.data.shards) / self.batch_size))
+        check_share(trainer, fewest)
+        check_schedule(module, most_epochs(trainer, fewest))
         with blame("lr_scheduler"):
             module.configure_optimizers()
         with blame("algorithm"):
@@ -219,7 +240,7 @@ class Worker:
         """
         try:
             return self._run(task, fit or self._fit)
-        except Exception as error:
+        except BaseException as error:
             return failed(task, error)
 
     def shared_module(self, weights: Tensors) -> ClientModule:
@@ -345,8 +366,8 @@ class Worker:
         """Train; the optimizer as it ended."""
         batches = self.batches(task)
         module.train()
-        trainer = quiet_trainer(self.trainer)
-        with lightning_at_ease():
+        trainer = quiet_trainer(self.trainer, self.heard)
+        with lightning_at_ease(self.heard):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.ready_to_train))
         return trainer.optimizers[0]
 
@@ -381,9 +402,21 @@ class Worker:
         return self.setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
 
 
-def failed(task: Task, error: Exception) -> Result:
-    """The result of a task that an error broke off."""
-    reason = str(error) if isinstance(error, FLError) else f"{type(error).__name__}: {error}"
-    failure = ClientFailure(task.client, task.round, " ".join(reason.split()))
+def interrupts(error: BaseException) -> bool:
+    """Whether an error is an answer to Ctrl-C or SIGTERM, and so no client's own; Lightning's is a `SystemExit`."""
+    return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
+
+
+def failed(task: Task, error: BaseException) -> Result:
+    """The result of a task that an error broke off; `SystemExit` is one, as any other that a client's code raises.
+
+    Raises:
+        BaseException: The error, if it is an answer to Ctrl-C or SIGTERM: it is for the whole run.
+    """
+    if interrupts(error):
+        raise error
+    message = one_line(error)
+    reason = message if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, message)))
+    failure = ClientFailure(task.client, task.round, reason)
     failure.__cause__ = error
     return Result(task.client, task.download.nbytes, failure=failure)

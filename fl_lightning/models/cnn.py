@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fl_lightning.errors import check_positive
 from fl_lightning.models.base import Backbone
 from fl_lightning.models.heads import Head
 from fl_lightning.models.layers import image_shape
@@ -28,6 +29,7 @@ class CNN(Backbone):
     def __init__(
         self, in_shape: tuple[int, ...], num_classes: int, feature_dim: int = 512, head: Head = Head()
     ) -> None:
+        check_positive("model.", feature_dim=feature_dim)
         channels, height, width = image_shape(in_shape, smallest=4)
         encoder = nn.Sequential(
             nn.Conv2d(channels, 32, 5, padding=2),
@@ -104,6 +106,7 @@ def two_convolutions(in_shape: tuple[int, ...], widths: tuple[int, int], pool: b
     channels, *sides = image_shape(in_shape, smallest=16 if pool else 9)
     layers: list[nn.Module] = []
     for width in widths:
+        check_positive("model.", channels=width)
         layers += [nn.Conv2d(channels, width, 5), nn.ReLU(), *([nn.MaxPool2d(2)] if pool else [])]
         channels, sides = width, [(side - 4) // (2 if pool else 1) for side in sides]
     return nn.Sequential(*layers, nn.Flatten()), channels * sides[0] * sides[1]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fl_lightning.data.text import PADDING, UNKNOWN
+from fl_lightning.errors import check_number, check_positive
 from fl_lightning.models.base import Backbone
 from fl_lightning.models.heads import Head
 
@@ -25,6 +26,7 @@ class FastText(Backbone):
         head: What comes after the features.
 
     Raises:
+        ConfigError: A number is out of its range.
         ValueError: The input is no text.
     """
 
@@ -49,10 +51,11 @@ class TextCNN(Backbone):
         vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
         embedding_dim: Size of a word's vector.
         channels: Channels of each of the three convolutions; the feature size is three times that.
-        dropout: Probability of dropping a feature in training.
+        dropout: Probability of dropping a feature in training, below 1.
         head: What comes after the features.
 
     Raises:
+        ConfigError: A number is out of its range.
         ValueError: The input is no text.
     """
 
@@ -66,6 +69,8 @@ class TextCNN(Backbone):
         dropout: float = 0.5,
         head: Head = Head(),
     ) -> None:
+        check_positive("model.", channels=channels)
+        check_number("model.dropout", dropout, "[0, 1)")
         words = WordVectors(in_shape, vocab_size, embedding_dim)
         encoder = nn.Sequential(words, WordConvolutions(embedding_dim, channels), nn.Dropout(dropout))
         super().__init__(*head.attach(encoder, 3 * channels, num_classes))
@@ -83,6 +88,7 @@ class BiLSTM(Backbone):
         head: What comes after the features; FedDW's is `{mapping: [128, 128], classifier: bias_free}`.
 
     Raises:
+        ConfigError: A number is out of its range.
         ValueError: The input is no text.
     """
 
@@ -95,6 +101,7 @@ class BiLSTM(Backbone):
         hidden: int = 128,
         head: Head = Head(),
     ) -> None:
+        check_positive("model.", hidden=hidden)
         words = WordVectors(in_shape, vocab_size, embedding_dim)
         encoder = nn.Sequential(words, TwoWayLSTM(embedding_dim, hidden), MeanOverWords())
         super().__init__(*head.attach(encoder, 2 * hidden, num_classes))
@@ -121,10 +128,13 @@ class WordVectors(nn.Embedding):
         embedding_dim: Size of a vector.
 
     Raises:
+        ConfigError: A number is out of its range.
         ValueError: `in_shape` is not that of token ids.
     """
 
     def __init__(self, in_shape: tuple[int, ...], vocab_size: int, embedding_dim: int) -> None:
+        check_number("model.vocab_size", vocab_size, "[2, inf)", "padding and unknown words are two")
+        check_positive("model.", embedding_dim=embedding_dim)
         if len(in_shape) != 1:
             raise ValueError(
                 f"model: this network reads token ids (length,), the dataset has {tuple(in_shape)}; "

@@ -44,8 +44,13 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Write a figure, whole or not at all."""
+    write_atomically(path, png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file's content: the same for the same figure."""
     figure.savefig(picture := BytesIO(), format="png", dpi=120)
-    write_atomically(path, picture.getvalue())
+    return picture.getvalue()
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.markup import escape
 from rich.table import Table
 
-from fl_lightning.config import config_path, flatten
+from fl_lightning.config import config_path, flatten, read_config
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, read_rows
@@ -207,7 +207,7 @@ class Study:
         """Show the pruner the rounds that it has not seen, up to one at which it would end the point."""
         if not self.sweep.pruner or not (new := self._unseen(trial)):
             return False
-        config = yaml.safe_load((self._run(trial) / "config.yaml").read_text())
+        config = read_config(self._run(trial) / "config.yaml")
         number, last = self._trial_id(trial), min(config["rounds"], self.sweep.rounds_to_prune)
         for row in new:
             if row["round"] < last:
@@ -325,11 +325,11 @@ def hold_to(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -
         ConfigError: It is another's; the message names what differs.
     """
     words = [*sweep.words, *sweep.after]
-    configs = {name: yaml.safe_load(Path(config_path(name)).read_text()) for _, name in given(words, "config")}
+    configs = {name: read_config(Path(config_path(name))) for _, name in given(words, "config")}
     told = {key: value for key, value in content.items() if key not in {*IGNORED, "run_cap", "command"}}
     now = {"command": shlex.join(["fit", *words]), **told, "seed": seed, "configs": configs}
     text, path = yaml.safe_dump(now, sort_keys=False), folder / "sweep.yaml"
-    before = yaml.safe_load(path.read_text()) if path.exists() else None
+    before = read_config(path) if path.exists() else None
     now = yaml.safe_load(text)
     if before == now:
         return

@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.config import read_config
+from fl_lightning.errors import ConfigError
 from fl_lightning.rivals import text
 
 METHODS = ("grid", "random", "bayes")
@@ -118,13 +118,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: It is no readable YAML, or no mapping.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: no readable YAML: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a sweep file needs lines `key: value`, it holds {type(content).__name__}")
-    return content
+    return read_config(path)
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.config import flatten, with_config_paths
-from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.config import flatten, load_yaml, read_config, read_yaml, with_config_paths
+from fl_lightning.errors import ConfigError
 from fl_lightning.rivals import text, with_rival
 from fl_lightning.study.executor import Point
 
@@ -142,10 +142,7 @@ def read_table(name: str) -> PaperTable:
             listed = "`fl-lightning list papers` names those"
             raise ConfigError(f"there is neither a file {name} nor a shipped table of that name; {listed}")
         path = Path(str(shipped[name.removesuffix(".yaml")]))
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path.name} is no readable YAML: {one_line(error)}") from error
+    content = read_yaml(path, path.name)
     try:
         return _table(path.stem, content)
     except _Flaw as flaw:
@@ -315,7 +312,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     for option, value in zip(spelled[::2], spelled[1::2], strict=True):
         key = option.removeprefix("--")
         if key == "config":
-            content = yaml.safe_load(Path(value).read_text())
+            content = read_config(Path(value))
             found |= flatten({name: part for name, part in content.items() if name != "rivals"})
         else:
             found |= flatten(_value(value), key)
@@ -337,8 +334,8 @@ def _option(pair: str) -> tuple[str, str]:
 
 def _value(word: str) -> Any:
     try:
-        return yaml.safe_load(word)
-    except yaml.YAMLError:
+        return load_yaml(word)
+    except (ValueError, yaml.YAMLError):
         return word
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, Weighting
 from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import flatten, weighted_mean
 
@@ -75,9 +75,17 @@ class Splits(Aggregator):
         min_rounds: Rounds without splits.
         min_size: A cluster is split if more than so many of it take part.
         weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
+
+    Raises:
+        ConfigError: `eps1`, `eps2` or `min_rounds` is below 0, or `min_size` below 1.
     """
 
+    leaves = ("norms",)
+
     def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:
+        for name, value in {"eps1": eps1, "eps2": eps2, "min_rounds": min_rounds}.items():
+            check_number(f"algorithm.{name}", value, "[0, inf)")
+        check_number("algorithm.min_size", min_size, "[1, inf)", "one client cannot be split")
         self.eps1, self.eps2, self.min_rounds, self.min_size = eps1, eps2, min_rounds, min_size
         self.weighting = weighting
 
@@ -190,11 +198,6 @@ class CFL(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        for name, value in {"eps1": eps1, "eps2": eps2, "min_rounds": min_rounds}.items():
-            if not value >= 0:
-                raise ConfigError(f"algorithm.{name}: {value} is below 0")
-        if min_size < 1:
-            raise ConfigError(f"algorithm.min_size: {min_size} is below 1; one client cannot be split")
         super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:

@@ -25,7 +25,7 @@ from fl_lightning.algorithms.base import (
     reinitialised,
 )
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean
 
@@ -130,8 +130,7 @@ class IFCA(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if clusters < 1:
-            raise ConfigError(f"algorithm.clusters: {clusters} is below 1; the paper uses 2 to 4")
+        check_number("algorithm.clusters", clusters, "[1, inf)", "the paper uses 2 to 4")
         self.clusters, self.one_model = clusters, clusters == 1
         self.means = ClusterMeans(weighting, shared_layers)
         super().__init__(loss_terms, self.means, buffers)
@@ -140,8 +139,9 @@ class IFCA(Algorithm):
         """A model for each cluster, the first as it was initialised.
 
         Raises:
-            ConfigError: The name of a shared layer is no entry's beginning.
+            ConfigError: The name of a shared layer is no entry's beginning, or there are more clusters than clients.
         """
+        check_number("algorithm.clusters", self.clusters, f"[1, {clients}]", "no more than scenario.clients")
         state = super().initial_state(backbone, num_classes, clients, rng)
         for name in self.means.shared_layers:
             if not any(entry.startswith(name) for entry in state["model"]):

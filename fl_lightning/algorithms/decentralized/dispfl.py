@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Batches, Buffers, State
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.graphs import Graph
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import packed, unpacked, weighted_mean
@@ -161,6 +161,7 @@ class DisPFL(PeerAlgorithm):
     """
 
     one_model = False
+    whole = False
     module_class = MaskedModule
 
     def __init__(
@@ -174,12 +175,9 @@ class DisPFL(PeerAlgorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if not dense_ratio > 0:
-            raise ConfigError(f"algorithm.dense_ratio: {dense_ratio} is not above 0; the paper uses 0.5")
-        if not 0 <= prune_rate <= 1:
-            raise ConfigError(f"algorithm.prune_rate: {prune_rate} is outside [0, 1]; the paper uses 0.5")
-        if search_rounds < 1:
-            raise ConfigError(f"algorithm.search_rounds: {search_rounds} is below 1")
+        check_number("algorithm.dense_ratio", dense_ratio, "(0, inf)", "the paper uses 0.5")
+        check_number("algorithm.prune_rate", prune_rate, "[0, 1]", "the paper uses 0.5")
+        check_number("algorithm.search_rounds", search_rounds, "[1, inf)")
         self.dense_ratio, self.prune_rate = min(dense_ratio, 1.0), prune_rate
         self.search_rounds, self.regrow = search_rounds, regrow
         super().__init__(n_com, graph, loss_terms, buffers)

@@ -15,7 +15,7 @@ from torch import nn
 
 from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, State, Weighting, load_weights, recall, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.graphs import Complete, Graph
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import ExchangedMean, weighted_mean
@@ -56,8 +56,7 @@ class PeerAlgorithm(Algorithm):
         buffers: Buffers = "average",
         weighting: Weighting = "samples",
     ) -> None:
-        if n_com is not None and n_com < 1:
-            raise ConfigError(f"algorithm.n_com: {n_com} is below 1")
+        check_number("algorithm.n_com", n_com, "[1, inf)")
         self.n_com, self.graph = n_com, graph or Complete()
         self.weighting: Weighting = weighting
         super().__init__(loss_terms, buffers=buffers)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.graphs import Graph
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
@@ -83,6 +83,7 @@ class UnitRepresentation(SharedKnowledge):
 
     def __init__(self, value: float = 1.0, reference: bool = False) -> None:
         super().__init__()
+        check_number("algorithm.unit", value, "(-inf, inf)")
         self.value, self.reference = value, reference
         self.average: Tensor | None
         self.register_buffer("average", None, persistent=False)
@@ -140,8 +141,7 @@ class UnitAlignment(LossTerm):
         knowledge: UnitRepresentation | None = None,
     ) -> None:
         super().__init__()
-        if not mu >= 0:
-            raise ConfigError(f"algorithm.mu: {mu} is below 0")
+        check_number("algorithm.mu", mu, "[0, inf)")
         self.mu, self.reference, self.active = mu, reference, mu > 0
         self.unit = knowledge or UnitRepresentation(value, reference)
 
@@ -193,7 +193,8 @@ class UAPDFL(PeerAlgorithm):
     Bytes a round, each participant, at most: down `n_com * (model + 4 * (C + d) + 8)`, up `0`.
 
     Args:
-        th_i: Threshold on the divergence, 0 or more; 0 finds nobody alike. The paper does not give its own.
+        th_i: Threshold on the divergence, 0 or more; 0 finds nobody alike, `.inf` everybody. The paper does not give
+            its own.
         mu: μ of Eq. 12; the paper does not give its own.
         n_com: Peers a round.
         divergence: `jensen_shannon` (the text and the authors' code) or `symmetric_kl` (Eq. 6 as printed).
@@ -226,8 +227,7 @@ class UAPDFL(PeerAlgorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if not th_i >= 0:
-            raise ConfigError(f"algorithm.th_i: {th_i} is below 0")
+        check_number("algorithm.th_i", th_i, "[0, inf]")
         self.th_i, self.dropout, self.layerwise = th_i, dropout, layerwise
         self.divergence, self.reference = DIVERGENCES[divergence], preset == "reference"
         if self.reference:

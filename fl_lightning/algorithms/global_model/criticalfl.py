@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, buffer_names
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number, check_positive
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import RunningMean, packed, unpacked
 
@@ -65,9 +65,9 @@ class CriticalPeriods:
     sure: int = 5
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("every", 1), ("sure", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"algorithm.{name}: {getattr(self, name)} is below {least}")
+        check_positive("algorithm.", window=self.window, every=self.every)
+        check_number("algorithm.sure", self.sure, "[0, inf)")
+        check_number("algorithm.delta", self.delta, "(-inf, inf)")
 
     def initial(self) -> Tensors:
         """Before round 1: critical, with as many participants as the experiment asks for."""
@@ -178,10 +178,8 @@ def check_shares(max_share: float, keep: float) -> None:
     Raises:
         ConfigError: Names the option.
     """
-    if not 0 <= max_share <= 1:
-        raise ConfigError(f"algorithm.max_share: {max_share} is not between 0 and 1; the paper's code uses 0.75")
-    if not 0 < keep <= 1:
-        raise ConfigError(f"algorithm.keep: {keep} is not above 0 and at most 1; the paper's code uses 0.2")
+    check_number("algorithm.max_share", max_share, "[0, 1]", "the paper's code uses 0.75")
+    check_number("algorithm.keep", keep, "(0, 1]", "the paper's code uses 0.2")
 
 
 # --- The method --------------------------------------------------------------------------------------------------
@@ -259,6 +257,7 @@ class CriticalFL(Algorithm):
     ) -> None:
         check_shares(max_share, keep)
         self.periods, self.max_share, self.keep = CriticalPeriods(delta, window, every, sure), max_share, keep
+        self.whole = keep == 1
         super().__init__(loss_terms, EntryMean(), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm, Buffers, ServerStep, Weighting
 from fl_lightning.client import LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Tensors
 
 
@@ -44,8 +44,7 @@ class ServerMomentum(ServerStep):
         self, beta: float = 0.9, server_lr: float = 1.0, nesterov: bool = True, weighting: Weighting = "samples"
     ) -> None:
         super().__init__(server_lr, weighting)
-        if not 0 <= beta < 1:
-            raise ConfigError(f"algorithm.beta: {beta} is not from 0 to below 1; the paper uses 0 to 0.997")
+        check_number("algorithm.beta", beta, "[0, 1)", "the paper uses 0 to 0.997")
         self.beta, self.nesterov = beta, nesterov
         self.moments = {"momentum": 0.0}
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
@@ -162,10 +162,8 @@ class DistillingWeights(LossTerm):
         allow_bias: bool = False,
     ) -> None:
         super().__init__()
-        if not mu >= 0:
-            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.01 to 100")
-        if linearize_every is not None and linearize_every < 1:
-            raise ConfigError(f"algorithm.linearize_every: {linearize_every} is below 1")
+        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.01 to 100")
+        check_number("algorithm.linearize_every", linearize_every, "[1, inf)")
         self.mu, self.linearize_every, self.active = mu, linearize_every, mu > 0
         self.reference, self.allow_bias = reference, allow_bias
         self.soft_labels = SoftLabels(reference)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, to_cpu
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import class_sums_over
 from fl_lightning.message import Message, Upload
 from fl_lightning.models.base import Backbone, with_encoder
@@ -84,8 +84,7 @@ class PrototypeAveraging(Aggregator):
     """
 
     def __init__(self, rho: float = 0.9) -> None:
-        if not 0 <= rho <= 1:
-            raise ConfigError(f"algorithm.rho: {rho} is not between 0 and 1; the paper uses 0.9")
+        check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")
         self.rho = rho
 
     def fold(self, uploads: Iterable[Upload]) -> Seen:
@@ -133,8 +132,7 @@ class FedNH(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if not scale > 0:
-            raise ConfigError(f"algorithm.scale: {scale} is not above 0; the authors' code uses 1 to 30")
+        check_number("algorithm.scale", scale, "(0, inf)", "the authors' code uses 1 to 30")
         self.scale, self.learn_scale = scale, learn_scale
         super().__init__(loss_terms, PrototypeAveraging(rho), buffers)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm, Buffers, ServerStep, Weighting
 from fl_lightning.client import LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Tensors
 
 Rule = Literal["adagrad", "adam", "yogi"]
@@ -66,12 +66,9 @@ class AdaptiveServer(ServerStep):
     ) -> None:
         super().__init__(server_lr, weighting)
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= beta < 1:
-                raise ConfigError(f"algorithm.{name}: {beta} is not from 0 to below 1")
-        if not tau > 0:
-            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 1e-3")
-        if initial_v is not None and not initial_v >= 0:
-            raise ConfigError(f"algorithm.initial_v: {initial_v} is below 0; the paper's is tau squared")
+            check_number(f"algorithm.{name}", beta, "[0, 1)")
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 1e-3")
+        check_number("algorithm.initial_v", initial_v, "[0, inf)", "the paper's is tau squared")
         self.rule: Rule = rule
         self.beta1, self.beta2, self.tau = beta1, beta2, tau
         self.moments = {"first_moment": 0.0, "second_moment": tau**2 if initial_v is None else initial_v}

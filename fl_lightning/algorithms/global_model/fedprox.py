@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Tensors
 
 
@@ -36,8 +36,7 @@ class Proximal(LossTerm):
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()
-        if not mu >= 0:
-            raise ConfigError(f"algorithm.mu: {mu} is below 0")
+        check_number("algorithm.mu", mu, "[0, inf)")
         self.mu, self.active = mu, mu > 0
         self.anchor: Tensors = {}
         self._anchors: list[Tensor] = []

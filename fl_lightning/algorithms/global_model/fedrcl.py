@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.models.base import with_encoder
 
 HARDEST = 2
@@ -126,10 +126,9 @@ class RelaxedContrastive(LossTerm):
     ) -> None:
         super().__init__()
         for name, weight in (("w_s", w_s), ("w_p", w_p)):
-            if not weight >= 0:
-                raise ConfigError(f"algorithm.{name}: {weight} is below 0; the paper uses 1")
-        if not tau > 0:
-            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.05")
+            check_number(f"algorithm.{name}", weight, "[0, inf)", "the paper uses 1")
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.05")
+        check_number("algorithm.threshold", threshold, "(-inf, inf)", "the paper uses 0.7")
         if levels == []:
             raise ConfigError("algorithm.levels: [] is empty; name at least one, or leave it out")
         self.w_s, self.w_p, self.tau, self.threshold = w_s, w_p, tau, threshold

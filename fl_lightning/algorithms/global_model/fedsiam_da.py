@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
 from fl_lightning.client import ClientModule, LossTerm, Step, descend
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
 from fl_lightning.state import flatten, weighted_mean
@@ -119,13 +119,14 @@ class HistoryContrast(LossTerm):
         factor: What `D+` is multiplied with beside μ: 1, or ½ in Eq. 5.
 
     Raises:
-        ConfigError: `mu` is below 0.
+        ConfigError: `mu` or `factor` is below 0.
     """
 
     name = "history"
 
     def __init__(self, mu: float = 0.1, factor: float = 1.0) -> None:
         super().__init__()
+        check_number("algorithm.loss_terms.factor", factor, "[0, inf)", "1, or 0.5 for Eq. 5")
         self.mu, self.factor, self.active = checked(mu), factor, mu > 0
         self._kept: Tensors = {}
         self._earlier: list[nn.Module] = []  # in a list: it is no part of the client's module
@@ -163,8 +164,7 @@ def checked(mu: float) -> float:
     Raises:
         ConfigError: It is below 0.
     """
-    if not mu >= 0:
-        raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.05 to 1")
+    check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
     return mu
 
 
@@ -193,6 +193,8 @@ class DualAggregation(Aggregator):
     BatchNorm's statistics are averaged by the same weights but have no part in the cosine. It holds all of a round's
     uploads at once: the second aggregation needs the first.
     """
+
+    leaves = ("weights",)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
         """Keep every upload."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.state import extrapolate, weighted_mean
@@ -83,8 +83,7 @@ class StructuralKnowledge(SharedKnowledge):
 
     def __init__(self, similar_clients: int = 1, reference: bool = False) -> None:
         super().__init__()
-        if similar_clients < 0:
-            raise ConfigError(f"algorithm.similar_clients: {similar_clients} is below 0")
+        check_number("algorithm.similar_clients", similar_clients, "[0, inf)")
         self.similar_clients, self.reference = similar_clients, reference
         self.values: Tensor | None
         self.known: Tensor | None
@@ -231,8 +230,7 @@ class LocalContrastive(LossTerm):
         knowledge: StructuralKnowledge | None = None,
     ) -> None:
         super().__init__()
-        if not tau > 0:
-            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.08")
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.08")
         self.tau, self.spread, self.reference = tau, spread, reference
         self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
         self.scale = 1.0
@@ -316,6 +314,8 @@ class GlobalDiscrepancy(Aggregator):
         knowledge: Share this instance instead of making one from `similar_clients`.
     """
 
+    leaves = ("weights",)
+
     def __init__(
         self,
         gda_scale: GdaScale = "count",
@@ -395,9 +395,9 @@ class GlobalPeriodReview(Aggregator):
         reference: bool = False,
         knowledge: StructuralKnowledge | None = None,
     ) -> None:
-        if not 0 <= beta <= 1:
-            raise ConfigError(f"algorithm.beta: {beta} is outside [0, 1]; the paper uses 0.95")
+        check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
         self.inner = inner or WeightedMean()
+        self.leaves = self.inner.leaves
         self.beta, self.review, self.reference = beta, review, reference
         self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
 

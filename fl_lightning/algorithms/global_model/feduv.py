@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.models.base import with_encoder
 
 
@@ -85,8 +85,7 @@ class ClassifierVariance(LossTerm):
 
     def __init__(self, lam: float = 2.5) -> None:
         super().__init__()
-        if not lam >= 0:
-            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper uses 2.5")
+        check_number("algorithm.lam", lam, "[0, inf)", "the paper uses 2.5")
         self.lam, self.active = lam, lam > 0
 
     def forward(self, step: Step) -> Tensor:
@@ -108,8 +107,7 @@ class HypersphericalUniformity(LossTerm):
 
     def __init__(self, mu: float = 0.5, normalize_z: bool = False, detach_sigma: bool = False) -> None:
         super().__init__()
-        if not mu >= 0:
-            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.5")
+        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.5")
         self.mu, self.active = mu, mu > 0
         self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
 

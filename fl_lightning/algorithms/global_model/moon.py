@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError, check_positive
+from fl_lightning.errors import check_number, check_positive
 from fl_lightning.message import Tensors
 from fl_lightning.models import frozen_encoder, with_encoder
 
@@ -50,10 +50,8 @@ class ModelContrast(LossTerm):
 
     def __init__(self, mu: float = 5.0, tau: float = 0.5, history: int = 1) -> None:
         super().__init__()
-        if not mu >= 0:
-            raise ConfigError(f"algorithm.mu: {mu} is below 0; the paper uses 0.1 to 10")
-        if not tau > 0:
-            raise ConfigError(f"algorithm.tau: {tau} is not above 0; the paper uses 0.5")
+        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.1 to 10")
+        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.5")
         check_positive("algorithm.", history=history)
         self.mu, self.tau, self.history, self.active = mu, tau, history, mu > 0
         self._kept: list[Tensors] = []  # the newest first

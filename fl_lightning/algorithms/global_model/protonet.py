@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fl_lightning.client import LossTerm, Step
 from fl_lightning.data.few_shot import prototype_logits
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 
 
 class Prototypical(LossTerm):
@@ -24,10 +24,10 @@ class Prototypical(LossTerm):
 
     Args:
         shots: Support samples a class.
-        weight: Factor on the loss.
+        weight: Factor on the loss, 0 or more.
 
     Raises:
-        ConfigError: `shots` is below 1.
+        ConfigError: `shots` is below 1, or `weight` below 0.
 
     Example:
         >>> features, targets = torch.tensor([[0.0], [2.0], [1.0]]), torch.tensor([4, 7, 7])
@@ -37,8 +37,8 @@ class Prototypical(LossTerm):
 
     def __init__(self, shots: int = 5, weight: float = 1.0) -> None:
         super().__init__()
-        if shots < 1:
-            raise ConfigError(f"algorithm.loss_terms.shots: {shots} is below 1")
+        check_number("algorithm.loss_terms.shots", shots, "[1, inf)")
+        check_number("algorithm.loss_terms.weight", weight, "[0, inf)")
         self.shots, self.weight = shots, weight
 
     def forward(self, step: Step) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, State, to_cpu
 from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Message, Tensors, Upload
 
 Schedule = Literal["epsilon", "cosine"]
@@ -127,6 +127,11 @@ class MixedModule(ClientModule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
         return losses
 
+    @property
+    def loss_names(self) -> list[str]:
+        """Those and the penalty's."""
+        return [*super().loss_names, *["ratios"] * (self.mu > 0)]
+
     def on_after_backward(self) -> None:
         """Hand the gradient in the mixture on to what it was made of, before a scaler of losses divides it again."""
         pairs = [(value, p.grad) for value, p in zip(self._mixture, self.backbone.parameters(), strict=True)]
@@ -180,6 +185,7 @@ class APPLE(Algorithm):
     """
 
     one_model = False
+    whole = False
     public = CORE
 
     def __init__(
@@ -191,8 +197,7 @@ class APPLE(Algorithm):
         loss_terms: list[LossTerm] | None = None,
     ) -> None:
         for name, value in {"dr_lr": dr_lr, "mu": mu, "length": length}.items():
-            if not value >= 0:
-                raise ConfigError(f"algorithm.{name}: {value} is below 0")
+            check_number(f"algorithm.{name}", value, "[0, inf)")
         super().__init__(loss_terms, Cores(), buffers="local")
         self.module_class = partial(MixedModule, dr_lr=dr_lr, mu=mu, length=length, schedule=schedule)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
@@ -85,8 +85,7 @@ class WeightDistribution(LossTerm):
 
     def __init__(self, lam: float = 10.0, reference: bool = False) -> None:
         super().__init__()
-        if not lam >= 0:
-            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper's code uses 10")
+        check_number("algorithm.lam", lam, "[0, inf)", "the paper's code uses 10")
         self.scale, self.active = (lam / 2 if reference else lam), lam > 0
         self.shares: Tensor | None = None
 
@@ -169,6 +168,8 @@ class ClassWise(Aggregator):
     Raises:
         ConfigError: The model has no classification layer in a part called `head`.
     """
+
+    leaves = ("weights",)
 
     def __init__(self, distribution: Distribution = "weights") -> None:
         self.distribution: Distribution = distribution

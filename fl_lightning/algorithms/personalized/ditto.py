@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, WeightedMean, Weighting, to_cpu
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client import ClientModule, LossTerm, descend
-from fl_lightning.errors import ConfigError, NonFiniteError
+from fl_lightning.errors import NonFiniteError, check_number
 from fl_lightning.message import Message
 from fl_lightning.seeding import RandomStates
 from fl_lightning.state import first_non_finite
@@ -102,8 +102,7 @@ class Ditto(Algorithm):
         buffers: Buffers = "average",
     ) -> None:
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        if not lam >= 0:
-            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper tries 0.05 to 2")
+        check_number("algorithm.lam", lam, "[0, inf)", "the paper tries 0.05 to 2")
         self.module_class = partial(BesideShared, lam=lam)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Message, Tensors
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
@@ -95,16 +95,11 @@ class FedALA(Algorithm):
         aggregator: Aggregator | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if layers < 0:
-            raise ConfigError(f"algorithm.layers: {layers} is below 0; 0 mixes nothing")
-        if not 0 < rand_percent <= 100:
-            raise ConfigError(f"algorithm.rand_percent: {rand_percent} is not above 0 and up to 100")
-        if not eta >= 0:
-            raise ConfigError(f"algorithm.eta: {eta} is below 0")
-        if not threshold >= 0:
-            raise ConfigError(f"algorithm.threshold: {threshold} is below 0; 0 takes max_epochs passes")
-        if max_epochs < 1:
-            raise ConfigError(f"algorithm.max_epochs: {max_epochs} is below 1")
+        check_number("algorithm.layers", layers, "[0, inf)", "0 mixes nothing")
+        check_number("algorithm.rand_percent", rand_percent, "(0, 100]")
+        check_number("algorithm.eta", eta, "[0, inf)")
+        check_number("algorithm.threshold", threshold, "[0, inf)", "0 takes max_epochs passes")
+        check_number("algorithm.max_epochs", max_epochs, "[1, inf)")
         self.layers, self.share, self.eta = layers, rand_percent / 100, eta
         self.threshold, self.max_epochs = threshold, max_epochs
         super().__init__(loss_terms, aggregator, buffers)

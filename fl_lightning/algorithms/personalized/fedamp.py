@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Aggregator, Algorithm, State, load_weights
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import flatten, weighted_mean
 
@@ -96,10 +96,8 @@ class FedAMP(Algorithm):
         self, alpha: float = 1.0, sigma: float = 1.0, lam: float = 1.0, loss_terms: list[LossTerm] | None = None
     ) -> None:
         for name, value in (("alpha", alpha), ("sigma", sigma)):
-            if not value > 0:
-                raise ConfigError(f"algorithm.{name}: {value} is not above 0")
-        if not lam >= 0:
-            raise ConfigError(f"algorithm.lam: {lam} is below 0; 0 switches the term off")
+            check_number(f"algorithm.{name}", value, "(0, inf)")
+        check_number("algorithm.lam", lam, "[0, inf)", "0 switches the term off")
         self.alpha, self.sigma = alpha, sigma
         super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
 
@@ -167,10 +165,8 @@ class HeurFedAMP(FedAMP):
         lam: float = 1.0,
         loss_terms: list[LossTerm] | None = None,
     ) -> None:
-        if self_weight is not None and not 0 <= self_weight <= 1:
-            raise ConfigError(f"algorithm.self_weight: {self_weight} is outside [0, 1]; it is a share of the mixture")
-        if not sigma >= 0:
-            raise ConfigError(f"algorithm.sigma: {sigma} is below 0")
+        check_number("algorithm.self_weight", self_weight, "[0, 1]", "it is a share of the mixture")
+        check_number("algorithm.sigma", sigma, "[0, inf)")
         super().__init__(lam=lam, loss_terms=loss_terms)
         self.self_weight, self.sigma = self_weight, sigma
 

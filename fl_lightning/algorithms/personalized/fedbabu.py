@@ -21,7 +21,7 @@ from fl_lightning.algorithms.base import (
     require_parts,
 )
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, fine_tune
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Tensors
 
 Tuned = Literal["full", "body", "head"]
@@ -59,8 +59,7 @@ class FedBABU(Algorithm):
         buffers: Buffers = "average",
     ) -> None:
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        if tune_epochs < 0:
-            raise ConfigError(f"algorithm.tune_epochs: {tune_epochs} is below 0; use 0 to measure without fine-tuning")
+        check_number("algorithm.tune_epochs", tune_epochs, "[0, inf)", "use 0 to measure without fine-tuning")
         if tune == "head" and not frozen:
             raise ConfigError("algorithm.tune: head, and nothing is frozen that could be it; use full")
         self.frozen, self.tune, self.tune_epochs = beginnings(frozen), tune, tune_epochs

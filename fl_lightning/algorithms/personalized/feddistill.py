@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.knowledge import ClassMeans, SharedKnowledge
 from fl_lightning.message import Tensors
 
@@ -92,8 +92,7 @@ class LogitDistillation(LossTerm):
 
     def __init__(self, gamma: float = 1.0, cumulative: bool = False) -> None:
         super().__init__()
-        if not gamma >= 0:
-            raise ConfigError(f"algorithm.gamma: {gamma} is below 0; FedGen's code uses 1")
+        check_number("algorithm.gamma", gamma, "[0, inf)", "FedGen's code uses 1")
         self.gamma, self.active = gamma, gamma > 0
         self.logits = MeanLogits(cumulative)
 

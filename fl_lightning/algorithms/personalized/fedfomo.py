@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
 from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.evaluation import evaluate
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.state import flatten, weighted_mean
@@ -111,13 +111,10 @@ class FedFomo(Algorithm):
         loss_terms: list[LossTerm] | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        if models < 0:
-            raise ConfigError(f"algorithm.models: {models} is below 0; 0 sends none")
+        check_number("algorithm.models", models, "[0, inf)", "0 sends none")
         for name, value in {"epsilon": epsilon, "decay": decay}.items():
-            if not 0 <= value <= 1:
-                raise ConfigError(f"algorithm.{name}: {value} is not between 0 and 1")
-        if not 0 <= validation < 1:
-            raise ConfigError(f"algorithm.validation: {validation} is not 0 or a share below 1")
+            check_number(f"algorithm.{name}", value, "[0, 1]")
+        check_number("algorithm.validation", validation, "[0, 1)")
         self.models, self.epsilon, self.decay, self.validation = models, epsilon, decay, validation
         super().__init__(loss_terms, Affinities(), buffers)
 

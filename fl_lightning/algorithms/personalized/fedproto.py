@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.knowledge import ClassMeans, Seen, SharedKnowledge
 from fl_lightning.models import with_encoder
 
@@ -67,8 +67,7 @@ class PrototypeAlignment(LossTerm):
 
     def __init__(self, lam: float = 1.0, seen: Seen = "after") -> None:
         super().__init__()
-        if not lam >= 0:
-            raise ConfigError(f"algorithm.lam: {lam} is below 0; the paper uses 0.1 to 4")
+        check_number("algorithm.lam", lam, "[0, inf)", "the paper uses 0.1 to 4")
         self.lam, self.active = lam, lam > 0
         self.prototypes = Prototypes(seen)
 

@@ -13,7 +13,7 @@ from typing import Any
 from fl_lightning.algorithms.base import Aggregator, Batches, Buffers, Weighting
 from fl_lightning.algorithms.personalized.fedper import FedPer
 from fl_lightning.client import ClientModule, LossTerm, fine_tune, learn_only, learnable
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 
 
 class HeadThenBody(ClientModule):
@@ -83,8 +83,7 @@ class FedRep(FedPer):
     ) -> None:
         super().__init__(personal, weighting, loss_terms, aggregator, buffers)
         for name, epochs in {"head_epochs": head_epochs, "final_epochs": final_epochs}.items():
-            if epochs < 0:
-                raise ConfigError(f"algorithm.{name}: {epochs} is below 0")
+            check_number(f"algorithm.{name}", epochs, "[0, inf)")
             if epochs and not self.personal:
                 raise ConfigError(f"algorithm.{name}: {epochs} without a personal part to train; use 0, or name one")
         self.final_epochs = final_epochs

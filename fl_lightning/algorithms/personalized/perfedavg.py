@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, WeightedMean, Weighting
 from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -174,12 +174,9 @@ class PerFedAvg(Algorithm):
         buffers: Buffers = "average",
     ) -> None:
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
-        if not alpha >= 0:
-            raise ConfigError(f"algorithm.alpha: {alpha} is below 0; the paper's experiments use 0.01")
-        if not delta > 0:
-            raise ConfigError(f"algorithm.delta: {delta} is not above 0; use 0.001")
-        if adapt_steps < 0:
-            raise ConfigError(f"algorithm.adapt_steps: {adapt_steps} is below 0; use 0 to measure without adapting")
+        check_number("algorithm.alpha", alpha, "[0, inf)", "the paper's experiments use 0.01")
+        check_number("algorithm.delta", delta, "(0, inf)", "use 0.001")
+        check_number("algorithm.adapt_steps", adapt_steps, "[0, inf)", "use 0 to measure without adapting")
         self.alpha, self.adapt_steps = alpha, adapt_steps
         self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
 

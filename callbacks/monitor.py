@@ -1,0 +1,159 @@
+"""What a callback can watch: the metrics that a run's rounds will have, and one of them from round to round."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal
+
+from fl_lightning.callbacks.base import RoundCallback, is_own
+
+from fl_lightning.engines import Result
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Score, client_summary, evaluate, train_metrics
+
+if TYPE_CHECKING:
+    from fl_lightning.metrics import Row
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+ACCURACIES = ("global/acc", "client/acc_mean")
+"""What is watched unless another metric is named: the first that there is."""
+
+MORE_IS_BETTER = re.compile(r"(.*[/_])?acc(_mean|_weighted|_worst_decile)?").fullmatch
+LESS_IS_BETTER = re.compile(r".*loss.*|client/train_.+|.*/acc_std").fullmatch
+_NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
+
+
+class Monitor(RoundCallback):
+    """Watches one metric of the rounds that are evaluated.
+
+    Args:
+        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+
+    Raises:
+        ConfigError: `mode` is neither.
+    """
+
+    def __init__(self, monitor: str | None, mode: Literal["max", "min"]) -> None:
+        if mode not in ("max", "min"):
+            raise ConfigError(f"{self._key('mode')}: {mode!r} is neither max nor min")
+        self.monitor, self.mode = monitor, mode
+        self._known = False  # whether some rounds at least are known to have the metric
+        self._told = False
+
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse a metric that no round will have; warn of one whose worst would count as its best.
+
+        Raises:
+            ConfigError: There is no such metric; names the one that is most like it, or all there are.
+        """
+        if self.monitor is not None:
+            names = round_metrics(run)
+            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
+            if not self._known and not adds_unknown(run):
+                mend = mend_of(self.monitor, names, run.scenario.clients)
+                raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
+        name = self.monitor or ACCURACIES[0]
+        better = "min" if LESS_IS_BETTER(name) else "max" if MORE_IS_BETTER(name) else self.mode
+        if better != self.mode:
+            said = f"{self._key('mode')}: {self.mode} takes the worst {name} for the best"
+            warnings.warn(f"{said}; set mode {better}", stacklevel=2)
+
+    def watched(self, metrics: Row) -> float | None:
+        """A round's value of the metric, the worst there is in place of NaN; None in a round without it.
+
+        Warns at the first round that was evaluated and has none, where others will.
+
+        Raises:
+            ConfigError: The round was evaluated and has none, and it was not known beforehand that any would.
+        """
+        evaluated = [known for known in ACCURACIES if known in metrics]
+        name = self.monitor or (evaluated[0] if evaluated else None)
+        if name is None:
+            return None
+        if name not in metrics and evaluated:
+            self._miss(name, metrics)
+        value = metrics.get(name)
+        return value if value == value else -math.inf if self.mode == "max" else math.inf
+
+    def _miss(self, name: str, metrics: Row) -> None:
+        if not self._known:
+            there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
+            mend = f"there are {there}; a callback that adds one in some rounds only names it in `metrics`"
+            raise ConfigError(f"{self._key('monitor')}: there is no metric {name!r}; {mend}")
+        if not self._told:
+            said = f"{self._key('monitor')}: round {metrics['round']} has no {name!r}"
+            warnings.warn(f"{said}; only rounds that have it count", stacklevel=2)
+        self._told = True
+
+    def _key(self, option: str) -> str:
+        return f"callbacks: {type(self).__name__}.{option}"
+
+
+def round_metrics(run: FederatedOrchestrator) -> list[str]:
+    """Names of the metrics that a run's rounds may have; in one, `<id>` stands for any whole number.
+
+    Args:
+        run: The run, its data and worker built.
+    """
+    shards, evaluation = run.data.shards, run.evaluation
+    scored = run.scored if evaluation.clients == "received" else range(len(shards))
+    scored = [client for client in scored if len(shards[client].test)]
+    losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
+    names: list[str] = []
+    if run.algorithm.one_model:
+        few_shot = run.data.data.evaluate is not evaluate
+        names += ["global/acc", "global/loss", *["global/acc_interval"] * few_shot]
+    if scored:
+        names += client_summary([Score(0.0, 0.0, 1)])
+    names += train_metrics([Result(0, 0, losses=losses)])
+    names += ["personal_on_global/acc_mean"] * evaluation.personal_on_global
+    names += ["client/failed"] * (run.on_client_failure == "drop")
+    names += ["time/fit_s", "time/round_s", "client_<id>/train_loss"]
+    names += ["client_<id>/acc"] if len(scored) == len(shards) else [f"client_{client}/acc" for client in scored]
+    return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
+
+
+def is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a metric is one of these, in which `<id>` stands for any whole number."""
+    return "<id>" not in name and (name in names or _NUMBER.sub("<id>", name) in names)
+
+
+def is_beyond(name: str, clients: int) -> bool:
+    """Whether a metric is a single client's that is not there."""
+    client = re.match(r"client_([0-9]{1,18})/", name)
+    return client is not None and int(client[1]) >= clients
+
+
+def mend_of(name: str, names: Sequence[str], clients: int) -> str:
+    """What to say of a metric that is none of these: the one that is most like it, or which there are."""
+    if is_beyond(name, clients):
+        return f"clients are 0 to {clients - 1}"
+    forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be as many names as clients
+    if _NUMBER.sub("<id>", name) in forms:
+        return "others like it there are; a client that is not scored, or holds no test data, has no accuracy"
+    near = get_close_matches(re.sub(r"[0-9]+", "<id>", name), forms, 1)
+    return f"did you mean {near[0]}?" if near and near[0] != name else f"there are {', '.join(forms)}"
+
+
+def adds_unknown(run: FederatedOrchestrator) -> bool:
+    """Whether something of the user's own may add metrics of which it does not say the names beforehand."""
+    terms = run.worker.template.terms()
+    return (
+        is_own(type(run.worker.template))
+        or any(is_own(type(term)) and not term.active for term in terms)  # it may count in a later round
+        or any(_defines(callback, "on_round_metrics", "numbers") for callback in run.callbacks if not _says(callback))
+    )
+
+
+def _says(callback: RoundCallback) -> bool:
+    return _defines(callback, "metrics")
+
+
+def _defines(callback: RoundCallback, *methods: str) -> bool:
+    """Whether a class of the user's own, among those of a callback, has one of these methods."""
+    return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

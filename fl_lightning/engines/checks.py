@@ -1,0 +1,153 @@
+"""What is tried before round 1, so that no round ends for what could have been known: options, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+
+from fl_lightning.client import LOOK_AHEAD, ClientModule, learning_rates, optimizer_tensors
+from fl_lightning.engines.trainer import DEFAULTS
+from fl_lightning.errors import ConfigError, check_number
+
+MOST = 10**9
+"""Epochs, steps or batches of a client's fit, at most."""
+
+IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+"""Lightning's short names of precisions."""
+
+ROUNDING = {
+    "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    "cuda": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+}
+"""Environment variables that have torch multiply float32 in fewer bits, by device."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse numbers that Lightning's `Trainer` takes, or takes badly, and no fit can be carried out with.
+
+    Args:
+        options: Keyword arguments of `Trainer`.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    for name in ("max_epochs", "max_steps"):
+        check_number(f"trainer.{name}", options.get(name), f"[-1, {MOST}]", "-1 is without bound")
+    check_number("trainer.accumulate_grad_batches", options.get("accumulate_grad_batches"), f"[0, {MOST}]")
+    check_number("trainer.gradient_clip_val", options.get("gradient_clip_val"), "[0, inf)", "0 clips nothing")
+    batches = options.get("limit_train_batches") or 0
+    within = "[0, 1]" if batches % 1 else f"[0, {MOST}]"
+    check_number("trainer.limit_train_batches", batches, within, "give a number of batches, or a share up to 1.0")
+
+
+def check_share(trainer: L.Trainer, batches: int) -> None:
+    """Refuse a share of batches that is none for the client with the fewest.
+
+    Raises:
+        ConfigError: It is.
+    """
+    share = trainer.limit_train_batches
+    if isinstance(share, float) and share * batches < 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches: {share} of {batches} batches, which one client has, is none; give a larger "
+            f"share, or a number of batches"
+        )
+
+
+def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
+    """Refuse a trainer whose fit would take no step, never end, start processes, or compute in another precision.
+
+    Args:
+        trainer: The trainer.
+        options: The keyword arguments that it was made with.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if trainer.world_size > 1:
+        raise ConfigError("trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th")
+    for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
+        if getattr(trainer, name) == 0:
+            raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")
+    if trainer.max_epochs == trainer.max_steps == -1:
+        raise ConfigError("trainer.max_epochs: -1 without trainer.max_steps never ends; give one of them")
+    asked = str(options.get("precision") or trainer.precision)
+    if trainer.precision != IN_FULL.get(asked, asked):
+        device = trainer.strategy.root_device.type
+        raise ConfigError(
+            f"trainer.precision: {asked} is not to be had on the {device}, where Lightning would take "
+            f"{trainer.precision} for it; give that, or 32-true"
+        )
+
+
+def warn_of_environment(device: torch.device) -> None:
+    """Tell of environment variables that stand for options of Lightning's, and are not heeded, or change the rounding.
+
+    Args:
+        device: Where clients train.
+    """
+    for name in DEFAULTS:
+        if os.environ.get(variable := f"PL_TRAINER_{name.upper()}"):
+            warnings.warn(f"{variable} is set, and not heeded: a run is what its config says", stacklevel=2)
+    for variable in ROUNDING.get(device.type, ()):
+        if value := os.environ.get(variable):
+            warnings.warn(
+                f"{variable} is {value}: torch may round float32 products to fewer bits than trainer.precision says",
+                stacklevel=2,
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:
+    """Refuse an optimizer with a number that is not finite, or one that cannot step on dense gradients.
+
+    Args:
+        optimizer: A fit's optimizer, over parameters that nobody needs any more: it steps.
+        trainer: A fit's trainer.
+        kept: Whether its state must be such as can be kept from round to round.
+
+    Raises:
+        ConfigError: Names the option.
+        Exception: Whatever the optimizer says to such a step.
+    """
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            for number in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(number, float):
+                    check_number(f"optimizer.{name}", number, "(-inf, inf)")
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    if trainer.gradient_clip_val:
+        trainer.precision_plugin.clip_gradients(optimizer, trainer.gradient_clip_val)
+    optimizer.step(lambda: 0.0)
+    if kept:
+        optimizer_tensors(optimizer)
+
+
+def check_schedule(module: ClientModule, epochs: int) -> None:
+    """Refuse a fit's schedule that ends before the fit does, or makes learning rates of other things than numbers.
+
+    Args:
+        module: A client's module.
+        epochs: How many epochs a fit has, at most.
+
+    Raises:
+        ConfigError: Names what is wrong.
+    """
+    if module.scheduler_factory:
+        optimizer = module.optimizer_for(module.backbone.parameters())
+        rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
+        for _ in islice(rates, min(epochs + 1, LOOK_AHEAD)):  # one more: it takes a step after the last epoch, too
+            pass
+
+
+def most_epochs(trainer: L.Trainer, batches: int) -> int:
+    """How many epochs a fit has whose epochs have so many batches."""
+    bounds = [trainer.max_epochs, -1 if trainer.max_steps < 0 else math.ceil(trainer.max_steps / batches)]
+    return min(bound for bound in bounds if bound is not None and bound >= 0)

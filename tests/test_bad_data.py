@@ -1,0 +1,822 @@
+"""Bad data get one line that names the file, the key or the class, and what is wrong; nothing hangs, nothing is run."""
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import contents, run
+from layouts import (
+    images,
+    write_ag_news,
+    write_arrays,
+    write_cifar,
+    write_emnist,
+    write_imdb_csv,
+    write_imdb_folder,
+    write_mnist,
+    write_pathmnist,
+    write_svhn,
+    write_tiny_imagenet,
+)
+from PIL import Image
+
+from fl_lightning.data import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    FC100,
+    IID,
+    IMDB,
+    MNIST,
+    SVHN,
+    AGNews,
+    Arrays,
+    Dataset,
+    Digits,
+    Dirichlet,
+    DisjointClasses,
+    FashionMNIST,
+    FewShot,
+    LoadedData,
+    Partition,
+    PathMNIST,
+    Pathological,
+    QuantitySkew,
+    Scenario,
+    Shards,
+    TinyImageNet,
+)
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError
+
+SECONDS = 20
+"""What hangs is told apart from what is slow by this."""
+
+
+@pytest.fixture(autouse=True)
+def no_hanging() -> Iterator[None]:
+    def hung(*_: Any) -> None:
+        raise TimeoutError(f"still at it after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refusal(dataset: Dataset) -> str:
+    with pytest.raises(ConfigError) as caught:
+        dataset.checked()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "KeyError" not in message
+    return message
+
+
+# --- Files that are there and cannot be used ---
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A dataset on disk.
+
+    Args:
+        write: Writes it into a folder.
+        make: Makes the dataset of that folder.
+        files: Some of its files, one of each kind at least.
+        open_ended: The end of a file says nothing: cut in half it may be a smaller one.
+    """
+
+    write: Callable[[Path, pytest.MonkeyPatch], Any]
+    make: Callable[[str], Dataset]
+    files: tuple[str, ...]
+    open_ended: bool = False
+
+
+IDX = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+EMNIST_FILES = tuple(f"EMNIST/raw/emnist-letters-{name.replace('t10k', 'test')}" for name in IDX)
+LAYOUTS = {
+    "MNIST": Layout(lambda root, _: write_mnist(root), MNIST, tuple(f"MNIST/raw/{name}" for name in IDX)),
+    "FashionMNIST": Layout(
+        lambda root, _: write_mnist(root, "FashionMNIST"), FashionMNIST, (f"FashionMNIST/raw/{IDX[0]}",)
+    ),
+    "EMNIST": Layout(lambda root, _: write_emnist(root, "letters"), lambda root: EMNIST("letters", root), EMNIST_FILES),
+    "CIFAR10": Layout(
+        lambda root, patch: write_cifar(root, 10, patch),
+        CIFAR10,
+        tuple(f"cifar-10-batches-py/{name}" for name in ("data_batch_1", "data_batch_5", "test_batch", "batches.meta")),
+    ),
+    "CIFAR100": Layout(
+        lambda root, patch: write_cifar(root, 100, patch),
+        CIFAR100,
+        tuple(f"cifar-100-python/{name}" for name in ("train", "test", "meta")),
+    ),
+    "FC100": Layout(lambda root, patch: write_cifar(root, 100, patch), FC100, ("cifar-100-python/train",)),
+    "SVHN": Layout(
+        lambda root, patch: write_svhn(root, patch), SVHN, tuple(f"{name}_32x32.mat" for name in ("train", "test"))
+    ),
+    "PathMNIST": Layout(lambda root, _: write_pathmnist(root), PathMNIST, ("pathmnist.npz",)),
+    "TinyImageNet": Layout(
+        lambda root, _: write_tiny_imagenet(root, classes=2),
+        TinyImageNet,
+        (
+            "tiny-imagenet-200/wnids.txt",
+            "tiny-imagenet-200/val/val_annotations.txt",
+            "tiny-imagenet-200/val/images/val_1.JPEG",
+        ),
+    ),
+    "AGNews": Layout(
+        lambda root, _: write_ag_news(root), AGNews, tuple(f"ag_news_csv/{name}.csv" for name in ("train", "test"))
+    ),
+    "IMDB": Layout(
+        lambda root, _: write_imdb_folder(root), IMDB, ("aclImdb/train/pos/3_10.txt", "aclImdb/test/neg/0_1.txt"), True
+    ),
+    "IMDB csv": Layout(
+        lambda root, _: write_imdb_csv(root), lambda root: IMDB(root, layout="csv"), ("IMDB Dataset.csv",)
+    ),
+    "Arrays": Layout(
+        lambda root, _: write_arrays(root / "mine.npz"), lambda root: Arrays(f"{root}/mine.npz"), ("mine.npz",)
+    ),
+}
+FILES = [(name, file) for name, layout in LAYOUTS.items() for file in layout.files]
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def halved(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(5).bytes(path.stat().st_size + 1))
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return spoil
+
+
+def bound(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+SPOILT = {
+    "emptied": (emptied, ""),
+    "halved": (halved, ""),
+    "garbage": (garbage, ""),
+    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
+    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
+    "a device": (instead(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
+    "a socket": (instead(bound), "is a socket, it needs to be a file"),
+    "links in a circle": (instead(lambda path: path.symlink_to(path)), "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_a_file_that_is_there_and_cannot_be_used_is_named_with_what_is_wrong(
+    name: str, file: str, spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, (spoil, why) = LAYOUTS[name], SPOILT[spoilt]
+    layout.write(tmp_path, monkeypatch)
+    path = tmp_path / file
+    spoil(path)
+    if layout.open_ended and spoilt == "halved":
+        layout.make(str(tmp_path)).checked()
+        return
+    message = refusal(layout.make(str(tmp_path)))
+    assert f": {path}: " in message
+    assert why in message
+    assert f"put {file}" not in message
+    assert message.startswith(f"scenario.dataset.path: {path}: " if name == "Arrays" else "scenario.dataset: ")
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "FC100"])
+def test_without_what_was_spoilt_each_layout_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LAYOUTS[name].write(tmp_path, monkeypatch)
+    assert len(LAYOUTS[name].make(str(tmp_path)).checked().y_train)
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("MNIST", ["MNIST/raw/t10k-labels-idx1-ubyte"]),
+        ("CIFAR10", ["cifar-10-batches-py/data_batch_2", "cifar-10-batches-py/batches.meta"]),
+        ("SVHN", ["test_32x32.mat"]),
+        ("AGNews", ["ag_news_csv/train.csv"]),
+        ("TinyImageNet", ["tiny-imagenet-200/wnids.txt"]),
+    ],
+)
+def test_of_files_that_are_missing_in_part_those_are_named_alone(
+    name: str, gone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LAYOUTS[name].write(tmp_path, monkeypatch)
+    for file in gone:
+        (tmp_path / file).unlink()
+    message = refusal(LAYOUTS[name].make(str(tmp_path)))
+    assert f"{name} cannot be read; put {', '.join(gone)} into {tmp_path}, or set scenario.dataset.data_dir" in message
+
+
+@pytest.mark.parametrize("name", ["TinyImageNet", "IMDB"])
+def test_missing_and_empty_folders_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LAYOUTS[name].write(tmp_path, monkeypatch)
+    folder = tmp_path / {"TinyImageNet": "tiny-imagenet-200/val/images", "IMDB": "aclImdb/test/pos"}[name]
+    for path in folder.iterdir():
+        path.unlink()
+    assert f"{folder}: holds no files" in refusal(LAYOUTS[name].make(str(tmp_path)))
+    folder.rmdir()
+    assert f"put {folder.relative_to(tmp_path)}/ into" in refusal(LAYOUTS[name].make(str(tmp_path)))
+    folder.write_text("no folder")
+    assert f"{folder}: is a file, it needs to be a folder" in refusal(LAYOUTS[name].make(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("data_dir", "why"),
+    [
+        ("x" * 300, "File name too long"),
+        ("a\0b", "null"),
+        ("a\nfile", "a file: is a file, it needs to be a folder"),
+        ("circle", "Too many levels of symbolic links"),
+        ("a\nfile/below", "Not a directory"),
+    ],
+)
+@pytest.mark.parametrize("download", [False, True])
+def test_a_data_dir_that_cannot_be_one_is_told_of_by_its_key(
+    data_dir: str, why: str, download: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a\nfile").write_text("")
+    Path("circle").symlink_to("circle")
+    message = refusal(MNIST(data_dir, download=download))
+    assert message.startswith("scenario.dataset.data_dir: ")
+    assert why in message
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("x" * 300, "File name too long"), ("a\0b", "null"), ("a\nb", "a b: no such file"), ("", ": is a folder")],
+)
+def test_a_path_that_cannot_be_one_is_told_of_by_its_key(path: str, why: str) -> None:
+    message = refusal(Arrays(path))
+    assert message.startswith("scenario.dataset.path: ")
+    assert why in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    path.chmod(0)
+    assert f"{path}: cannot be read: Permission denied" in refusal(MNIST(str(tmp_path)))
+
+
+# --- Files that can be read, with something else in them ---
+
+
+def test_idx_files_are_what_their_headers_say(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    content = path.read_bytes()
+    for spoilt, why in (
+        (content[:-1], "its size is 47,055 bytes, by its header it is 47,056"),
+        (content + b"\0", "its size is 47,057 bytes, by its header it is 47,056"),
+        (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "by its header it is"),
+        (b"\0\0\x0d" + content[3:], "it does not begin as one of unsigned bytes does"),
+        (content[:3] + b"\1" + content[4:], "its dimensions are 1, not 3"),
+        (content[:9], "is no readable idx file"),
+    ):
+        path.write_bytes(spoilt)
+        assert why in refusal(MNIST(str(tmp_path)))
+
+
+def test_the_files_of_another_dataset_are_refused_for_what_they_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_emnist(tmp_path, "balanced")
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    for ours, theirs in zip(IDX, EMNIST_FILES, strict=True):
+        (tmp_path / theirs.replace("letters", "balanced")).rename(tmp_path / "MNIST" / "raw" / ours)
+    assert "MNIST: y_train: label 46 is out of range for num_classes 10" in refusal(MNIST(str(tmp_path)))
+    write_cifar(tmp_path, 100, monkeypatch)
+    write_cifar(tmp_path / "ten", 10, monkeypatch)
+    (tmp_path / "ten" / "cifar-10-batches-py" / "test_batch").replace(tmp_path / "cifar-100-python" / "test")
+    assert "cifar-100-python/test: is damaged, or another file: its MD5" in refusal(CIFAR100(str(tmp_path)))
+
+
+def test_mnist_with_fewer_labels_than_images_is_refused(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    path.write_bytes(struct.pack(">3sBI", b"\0\0\x08", 1, 59) + path.read_bytes()[8:-1])
+    assert "MNIST: x_train has 60 rows and y_train 59: they need as many" in refusal(MNIST(str(tmp_path)))
+
+
+def test_emnists_letters_count_from_one(tmp_path: Path) -> None:
+    write_emnist(tmp_path, "letters")
+    path = tmp_path / EMNIST_FILES[1]
+    content = bytearray(path.read_bytes())
+    content[20] = 0
+    path.write_bytes(content)
+    assert "EMNIST: y_train holds label -1; labels count from 0" in refusal(EMNIST("letters", str(tmp_path)))
+
+
+def half(labels: np.ndarray) -> np.ndarray:
+    return labels + 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("train_labels", half, "train_labels needs one whole number a sample, got float64 of shape (54, 1)"),
+        ("test_labels", lambda y: y.astype(float), "test_labels needs one whole number a sample, got float64"),
+        ("train_labels", lambda y: y + 246, "y_train: label 254 is out of range for num_classes 9"),
+        ("test_labels", lambda y: y.astype(int) - 1, "y_test holds label -1"),
+        (
+            "train_labels",
+            lambda y: np.tile(y, 14),
+            "y_train needs one whole number a sample, got int64 of shape (54, 14",
+        ),
+        ("train_labels", lambda y: y[1:], "x_train has 54 rows and y_train 53"),
+        ("train_images", lambda x: x.astype(np.int64), "x_train is int64 of shape (54, 3, 28, 28); it needs uint8 or"),
+        ("train_images", lambda x: x / 255, "x_train is float64 of shape (54, 3, 28, 28); it needs uint8 or float32"),
+        ("test_images", lambda x: x[:, ::2], "x_train and x_test hold inputs of different shapes"),
+        ("test_images", lambda x: x[0, 0, 0], "is no readable MedMNIST file"),
+        ("test_images", lambda x: np.full(x.shape, None), "is no readable .npz file (Object arrays cannot be loaded"),
+        ("test_images", lambda x: None, "holds no test_images; it needs test_images, test_labels"),
+    ],
+)
+def test_pathmnist_is_not_made_to_fit(name: str, change: Callable, told: str, tmp_path: Path) -> None:
+    write_pathmnist(tmp_path)
+    path = tmp_path / "pathmnist.npz"
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    arrays[name] = change(arrays[name])
+    np.savez(path, **{name: values for name, values in arrays.items() if values is not None})
+    assert told in refusal(PathMNIST(str(tmp_path)))
+
+
+def test_a_picture_of_another_size_and_one_without_a_file_are_named(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path, classes=2)
+    val = tmp_path / "tiny-imagenet-200" / "val"
+    path = val / "images" / "val_0.JPEG"
+    Image.new("RGB", (32, 64)).save(path)
+    assert f"{path}: is a picture of 32x64, it needs to be 64x64" in refusal(TinyImageNet(str(tmp_path)))
+    path.unlink()
+    assert f"{val}/val_annotations.txt: does not fit images, in val_0.JPEG" in refusal(TinyImageNet(str(tmp_path)))
+
+
+def test_tiny_imagenets_folders_are_those_of_its_list_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path, classes=2)
+    root = tmp_path / "tiny-imagenet-200"
+    for folder in ("train", "val/images", "train/n00000000/images"):
+        (root / folder / ".DS_Store").write_text("a Mac was here")
+    assert len(TinyImageNet(str(tmp_path)).checked().y_test) == 2
+    (root / "wnids.txt").write_text("n00000000\n")
+    assert f"{root}/wnids.txt: does not fit train, in n00000001" in refusal(TinyImageNet(str(tmp_path)))
+    (root / "wnids.txt").write_text("n00000000\nn00000001\n../val\n")
+    assert f"{root}/wnids.txt: does not fit train, in ../val" in refusal(TinyImageNet(str(tmp_path)))
+
+
+def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path, classes=2)
+    table = tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt"
+    Image.new("RGB", (64, 64)).save(tmp_path / "elsewhere.JPEG")
+    table.write_text(table.read_text().replace("val_0.JPEG", "../../../elsewhere.JPEG"))
+    assert f"{table}: does not fit images, in elsewhere.JPEG" in refusal(TinyImageNet(str(tmp_path)))
+    table.write_text("val_0.JPEG\tn99999999\n")
+    assert f"{table}: is no readable table of names and classes ('n99999999')" in refusal(TinyImageNet(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('"five","a","b"\n', "row 41 (invalid literal for int() with base 10: 'five')"),
+        ('"1.5","a","b"\n', "row 41 (invalid literal for int() with base 10: '1.5')"),
+        ('"1","a"\n', "row 41 (not enough values to unpack"),
+        ('"1","a","b","c"\n', "row 41 (too many values to unpack"),
+        ("\n", "row 41 (not enough values to unpack"),
+        ('"1","a","cut', "is no readable csv file (unexpected end of data)"),
+        ('"5","a","b"\n', "scenario.dataset: AGNews: y_train: label 4 is out of range for num_classes 4"),
+        ('"0","a","b"\n', "scenario.dataset: AGNews: y_train holds label -1"),
+    ],
+)
+def test_a_row_of_ag_news_that_is_none_is_named(row: str, told: str, tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    with (tmp_path / "ag_news_csv" / "train.csv").open("a") as file:
+        file.write(row)
+    assert told in refusal(AGNews(str(tmp_path)))
+
+
+def test_a_length_that_no_memory_holds_is_told_of_by_its_key(tmp_path: Path) -> None:
+    write_ag_news(tmp_path)
+    for length in (10**13, 10**18, 10**30):
+        assert refusal(AGNews(str(tmp_path), length=length)).startswith("scenario.dataset.length: ")
+
+
+# --- Nothing in a data folder is run ---
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_file_of_a_data_folder_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a pickle could lie, one that would make a folder lies: in the files' own places, and in old caches."""
+    for layout in LAYOUTS.values():
+        with suppress(FileExistsError):
+            layout.write(tmp_path, monkeypatch)
+    sprung = tmp_path / "sprung"
+    trap = pickle.dumps(Trap(sprung), protocol=2)
+    for name, files in {name: layout.files for name, layout in LAYOUTS.items()}.items():
+        for file in files:
+            (tmp_path / file).write_bytes(trap)
+        refusal(LAYOUTS[name].make(str(tmp_path)))
+    np.savez(tmp_path / "pathmnist.npz", **dict.fromkeys(("train_images", "train_labels"), np.array([Trap(sprung)])))
+    refusal(PathMNIST(str(tmp_path)))
+    for name in ("MNIST", "EMNIST"):
+        (tmp_path / name / "processed").mkdir()
+        for cache in ("training", "test", "training_letters", "test_letters"):
+            (tmp_path / name / "processed" / f"{cache}.pt").write_bytes(trap)
+    for file in LAYOUTS["MNIST"].files + LAYOUTS["EMNIST"].files:
+        (tmp_path / file).unlink()
+    for download in (False, True):
+        refusal(MNIST(str(tmp_path), download=download))
+        refusal(EMNIST("letters", str(tmp_path), download=download))
+    assert not sprung.exists()
+    pickle.loads(trap)
+    assert sprung.exists()
+
+
+def test_an_old_cache_beside_the_files_is_not_taken_for_them(tmp_path: Path) -> None:
+    train, _ = write_mnist(tmp_path)
+    (tmp_path / "MNIST" / "processed").mkdir()
+    for name in ("training", "test"):
+        content = torch.zeros(3, 28, 28, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
+        torch.save(content, tmp_path / "MNIST" / "processed" / f"{name}.pt")
+    assert np.array_equal(MNIST(str(tmp_path)).checked().x_train[:, 0].numpy(), train.x)
+
+
+# --- What a dataset holds ---
+
+
+@dataclass
+class MyData(Dataset):
+    """Somebody's own dataset."""
+
+    changed: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> LoadedData:
+        x, y = torch.from_numpy(images(20, 1, 4, 4)), torch.arange(20) % 10
+        return replace(LoadedData(x, y, x.clone(), y.clone(), 10, Normalize()), **self.changed)
+
+
+def filled(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = torch.zeros(20, 1, 4, 4)
+    x[7, 0, 1, 2] = value
+    return x.to(dtype)
+
+
+def labels(at_seven: int) -> torch.Tensor:
+    y = torch.arange(20) % 10
+    y[7] = at_seven
+    return y
+
+
+WRONG = {
+    "label above": ({"y_train": labels(255)}, "y_train: label 255 is out of range for num_classes 10"),
+    "label one above": ({"y_train": labels(10)}, "y_train: label 10 is out of range for num_classes 10"),
+    "test label above": ({"y_test": labels(10)}, "y_test: label 10 is out of range for num_classes 10"),
+    "negative label": ({"y_test": labels(-1)}, "y_test holds label -1; labels count from 0"),
+    "half labels": ({"y_train": labels(0) / 2}, "y_train needs one whole number a sample, got float32 of shape (20,)"),
+    "short labels": (
+        {"y_train": labels(0).to(torch.int32)},
+        "y_train needs one whole number a sample, got int32 of shape (20,); make it int64",
+    ),
+    "labels in a column": (
+        {"y_test": labels(0)[:, None]},
+        "y_test needs one whole number a sample, got int64 of shape (20, 1)",
+    ),
+    "too few labels": ({"y_train": labels(0)[1:]}, "x_train has 20 rows and y_train 19: they need as many"),
+    "no tensor": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),
+    "nothing to test": (
+        {"x_test": torch.zeros(0, 1, 4, 4, dtype=torch.uint8), "y_test": labels(0)[:0]},
+        "x_test has 0 rows and y_test 0: they need as many, and at least one",
+    ),
+    "unlike shapes": (
+        {"x_test": torch.zeros(20, 1, 4, 5, dtype=torch.uint8)},
+        "x_train and x_test hold inputs of different shapes, (1, 4, 4) and (1, 4, 5)",
+    ),
+    "unlike types": ({"x_test": filled(0)}, "x_train and x_test need one type"),
+    "bare numbers": ({"x_train": torch.zeros(20)}, "x_train has shape (20,); it needs a row a sample: (n, ...)"),
+    "inputs of no size": ({"x_train": torch.zeros(20, 0)}, "x_train has shape (20, 0); it needs a row a sample"),
+    "NaN": ({"x_train": filled(np.nan)}, "x_train holds NaN or Inf"),
+    "Inf": ({"x_train": filled(0), "x_test": filled(np.inf)}, "x_test holds NaN or Inf"),
+    "minus Inf": ({"x_train": filled(-np.inf)}, "x_train holds NaN or Inf"),
+    "whole pixels": (
+        {"x_train": filled(200, torch.int64)},
+        "x_train is int64 of shape (20, 1, 4, 4); it needs uint8 or float32, or int64 for token ids (n, length)",
+    ),
+    "doubles": ({"x_train": filled(0, torch.float64)}, "x_train is float64 of shape (20, 1, 4, 4); it needs uint8 or"),
+    "negative token": (
+        {"x_train": torch.full((20, 5), -1), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
+        "x_train holds -1; token ids count from 0",
+    ),
+    "sparse": ({"x_train": filled(1).to_sparse()}, "x_train is torch.sparse_coo on cpu; it needs to be dense"),
+    "on no device": ({"y_test": torch.zeros(20, device="meta")}, "y_test is torch.strided on meta; it needs to be"),
+    "one class": (
+        {"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0},
+        "num_classes is 1, not between 2 and",
+    ),
+    "too many classes": ({"num_classes": 10**9}, "num_classes is 1000000000, not between 2 and 10,000,000"),
+    "no class": ({"num_classes": 0}, "y_train: label 9 is out of range for num_classes 0"),
+    "classes in part": ({"num_classes": 10.0}, "num_classes is 10.0, no whole number"),
+    "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
+    "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
+    "no number of classes": ({"num_classes": None}, "num_classes is None, no whole number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_every_dataset_is_checked_and_its_class_named(case: str) -> None:
+    changed, told = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        Scenario(MyData(changed), IID(), 2).build(0)
+    assert str(caught.value).startswith(f"scenario.dataset: MyData: {told}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"x_train": filled(3e38), "x_test": filled(-3e38)},
+        {"x_train": torch.full((20, 5), 10**6), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
+        {"num_classes": np.int64(12)},
+        {"y_train": torch.zeros(20, dtype=torch.int64)},
+    ],
+    ids=["images", "largest numbers", "token ids", "numpy's whole number", "classes that do not occur"],
+)
+def test_what_is_sound_is_left_as_it_is(changed: dict[str, Any]) -> None:
+    data = MyData(changed).checked()
+    for name, value in changed.items():
+        assert getattr(data, name) is value
+
+
+def test_what_a_datasets_own_code_raises_is_put_down_to_it() -> None:
+    class Broken(Dataset):
+        def load(self) -> LoadedData:
+            return {}["images"]
+
+    class Forgetful(Dataset):
+        def load(self) -> LoadedData:
+            MyData().load()
+
+    with pytest.raises(ConfigError, match=r"^scenario.dataset: Broken: KeyError: 'images'; --debug shows where$"):
+        Broken().checked()
+    with pytest.raises(ConfigError, match=r"^scenario.dataset: Forgetful: load\(\) returned NoneType, not LoadedData$"):
+        Forgetful().checked()
+
+
+def test_many_classes_are_counted_from_few_samples_only_if_told_so(tmp_path: Path) -> None:
+    write_arrays(tmp_path / "mine.npz")
+    with np.load(tmp_path / "mine.npz") as archive:
+        arrays = dict(archive)
+    np.savez(tmp_path / "ids.npz", **arrays | {"y_test": arrays["y_test"] + 10**9})
+    message = refusal(Arrays(str(tmp_path / "ids.npz")))
+    assert "ids.npz: label 1000000002, in 90 samples: count classes from 0, or set scenario.dataset.num_cl" in message
+    np.savez(tmp_path / "gaps.npz", **arrays | {"y_test": arrays["y_test"] + 87})
+    assert Arrays(str(tmp_path / "gaps.npz")).checked().num_classes == 90
+    np.savez(tmp_path / "more.npz", **arrays | {"y_test": arrays["y_test"] + 88})
+    assert "label 90, in 90 samples" in refusal(Arrays(str(tmp_path / "more.npz")))
+    assert Arrays(str(tmp_path / "more.npz"), num_classes=91).checked().num_classes == 91
+
+
+# --- Scenarios and partitions ---
+
+
+@pytest.mark.parametrize("clients", [1438, 10**8, 10**18, 10**30])
+def test_more_clients_than_samples_are_refused_before_anything_is_dealt(
+    clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IID, "split", None)
+    told = f"scenario.clients: {clients} is above the 1437 training samples; each client needs one"
+    with pytest.raises(ConfigError, match=f"^{told}$"):
+        Scenario(Digits(), IID(), clients).build(0)
+
+
+def test_clients_are_held_against_the_samples_that_are_left() -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.clients: 11 is above the 10 training samples"):
+        Scenario(Digits(), IID(), 11, train_samples=10).build(0)
+    assert len(Scenario(Digits(), IID(), 10, train_samples=10).build(0).shards) == 10
+
+
+NUMBERS = {
+    "local_test": [None, True, -0.1, 1, np.nan, np.inf, "0.5"],
+    "long_tail": [True, 0.5, -1, np.nan, np.inf],
+    "train_samples": [True, 0, -1, 1.5, np.nan, np.inf],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NUMBERS.items() for value in values])
+def test_a_scenarios_numbers_are_refused_when_it_is_made(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.{key}: {value} is "):
+        Scenario(Digits(), IID(), 2, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "values"),
+    [
+        (Dirichlet, "alpha", [0, -1, np.nan, np.inf, -np.inf, 1e300, 1.1e6]),
+        (QuantitySkew, "alpha", [0, np.nan, 1e300]),
+        (Dirichlet, "min_samples", [0, -(10**30)]),
+        (QuantitySkew, "min_samples", [0]),
+        (Shards, "per_client", [0, -(10**30)]),
+        (Pathological, "classes_per_client", [0, -(10**30)]),
+        (DisjointClasses, "classes_per_client", [0]),
+    ],
+)
+def test_a_partitions_numbers_are_refused_when_it_is_made(make: type, key: str, values: list[float]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^scenario.partition.{key}: "):
+            make(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("partition", "key"),
+    [
+        (Dirichlet(1e-300, form="groups"), "min_samples"),
+        (Dirichlet(0.5, 10**30), "min_samples"),
+        (QuantitySkew(0.5, 10**30), "min_samples"),
+        (Shards(10**30), "per_client"),
+        (Pathological(10**30), "classes_per_client"),
+    ],
+)
+def test_what_a_partition_cannot_do_is_told_of_by_its_key(partition: Partition, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.partition.{key}: "):
+        Scenario(Digits(), partition, 20).build(0)
+
+
+@pytest.mark.parametrize("partition", [Dirichlet(1e-300), Dirichlet(5e-324, form="balanced"), DisjointClasses(10**30)])
+def test_extreme_numbers_that_mean_something_are_met(partition: Partition) -> None:
+    data = Scenario(Digits(), partition, 5).build(0)
+    assert data.class_counts("train").sum() + data.class_counts("test").sum() == 1437
+
+
+@dataclass
+class MyPartition(Partition):
+    """Somebody's own partition."""
+
+    parts: Any
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        return [np.array(part) for part in self.parts]
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([[0, 1]], "MyPartition: made 1 shares for 2 clients"),
+        ([[0], [1], [2]], "MyPartition: made 3 shares for 2 clients"),
+        ([[0.0], [1.0]], "MyPartition: made shares of float64; they are to be indices of samples"),
+        ([[0, 1437], [1]], "MyPartition: dealt sample 1437, of 1437 that count from 0"),
+        ([[0], [-1]], "MyPartition: dealt sample -1, of 1437"),
+        ([[0, 5], [1, 5]], "MyPartition: dealt sample 5 twice"),
+        ([[0, 5, 5], [1]], "MyPartition: dealt sample 5 twice"),
+        (7, "MyPartition: TypeError: 'int' object is not iterable; --debug shows where"),
+        ([[0], []], "client 1 holds no data"),
+    ],
+)
+def test_a_partition_of_ones_own_is_held_to_what_it_promises(parts: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^scenario.partition: {told}"):
+        Scenario(Digits(), MyPartition(parts), 2).build(0)
+
+
+@pytest.mark.parametrize("few_shot", [FewShot(ways=21), FewShot(shots=10**18)])
+def test_episodes_that_no_test_set_has_are_refused_before_a_round(
+    few_shot: FewShot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(tmp_path, 100, monkeypatch)
+    message = refusal(FC100(str(tmp_path), few_shot=few_shot))
+    assert message.startswith("scenario.dataset.few_shot: the test set has 20 classes, the smallest of 3 samples")
+
+
+# --- On the command line ---
+
+ONE_ROUND = """
+rounds: 1
+scenario: {dataset: Digits, partition: IID, clients: 2}
+model: {class_path: MLP, init_args: {hidden: [4]}}
+algorithm: FedAvg
+trainer: {accelerator: cpu}
+logger: null
+"""
+OWN_DATA = """
+import torch
+from fl_lightning.data import Dataset, LoadedData
+from fl_lightning.data.transforms import Normalize
+
+class MyData(Dataset):
+    def load(self):
+        x, y = torch.zeros(20, 1, 4, 4), torch.full((20,), 255)
+        return LoadedData(x, y, x, y, 10, Normalize())
+"""
+FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
+DATASET = [*FIT, "--scenario.dataset"]
+ARRAYS = [*DATASET, "Arrays", "--scenario.dataset.path"]
+KINDS = {
+    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train: label 255 is out of"),
+    "damaged file": ([*DATASET, "MNIST"], ": data/MNIST/raw/train-images-idx3-ubyte: is no readable idx file"),
+    "pipe among the files": ([*DATASET, "FashionMNIST"], "t10k-labels-idx1-ubyte: is a pipe, it needs to be a file"),
+    "pipe": ([*ARRAYS, "pipe.npz"], "scenario.dataset.path: pipe.npz: is a pipe, it needs to be a file"),
+    "device": ([*ARRAYS, "/dev/zero"], "scenario.dataset.path: /dev/zero: is a device, it needs to be a file"),
+    "long name": ([*ARRAYS, "x" * 256], "scenario.dataset.path: ", "File name too long"),
+    "two lines": ([*ARRAYS, "a\nb.npz"], "scenario.dataset.path: a b.npz: no such file"),
+    "data_dir": (
+        [*DATASET, "SVHN", "--scenario.dataset.data_dir", "one.yaml"],
+        "scenario.dataset.data_dir: one.yaml: is",
+    ),
+    "many clients": (
+        [*FIT, "--scenario.clients", str(10**8)],
+        "scenario.clients: 100000000 is above the 1437 training",
+    ),
+    "many scored clients": (
+        [*FIT, "--scenario.clients", str(10**30), "--evaluation.max_clients", str(10**9)],
+        f"scenario.clients: {10**30} is above the 1437 training samples",
+    ),
+    "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)"),
+    "long tail": ([*FIT, "--scenario.long_tail", ".inf"], "scenario.long_tail: inf is no number from 1 on"),
+    "alpha": (
+        [*FIT, "--scenario.partition", "Dirichlet", "--scenario.partition.alpha", "1e300"],
+        "scenario.partition.alpha: 1e+300 is not above 0 and at most 1e6",
+    ),
+    "partition into a run": (
+        ["partition", "--config", "one.yaml", "--out", "done"],
+        "--out: done holds a run, whose partition.csv stays; choose another folder",
+    ),
+    "partition into a long name": (
+        ["partition", "--config", "one.yaml", "--out", "x" * 256],
+        "--out: ",
+        "name too long",
+    ),
+    "partition into a name that is none": (["partition", "--config", "one.yaml", "--out", "a\0b"], "--out: ", "null"),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "own_data", raising=False)
+    Path("one.yaml").write_text(ONE_ROUND)
+    Path("own_data.py").write_text(OWN_DATA)
+    os.mkfifo("pipe.npz")
+    for name in ("MNIST", "FashionMNIST"):
+        write_mnist(Path("data"), name)
+    halved(Path("data/MNIST/raw/train-images-idx3-ubyte"))
+    instead(os.mkfifo)(Path("data/FashionMNIST/raw/t10k-labels-idx1-ubyte"))
+    Path("done").mkdir()
+    Path("done/metrics.csv").write_text("round\n")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(kind: str, here: Path) -> None:
+    (words, *told), before = KINDS[kind], contents(here)
+    code, out, err = run(*words)
+    assert code == 2, out + err
+    assert err.count("\n") == 1
+    assert err.startswith("fl-lightning: error: ")
+    for fragment in told:
+        assert fragment in err
+    assert contents(here) == before
+    assert run(*FIT).code == 0

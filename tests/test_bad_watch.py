@@ -1,0 +1,686 @@
+"""What callbacks and W&B cannot work with is refused before a run's folder is made; the rest works."""
+
+import json
+import os
+import re
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import wandb
+import yaml
+from commands import TINY, contents, run, tiny
+from experiments import client_series, digits, experiment, same_bytes
+from fl_lightning.callbacks import (
+    AggregationWeights,
+    BytesByRound,
+    Checkpointing,
+    ClassRelations,
+    ClientDrift,
+    ClusterNorms,
+    CommunicationMeter,
+    EarlyStopping,
+    KnowledgeMap,
+    RoundCallback,
+    RowNorms,
+    UnitDivergence,
+)
+from fl_lightning.callbacks.figures import trained_model
+from fl_lightning.callbacks.monitor import is_among, round_metrics
+from methods import FEW_QUICK, METHODS
+from torch import nn
+
+from fl_lightning.algorithms import CFL, FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
+from fl_lightning.algorithms.base import WeightedMean
+from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.loggers import WandbRoundLogger
+from fl_lightning.models import Backbone
+from fl_lightning.wandb_logger import NOTE, Labels, sealed
+
+FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]
+WANDB = [*FIT, "--logger", "WandbRoundLogger"]
+
+
+def callback(name, **options):
+    """A command line with a callback."""
+    given = yaml.safe_dump([{"class_path": name, "init_args": options}], default_flow_style=True, width=999)
+    return [*FIT, "--callbacks", given]
+
+
+def kind(name, words, *told, **env):
+    """One kind of bad input: its name, the command, what the line must say, and the environment."""
+    return pytest.param(words, told, env, id=name)
+
+
+KINDS = [
+    # Monitors
+    kind(
+        "no such metric",
+        callback("EarlyStopping", monitor="global/accuracy"),
+        "callbacks: EarlyStopping.monitor: there is no metric 'global/accuracy'; did you mean global/acc?",
+    ),
+    kind(
+        "nothing like a metric",
+        callback("Checkpointing", monitor="xyzzy"),
+        "callbacks: Checkpointing.monitor: there is no metric 'xyzzy'; there are global/acc, global/loss, ",
+        "client/train_ce",
+        "client_<id>/acc",
+        "comm/total_bytes",
+    ),
+    kind("the round", callback("EarlyStopping", monitor="round"), "there is no metric 'round'"),
+    kind("no name", callback("EarlyStopping", monitor=""), "there is no metric ''; there are global/acc"),
+    kind("no such client", callback("EarlyStopping", monitor="client_4/acc"), "'client_4/acc'; clients are 0 to 3"),
+    kind(
+        "like a client's",
+        callback("EarlyStopping", monitor="client_3/accuracy"),
+        "'client_3/accuracy'; did you mean client_<id>/acc?",
+    ),
+    kind("a figure that is not there", callback("EarlyStopping", monitor="drift/cosine_mean"), "there is no metric"),
+    kind(
+        "an accuracy that nobody has",
+        [*callback("EarlyStopping"), "--algorithm", "Local", "--scenario.local_test", "0"],
+        "callbacks: EarlyStopping: no round will have global/acc or client/acc_mean",
+        "scenario.local_test",
+    ),
+    kind("mode", callback("EarlyStopping", mode="best"), "mode: got 'best', expected max | min"),
+    # Numbers
+    kind("patience", callback("EarlyStopping", patience=-3), "callbacks: EarlyStopping.patience: -3 is below 1"),
+    *(
+        kind(f"min_delta {value}", callback("EarlyStopping", min_delta=value), "callbacks: EarlyStopping.min_delta: ")
+        for value in (-0.1, float("nan"), float("inf"))
+    ),
+    kind("every", callback("RowNorms", every=0), "callbacks: RowNorms.every: 0 is below 1"),
+    kind("keep_last", callback("Checkpointing", keep_last=0), "callbacks: Checkpointing.keep_last: 0 is below 1"),
+    kind("Checkpointing.every", callback("Checkpointing", every=-1), "callbacks: Checkpointing.every: -1 is below 1"),
+    kind("samples", callback("KnowledgeMap", samples=9), "callbacks: KnowledgeMap.samples: 9 is below 10"),
+    kind("client", callback("KnowledgeMap", client=4), "KnowledgeMap.client: there is no client 4; clients are 0 to 3"),
+    kind("client below 0", callback("KnowledgeMap", client=-1), "KnowledgeMap.client: there is no client -1"),
+    kind(
+        "pair of others",
+        callback("UnitDivergence", pairs=[[0, 1], [0, 4]]),
+        "callbacks: UnitDivergence.pairs: [0, 4]; a pair is two different clients from 0 to 3",
+    ),
+    kind("pair below 0", callback("UnitDivergence", pairs=[[-1, 2]]), "UnitDivergence.pairs: [-1, 2]"),
+    kind("pair of one", callback("UnitDivergence", pairs=[[2, 2]]), "UnitDivergence.pairs: [2, 2]"),
+    # Several of one
+    kind(
+        "two checkpointings",
+        [*FIT, "--callbacks", "[Checkpointing, Checkpointing]"],
+        "callbacks: Checkpointing is there twice; list it once",
+    ),
+    kind("two progress bars", [*FIT, "--callbacks", "[RoundProgress, RoundProgress]"], "RoundProgress is there twice"),
+    kind(
+        "two of one figure",
+        [*FIT, "--callbacks", "[ClientDrift, ClientDrift]"],
+        "callbacks: ClientDrift: another callback logs client_<id>/drift_cosine too; list it once",
+    ),
+    # W&B
+    kind("project", [*WANDB, "--logger.project", "a/b"], "logger.project: Invalid project name 'a/b'"),
+    kind("long project", [*WANDB, "--logger.project", "p" * 129], "logger.project: ", "128 characters"),
+    kind("long name", [*WANDB, "--logger.name", "n" * 129], "logger.name: 129 characters, and W&B takes 128 at most"),
+    kind("long group", [*WANDB, "--logger.group", "g" * 129], "logger.group: 129 characters"),
+    kind("long job type", [*WANDB, "--logger.job_type", "j" * 65], "logger.job_type: 65 characters", "takes 64"),
+    kind("empty tag", [*WANDB, "--logger.tags", '[a, ""]'], "logger.tags: Tag at index 1 is empty"),
+    kind("long tag", [*WANDB, "--logger.tags", f"[{'t' * 65}]"], "logger.tags: ", "65 characters"),
+    kind("entity", [*WANDB, "--logger.entity", "my team"], "logger.entity: 'my team' is no name of a W&B user or team"),
+    kind("WANDB_MODE", WANDB, "WANDB_MODE: Input should be 'online', 'offline'", WANDB_MODE="garbage"),
+    kind("WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: Run ID cannot contain", WANDB_RUN_ID="a/b"),
+    kind("long WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: 129 characters", WANDB_RUN_ID="i" * 129),
+    kind("WANDB_PROJECT", WANDB, "WANDB_PROJECT: Invalid project name 'a#b'", WANDB_PROJECT="a#b"),
+    kind("WANDB_NAME", WANDB, "logger.name: 129 characters", WANDB_NAME="n" * 129),
+    kind("WANDB_INIT_TIMEOUT", WANDB, "WANDB_INIT_TIMEOUT: Input should be a valid number", WANDB_INIT_TIMEOUT="soon"),
+    kind("WANDB_BASE_URL", WANDB, "WANDB_BASE_URL: Input should be a valid URL", WANDB_BASE_URL="garbage"),
+    # Other loggers
+    kind("no logger's argument", [*FIT, "--logger", "CSVLogger"], "logger: save_dir must be given"),
+    kind("not installed", [*FIT, "--logger", "MLFlowLogger"], "MLFlowLogger", "mlflow"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_variables(tmp_path, monkeypatch):
+    """W&B's own folders out of the way, and no word of it in the environment."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb's"))
+
+
+def refusal(words, folder):
+    """The one line that a command says to bad input, which leaves a folder as it was."""
+    before = contents(folder)
+    code, out, err = run(*words)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("fl-lightning: error: ")
+    assert "Traceback" not in out + err
+    assert contents(folder) == before
+    return line
+
+
+@pytest.mark.parametrize(("words", "told", "env"), KINDS)
+def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, env, tmp_path, monkeypatch):
+    (folder := tmp_path / "here").mkdir()
+    (folder / "tiny.yaml").write_text(TINY)
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        line = refusal(words, folder)
+    for fragment in told:
+        assert fragment in line
+
+
+def test_the_corrected_command_runs_in_the_same_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    refusal(callback("EarlyStopping", monitor="global/accuracy"), tmp_path)
+    assert run(*callback("EarlyStopping", monitor="global/acc")).code == 0
+    shutil.rmtree("run")
+    refusal([*WANDB, "--logger.project", "a/b"], tmp_path)
+    assert run(*WANDB, "--logger.project", "a-b").code == 0
+
+
+# --- Each callback and each method -----------------------------------------------------------------------------------
+
+WATCHERS = {
+    "AggregationWeights": partial(AggregationWeights, every=2),
+    "BytesByRound": partial(BytesByRound, every=2),
+    "ClassRelations": partial(ClassRelations, every=2),
+    "ClientDrift": partial(ClientDrift, every=2),
+    "ClusterNorms": ClusterNorms,
+    "CommunicationMeter": CommunicationMeter,
+    "EarlyStopping": EarlyStopping,
+    "KnowledgeMap": partial(KnowledgeMap, every=2, samples=20),
+    "RowNorms": partial(RowNorms, every=2),
+    "UnitDivergence": partial(UnitDivergence, every=2),
+}
+SKC = {"FedSKC", "received", "FedSKC with ProtoNet"}
+WEIGHING = {*SKC, "FedSiamDA", "CwFedAvg", "class shares", "cwFedAVG's code"}
+KEPT_IN = {"APPLE", "CriticalFL", "DisPFL"}  # a client's model as trained is not to be known
+UNSHARED = {"FedDistill", "FedProto", "Local"}
+WITHOUT_ONE_MODEL = {*UNSHARED, "APPLE", "CFL", "DisPFL", "FedAMP", "FedFomo", "FedPer", "FedRep"} | {
+    "HeurFedAMP",
+    "IFCA",
+    "PeerFedPer",
+}
+NOTHING_TO_LOOK_AT = {
+    "AggregationWeights": METHODS.keys() - WEIGHING,
+    "ClassRelations": {*WITHOUT_ONE_MODEL, "FedNH"},  # whose head is no linear layer
+    "ClientDrift": KEPT_IN | UNSHARED,
+    "ClusterNorms": METHODS.keys() - {"CFL"},
+    "KnowledgeMap": KEPT_IN,
+    "RowNorms": KEPT_IN,
+    "UnitDivergence": KEPT_IN,
+}
+
+
+def refused(one):
+    """Which of a run's callbacks refuse it before it begins, and why."""
+    one._build()
+    told = {}
+    for watcher in one.callbacks:
+        try:
+            watcher.check(one)
+        except ConfigError as error:
+            told[type(watcher).__name__] = str(error)
+    return told
+
+
+def seen(one):
+    """Names of the metrics that a run's rounds had."""
+    single = (client_series(one.run_dir, round) for round in range(1, one.round + 1))
+    return {name for row in (*one.csv.rows, *single) for name in row} - {"round"}
+
+
+@pytest.mark.parametrize("name", FEW_QUICK)
+def test_each_callback_watches_a_method_or_refuses_it_before_there_is_a_folder(tmp_path, name):
+    """And the metrics of a run's rounds are those, and all those, that are known beforehand."""
+    method, options = METHODS[name]
+    make = partial(experiment, tmp_path / "run", rounds=2, **options)
+    told = refused(make(method(), callbacks=[watcher() for watcher in WATCHERS.values()]))
+    assert told.keys() == {watcher for watcher, names in NOTHING_TO_LOOK_AT.items() if name in names}
+    assert all(re.match(rf"callbacks: {watcher}: .+; leave it out", line) for watcher, line in told.items())
+    assert not (tmp_path / "run").exists()
+    one = make(method(), callbacks=[watcher() for name, watcher in WATCHERS.items() if name not in told])
+    one.fit()
+    known, found = round_metrics(one), seen(one)
+    assert {name for name in found if not is_among(name, known)} == set()
+    assert {name for name in known if not any(is_among(one, [name]) for one in found)} == set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"evaluation": Evaluation("received", personal_on_global=True, max_clients=2)},
+        {"on_client_failure": "drop", "evaluate_every": 2, "algorithm": Local()},
+        {"scenario": Scenario(Digits(), Dirichlet(1.0, min_samples=20), 4, local_test=0.0)},
+        {"scenario": Scenario(Digits(), Dirichlet(1.0, min_samples=20), 4, local_test="official")},
+        {"algorithm": FedAvg(loss_terms=[Proximal(0.0)])},
+    ],
+    ids=["received", "drop", "no test data", "official", "a term that is off"],
+)
+def test_the_metrics_of_every_option_are_known_beforehand(tmp_path, options):
+    one = experiment(tmp_path, rounds=2, **options)
+    one.fit()
+    known, found = round_metrics(one), seen(one)
+    assert {name for name in found if not is_among(name, known)} == set()
+    assert {name for name in known if not any(is_among(one, [name]) for one in found)} == set()
+
+
+class Convolved(Backbone):
+    """A model whose head ends with a convolution, and no row of weights a class."""
+
+    def __init__(self, in_shape, num_classes):
+        super().__init__(nn.Flatten(2), nn.Sequential(nn.Conv1d(1, num_classes, 64), nn.Flatten()), 64)
+
+
+def test_a_model_without_a_class_layer_is_refused_by_those_that_look_at_it(tmp_path):
+    make = partial(experiment, tmp_path, rounds=2, model=Convolved)
+    watchers = [RowNorms, ClassRelations, UnitDivergence, ClientDrift, KnowledgeMap]
+    assert refused(make(callbacks=[watcher() for watcher in watchers])) == {
+        "RowNorms": "callbacks: RowNorms: the model has no head that ends with a row of weights a class; leave it out",
+        "ClassRelations": (
+            "callbacks: ClassRelations: the model does not end with a linear layer of a row of weights a class; "
+            "leave it out"
+        ),
+    }
+    make(callbacks=[watcher() for watcher in watchers[2:]]).fit()
+
+
+@pytest.mark.slow
+def test_two_classes_of_text_are_watched(tmp_path, monkeypatch):
+    from reduced import reduced
+
+    config = "imdb_fedavg.yaml"
+    words = reduced(config, tmp_path / "data", monkeypatch)
+    figures = json.dumps(
+        ["ClassRelations", "RowNorms", "KnowledgeMap", "UnitDivergence", "ClientDrift", "BytesByRound"]
+    )
+    assert run("fit", "--config", config, *words, "--callbacks", figures, "--run_dir", tmp_path / "run").code == 0
+    assert len(list((tmp_path / "run" / "figures").glob("*/round-000001.png"))) == 6
+
+
+class Trained(RoundCallback):
+    """Compares what callbacks take for a client's trained model with what was trained."""
+
+    def __init__(self, algorithm):
+        self.models, self.compared = [], 0
+        upload = algorithm.upload
+
+        def noted(module, *args):
+            self.models.append({name: value.clone() for name, value in module.backbone.state_dict().items()})
+            return upload(module, *args)
+
+        algorithm.upload = noted
+
+    def on_round_start(self, run, participants):
+        self.models.clear()  # what peers lay out before round 1
+
+    def on_client_end(self, run, result):
+        found, trained = trained_model(run, result), self.models.pop(0)
+        assert same_bytes({name: found[name] for name in trained}, trained)
+        self.compared += 1
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, FedNH, Local, partial(PeerFedPer, n_com=2)])
+def test_what_is_looked_at_is_the_clients_model_as_it_was_trained(tmp_path, method):
+    """A head that stays on the client, or is the same for all, is not the initial one."""
+    watcher = Trained(algorithm := method())
+    experiment(tmp_path, algorithm, rounds=2, callbacks=[watcher]).fit()
+    assert watcher.compared == 8
+
+
+# --- Monitors --------------------------------------------------------------------------------------------------------
+
+
+class Score(RoundCallback):
+    """Adds a metric, and does not say so."""
+
+    values = (1.0, 2.0, 3.0)
+
+    def on_round_metrics(self, run, metrics):
+        metrics["score"] = self.values[run.round - 1]
+
+
+class DeclaredScore(Score):
+    def metrics(self, run):
+        return ["score"]
+
+
+class Accuracy(Score):
+    """Adds metrics whose names begin as others do."""
+
+    def metrics(self, run):
+        return ["acc", "mine/train_acc", "mine/accidents"]
+
+
+class Half(DeclaredScore):
+    """Adds it in the second round."""
+
+    def on_round_metrics(self, run, metrics):
+        if run.round == 2:
+            super().on_round_metrics(run, metrics)
+
+
+@pytest.mark.parametrize("own", [Score, DeclaredScore])
+def test_a_metric_of_ones_own_can_be_watched(tmp_path, own):
+    """Whoever adds it, and wherever it stands in the list."""
+    watcher = EarlyStopping("score", patience=9)
+    experiment(tmp_path, callbacks=[watcher, own()]).fit()
+    assert watcher.best == 3.0
+
+
+def test_what_nobody_claims_is_refused_in_the_first_round_where_somebody_may_add_it(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"no metric 'scor'; there are client/train_loss, .*score, .*; a callback that adds",
+    ):
+        experiment(tmp_path / "a", callbacks=[EarlyStopping("scor"), Score()]).fit()
+    assert (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match="there is no metric 'scor'; did you mean score"):
+        experiment(tmp_path / "b", callbacks=[EarlyStopping("scor"), DeclaredScore()]).fit()
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("watcher", [EarlyStopping, Checkpointing])
+def test_rounds_without_a_metric_that_others_have_do_not_count_and_it_is_told_once(tmp_path, watcher):
+    one = experiment(tmp_path, callbacks=[watcher(monitor="score"), Half()])
+    line = f"callbacks: {watcher.__name__}.monitor: round 1 has no 'score'; only rounds that have it count"
+    with pytest.warns(UserWarning, match=re.escape(line)) as told:
+        one.fit()
+    assert [str(warning.message) for warning in told] == [line]
+
+
+def test_a_metric_that_is_not_measured_in_a_round_without_an_evaluation_is_not_missed(tmp_path):
+    watcher = EarlyStopping("global/acc", patience=9)
+    experiment(tmp_path, rounds=4, evaluate_every=2, callbacks=[watcher]).fit()
+    assert watcher.best is not None
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "right"),
+    [
+        ("global/loss", "max", "min"),
+        ("client/train_ce", "max", "min"),
+        ("client/acc_std", "max", "min"),
+        ("client_3/train_loss", "max", "min"),
+        ("global/acc", "min", "max"),
+        ("client/acc_worst_decile", "min", "max"),
+        ("client_0/acc", "min", "max"),
+        ("acc", "min", "max"),
+    ],
+)
+def test_taking_the_worst_for_the_best_is_told(tmp_path, monitor, mode, right):
+    watchers = [EarlyStopping(monitor, mode), Checkpointing(monitor=monitor, mode=right)]
+    one = experiment(tmp_path, callbacks=[*watchers, Accuracy()])
+    one._build()
+    with pytest.warns(UserWarning, match="takes the worst") as told:
+        one._notify("check")
+    assert [str(warning.message) for warning in told] == [
+        f"callbacks: EarlyStopping.mode: {mode} takes the worst {monitor} for the best; set mode {right}"
+    ]
+
+
+def test_the_worst_accuracy_is_no_better_for_want_of_a_name(tmp_path):
+    one = experiment(tmp_path, callbacks=[EarlyStopping(mode="min")])
+    one._build()
+    with pytest.warns(UserWarning, match="min takes the worst global/acc for the best; set mode max"):
+        one._notify("check")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [
+        ("comm/total_bytes", "max"),
+        ("comm/total_bytes", "min"),
+        ("mine/train_acc", "max"),
+        ("mine/accidents", "min"),
+        ("mine/accidents", "max"),
+    ],
+)
+def test_what_may_be_good_either_way_is_left_alone(tmp_path, monitor, mode):
+    one = experiment(tmp_path, callbacks=[EarlyStopping(monitor, mode), Accuracy()])
+    one._build()
+    one._notify("check")
+
+
+@pytest.mark.parametrize(("mode", "values", "best"), [("max", [1.0, 2.0], 2.0), ("min", [2.0, 1.0], -1.0)])
+def test_nan_is_the_worst_there_is(mode, values, best):
+    """A run whose first loss is NaN can still get better; one that stays so comes to its end."""
+    watcher = EarlyStopping("global/loss", mode, patience=2)
+    for value in (float("nan"), *values):
+        watcher.on_round_metrics(None, {"global/loss": value, "global/acc": 0.5})
+    assert (watcher.best, watcher.waited) == (best, 0)
+    for _ in range(2):
+        assert not watcher.stops
+        watcher.on_round_metrics(None, {"global/loss": float("nan"), "global/acc": 0.5})
+    assert watcher.stops
+
+
+def test_a_mode_is_max_or_min():
+    with pytest.raises(ConfigError, match=r"callbacks: EarlyStopping.mode: 'maximum' is neither max nor min"):
+        EarlyStopping(mode="maximum")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "known"),
+    [
+        ("client_0/acc", True),
+        ("client_3/acc", True),
+        ("client_03/acc", False),
+        ("client_4/acc", False),
+        ("client_<id>/acc", False),
+        ("client_" + "9" * 5000 + "/acc", False),
+        ("clients/acc", False),
+    ],
+)
+def test_single_clients_are_known_by_their_numbers(tmp_path, monitor, known):
+    one = experiment(tmp_path, scenario=digits(4), callbacks=[EarlyStopping(monitor)])
+    one._build()
+    if known:
+        one._notify("check")
+    else:
+        with pytest.raises(ConfigError, match="there is no metric"):
+            one._notify("check")
+
+
+def test_only_clients_that_are_scored_have_an_accuracy(tmp_path):
+    evaluation = Evaluation("received", max_clients=2)
+    one = experiment(tmp_path, evaluation=evaluation)
+    one._build()
+    scored = {name for name in round_metrics(one) if re.fullmatch(r"client_.+/acc", name)}
+    assert scored == {f"client_{client}/acc" for client in one.scored}
+    unscored = min({*range(6)} - {*one.scored})
+    for monitor, words in {
+        f"client_{unscored}/acc": "others like it there are; a client that is not scored, or holds",
+        f"client_{unscored}/ac": "did you mean client_<id>/acc?",
+        "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes$",
+    }.items():
+        told = refused(experiment(tmp_path, evaluation=evaluation, callbacks=[EarlyStopping(monitor)]))
+        assert re.search(re.escape(words).replace(r"\$", "$"), told["EarlyStopping"])
+
+
+class OwnTerm(Proximal):
+    """A term of a user's that may count later."""
+
+    def __init__(self):
+        super().__init__(0.0)
+
+
+def test_a_term_of_ones_own_may_count_in_a_later_round(tmp_path):
+    for term, words in ((OwnTerm(), "a callback that adds one"), (Proximal(0.0), "did you mean client/train_loss")):
+        monitor = f"client/train_{term.name}"
+        one = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), callbacks=[EarlyStopping(monitor, "min")])
+        with pytest.raises(ConfigError, match=words):
+            one.fit()
+
+
+class OwnAggregator(WeightedMean):
+    """Leaves weights, and does not say so."""
+
+    def finish(self, folded, before, knowledge):
+        weights = {"client": torch.tensor([0, 1]), "value": torch.tensor([0.25, 0.75])}
+        return super().finish(folded, before, knowledge) | {"weights": weights}
+
+
+def test_an_aggregator_of_ones_own_is_seen_to_have_weights_or_none_in_the_first_round(tmp_path):
+    one = experiment(tmp_path / "a", FedAvg(aggregator=OwnAggregator()), rounds=1, callbacks=[AggregationWeights()])
+    one.fit()
+    assert client_series(tmp_path / "a", 1)["client_1/weight"] == 0.75
+
+    class Plain(WeightedMean):
+        pass
+
+    with pytest.raises(ConfigError, match="AggregationWeights: Plain has no weights of its own; leave it out"):
+        experiment(tmp_path / "b", FedAvg(aggregator=Plain()), rounds=1, callbacks=[AggregationWeights()]).fit()
+
+
+def test_what_watches_comes_after_what_adds_and_before_what_keeps(tmp_path):
+    watcher, keeper = EarlyStopping("drift/cosine_mean"), Checkpointing()
+    kinds = [type(one) for one in experiment(tmp_path, callbacks=[keeper, watcher, ClientDrift()]).callbacks]
+    assert kinds[-2:] == [EarlyStopping, Checkpointing]
+
+
+def test_splits_of_clusters_can_be_watched(tmp_path):
+    watcher = EarlyStopping("clusters/mean_norm_0", "min", patience=9)
+    experiment(tmp_path, CFL(), callbacks=[watcher, ClusterNorms()]).fit()
+    assert watcher.best is not None
+
+
+# --- W&B -------------------------------------------------------------------------------------------------------------
+
+LABELS = Labels("name", "group", ["FedSKC", "Digits"])
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory):
+    """A finished run that W&B has logged."""
+    run_dir = tmp_path_factory.mktemp("noted") / "run"
+    tiny(run_dir, "--rounds", "1", "--logger", "WandbRoundLogger")
+    return run_dir
+
+
+def damages(content):
+    """Ways in which a note is no longer as it was written."""
+    flipped = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(0, len(content), 7)]
+    cut = [content[: len(content) * n // 10] for n in range(10)]
+    others = [b"\xff" + content, b"[" * 100_000, b"[]", b"null", b"{}", b'{"sha256": 1}', content + b"\n", b"\0" * 99]
+    return [*flipped, *cut, *others]
+
+
+def test_a_changed_byte_of_the_note_is_noticed_before_anything_is_written(noted, tmp_path):
+    content = (noted / NOTE).read_bytes()
+    (tmp_path / NOTE).parent.mkdir()
+    logger = WandbRoundLogger()
+    for damaged in damages(content):
+        (tmp_path / NOTE).write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"run\.json is damaged: put it back, or remove it to begin another"):
+            logger.check(tmp_path)
+    (tmp_path / NOTE).write_bytes(content)
+    logger.check(tmp_path)
+
+
+def test_a_damaged_note_is_one_line_and_a_resume_without_it_goes_on(noted, tmp_path):
+    folder = shutil.copytree(noted, tmp_path / "run")
+    (folder / NOTE).write_bytes((folder / NOTE).read_bytes()[:-9])
+    before = contents(folder)
+    line = refusal(["fit", "--resume", folder, "--rounds", "2"], tmp_path)
+    assert "wandb/run.json is damaged" in line
+    assert contents(folder) == before
+    (folder / NOTE).unlink()
+    assert run("fit", "--resume", folder, "--rounds", "2").code == 0
+
+
+def test_a_note_of_another_run_is_refused(noted, tmp_path):
+    folder = shutil.copytree(noted, tmp_path / "run")
+    note = json.loads((folder / NOTE).read_text())
+    del note["sha256"]
+    note["of"][-1] = 7
+    (folder / NOTE).write_text(sealed(note))
+    line = refusal(["fit", "--resume", folder, "--rounds", "1", "--rounds", "2"], folder / "wandb")
+    assert "run.json is of another run, FedSKC Digits Dirichlet 7 and not FedSKC Digits Dirichlet 0: put" in line
+
+
+def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
+    logger = WandbRoundLogger()
+    logger.check(tmp_path / "nowhere")
+    (victim := tmp_path / "victim").mkdir()
+    for name, make in {
+        "link": lambda place: place.symlink_to(victim),
+        "dangling": lambda place: place.symlink_to(tmp_path / "nothing"),
+        "file": lambda place: place.write_text(""),
+        "pipe": os.mkfifo,
+    }.items():
+        (run_dir := tmp_path / name).mkdir()
+        make(run_dir / "wandb")
+        with pytest.raises(ConfigError, match="wandb is no folder; W&B's files go there, move it away"):
+            logger.check(run_dir)
+        (inside := tmp_path / f"{name} inside" / "wandb").mkdir(parents=True)
+        if name != "file":
+            make(inside / "run.json")
+            with pytest.raises(ConfigError, match=r"run.json is no file: put it back"):
+                logger.check(inside.parent)
+    (tmp_path / NOTE).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"run.json is no file"):
+        logger.check(tmp_path)
+
+
+def test_what_wandb_refuses_when_it_begins_leaves_nothing_of_it(tmp_path, monkeypatch):
+    """A second try works."""
+
+    def refuses(**told):
+        (tmp_path / "wandb" / "offline-run").mkdir(parents=True)
+        raise wandb.errors.CommError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", refuses)
+        with pytest.raises(wandb.errors.CommError):
+            WandbRoundLogger().attach(tmp_path, {}, LABELS)
+    assert list(tmp_path.glob("wandb*")) == []
+    monkeypatch.setattr("fl_lightning.wandb_logger.write_atomically", lambda *given: 1 / 0)
+    logger = WandbRoundLogger()
+    with pytest.raises(ZeroDivisionError):
+        logger.attach(tmp_path, {}, LABELS)
+    assert logger._experiment is None
+    assert list(tmp_path.glob("wandb")) == []
+
+
+def test_what_wandb_left_in_an_earlier_sitting_stays(noted, tmp_path, monkeypatch):
+    folder = shutil.copytree(noted, tmp_path / "run")
+    before = contents(folder)
+    monkeypatch.setattr(wandb, "init", lambda **told: 1 / 0)
+    labels = Labels(None, None, ["FedSKC", "Digits", "Dirichlet"])
+    with pytest.raises(ZeroDivisionError):
+        WandbRoundLogger().attach(folder, {"seed": 0}, labels)
+    assert contents(folder) == before
+
+
+def test_without_a_key_there_is_one_line_and_no_question(tmp_path, monkeypatch):
+    """Where there is a terminal, W&B asks."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*WANDB, "--logger.offline", "false")
+    assert code == 2
+    assert err.startswith("fl-lightning: error: logger: No API key configured. Use `wandb login`")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+def test_a_long_class_name_is_a_tag_that_wandb_takes(tmp_path):
+    logger = WandbRoundLogger(offline=True)
+    logger.attach(tmp_path, {}, Labels("name", "group", ["D" * 99]))
+    assert logger.experiment.tags == ("D" * 64,)
+    logger.finalize("success")
+
+
+def test_names_as_long_as_wandb_takes_them_are_let_through(tmp_path):
+    WandbRoundLogger(project="p" * 128, name="n" * 128, group="g" * 128, job_type="j" * 64, tags=["t" * 64]).check()
+
+
+def test_there_are_kinds_enough():
+    assert len({param.id for param in KINDS}) == len(KINDS) >= 40

@@ -1,0 +1,114 @@
+"""Half-finished runs, harmed in one place: refused, warned of, or the same bytes at the end; see fuzzing.py."""
+
+import os
+import time
+from pathlib import Path
+
+import fuzzing
+import pytest
+from fuzzing import RUNS, Case, Verdict, each_apart, flips, fuzz, prepare, whole_files
+
+QUICK = ["figures"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Each of the quick runs, whole and half."""
+    root = tmp_path_factory.mktemp("fuzz")
+    prepare(root, QUICK, 2)
+    return root
+
+
+def wrong(cases, verdicts):
+    return [f"{case}: {verdict.why}" for case, verdict in zip(cases, verdicts, strict=True) if verdict.kind == "WRONG"]
+
+
+def test_forty_flipped_bits_and_each_file_less_a_byte(root):
+    cases = flips(root, QUICK, 40, seed=0) + whole_files(root, QUICK, 1, others=False)
+    verdicts = fuzz(root, cases)
+    assert wrong(cases, verdicts) == []
+    assert {"refused", "warned", "identical"} <= {verdict.kind for verdict in verdicts}
+
+
+@pytest.mark.slow
+def test_four_hundred_flipped_bits_and_all_else(tmp_path):
+    prepare(tmp_path, RUNS, 2)
+    cases = flips(tmp_path, RUNS, 400, seed=1) + whole_files(tmp_path, RUNS, 10)
+    assert wrong(cases, fuzz(tmp_path, cases)) == []
+
+
+# --- What judges ---
+
+
+def test_what_is_harmed_is_all_that_a_run_goes_on_from(root):
+    files = fuzzing.files_of(root / "figures" / "half")
+    for name in ("data.npz", "run/config.yaml", "run/metrics.csv", "run/clients.csv", "run/warnings.txt"):
+        assert name in files
+    for folder in ("run/checkpoints/", "run/clients/", "run/figures/"):
+        assert any(file.startswith(folder) for file in files), folder
+    assert not (root / "figures/half/run/final").exists()
+
+
+@pytest.mark.parametrize("name", ["final/summary.json", "config.yaml", "partition.csv", "clients.csv", "metrics.csv"])
+def test_another_end_is_seen(name, root, tmp_path):
+    whole, run = root / "figures" / "whole" / "run", tmp_path / "run"
+    fuzzing.shutil.copytree(whole, run)
+    assert fuzzing.other_ends(run, whole, name, told=False) == []
+    fuzzing.flip(run / name, 8 * ((run / name).read_bytes().index(b"\n") + 4))
+    assert fuzzing.other_ends(run, whole, name, told=True) == [name]
+
+
+def test_a_checkpoint_that_is_harmed_is_seen_but_for_an_older_one_that_says_so(root, tmp_path):
+    whole, run = root / "figures" / "whole" / "run", tmp_path / "run"
+    fuzzing.shutil.copytree(whole, run)
+    older, newest = sorted(run.glob("checkpoints/*"))[-2:]
+    fuzzing.flip(older / "state.pt", 5000)
+    assert fuzzing.other_ends(run, whole, "", told=False) == []
+    fuzzing.flip(newest / "state.pt", 5000)
+    assert fuzzing.other_ends(run, whole, "", told=False) == ["checkpoint 5"]
+
+
+def test_a_half_finished_run_is_no_end(root):
+    runs = [root / "figures" / part / "run" for part in ("half", "whole")]
+    assert {"final/model.pt", "metrics.csv", "checkpoint 5"} <= set(fuzzing.other_ends(*runs, "", told=True))
+
+
+def test_a_refusal_is_two_one_line_and_nothing_changed():
+    line = ["fl-lightning: error: metrics.csv is damaged"]
+    assert fuzzing._refused(2, line, line, []) == Verdict("refused", line[0])
+    for given in ((1, line, line, []), (2, line * 2, line, []), (2, line, [], []), (2, line, line, ["metrics.csv"])):
+        assert fuzzing._refused(*given).kind == "WRONG"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("run/config.yaml is no config", True),
+        ("another experiment: seed (0 -> 4)", True),
+        ("another experiment: batch_size (16 -> 4)", False),
+        ("something is wrong", False),
+    ],
+)
+def test_a_setting_names_its_file_if_it_is_the_one_that_is_another(line, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("seed: 4\nbatch_size: 16\nmodel:\n")
+    case = Case("figures", "run/config.yaml", "flip", 3)
+    assert fuzzing._names(line, case, b"seed: 0\nbatch_size: 16\nmodel:\n") == named
+
+
+def act(what):
+    if what == "sleeps":
+        time.sleep(600)
+    if what == "ends":
+        os._exit(3)
+    return f"{what} in {os.getpid()}"
+
+
+def test_a_case_that_hangs_or_ends_its_process_spoils_no_other(monkeypatch):
+    monkeypatch.setattr(fuzzing, "PATIENCE", 5.0)
+    one, hung, other, ended, last = each_apart(act, [(what,) for what in ("a", "sleeps", "b", "ends", "c")], 1)
+    assert (hung, ended) == (None, 3)
+    assert [each.split()[0] for each in (one, other, last)] == ["a", "b", "c"]
+    assert len({one.split()[-1], other.split()[-1], last.split()[-1]}) == 3
+    assert [fuzzing.lost(end) for end in (hung, ended)] == ["was not over after 5 s", "its process ended with 3"]

@@ -1,0 +1,192 @@
+"""A run is killed, or its disk is full, at each thing that it does to a file: what is left can be gone on with."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from commands import TINY, run, tiny, untimed_rows
+from fuzzing import each_apart
+from test_resume import left
+
+CONFIG = TINY.replace("rounds: 3", "rounds: 2")
+METHODS = {
+    "FedSKC": [],
+    "UAPDFL": ["--algorithm=UAPDFL", "--algorithm.n_com=2", "--clients_per_round=3", "--client_store=disk"],
+}
+RESUME = ["fit", "--resume", "run", "--rounds=2"]
+NEVER = 10**9
+
+# --- The other end: a process that does what is asked of it, one case after another ---
+
+
+class Harm:
+    """Counts what this process does to files; at one of these it is killed, or from there on the disk is full."""
+
+    changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
+    takes_room = ("open", "os.mkdir", "fsync")
+
+    def __init__(self):
+        self.armed, self.count, self.at, self.how = False, 0, NEVER, ""
+        sys.addaudithook(self._seen)
+        self._fsync, os.fsync = os.fsync, self._fsynced
+
+    def arm(self, at, how):
+        self.armed, self.count, self.at, self.how = True, 0, at, how
+
+    def _seen(self, event, args):
+        if not self.armed:
+            return
+        if event == "open":
+            writes = (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if writes and isinstance(args[0], str) and os.path.abspath(args[0]).startswith(os.getcwd()):
+                self._step(event)
+        elif event in self.changes:
+            self._step(event)
+
+    def _fsynced(self, handle):
+        if self.armed:
+            self._step("fsync")
+        self._fsync(handle)
+
+    def _step(self, event):
+        self.count += 1
+        if self.how == "kill" and self.count > self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "disk full" and self.count > self.at and event in self.takes_room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+HARM = []
+
+
+def harmed(words, at, how):
+    """A command in a copy of this process: None if it was killed; else its code, its stderr, and what it counted."""
+    HARM[:] = HARM or [Harm()]
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            HARM[0].arm(at, how)
+            outcome = run(*words)
+            HARM[0].armed = False
+            os.write(theirs, json.dumps([outcome.code, outcome.err, HARM[0].count]).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as said:
+        text = said.read()
+    status = os.waitpid(child, 0)[1]
+    return None if os.WIFSIGNALED(status) else json.loads(text)
+
+
+@cache
+def count(root, method, start):
+    """How many things a command does to files."""
+    with begun(root / method, f"counted by {os.getpid()}", start):
+        return harmed(command(method, start), NEVER, "")[2]
+
+
+def case(root, method, start, how, at):
+    """Harm a command, and go on with it; what is wrong with that, if anything.
+
+    Args:
+        root: The folder below which each method's `half` and `whole` are.
+        method: The method.
+        start: `fit` or `resume`.
+        how: `kill` or `disk full`.
+        at: The number of what it does to a file, from 0; or which part of all of that it has done, below 1.
+    """
+    at = int(at * count(root, method, start)) if isinstance(at, float) else at
+    with begun(root / method, f"{start}, {how} at {at}", start) as name:
+        wrong = _wrong(harmed(command(method, start), at, how), how)
+        wrong = wrong or _gone_on_with(command(method, start), root / method / "whole")
+        return wrong and f"{method}: {name}: {wrong}"
+
+
+def _wrong(ended, how):
+    """What is wrong with how a command came to its end: a kill has none, a full disk one line."""
+    if not ended:
+        return ""
+    code, err, _ = ended
+    errors = [line for line in err.splitlines() if not line.startswith("fl-lightning: warning: ")]
+    if how == "kill" or "Traceback" in err or (code, len(errors)) not in ((0, 0), (1, 1), (2, 1)):
+        return f"exit code {code}: {err}"
+    return f"it does not say why: {errors[0]}" if code and "No space left on device" not in errors[0] else ""
+
+
+def command(method, start):
+    return RESUME if start == "resume" else ["fit", "--config", "tiny.yaml", "--run_dir", "run", *METHODS[method]]
+
+
+@contextmanager
+def begun(folder, name, start):
+    """Work where a run is to begin, or the half of one to be gone on with."""
+    place = folder / name
+    if start == "resume":
+        shutil.copytree(folder / "half", place)
+    else:
+        place.mkdir()
+    (place / "tiny.yaml").write_text(CONFIG)
+    os.chdir(place)
+    yield name
+    os.chdir(folder)
+    shutil.rmtree(place)
+
+
+def _gone_on_with(words, whole):
+    """The same command works, or `--resume` does; what is wrong with where that leads."""
+    told = ""
+    again = run(*words)
+    if again.code and words != RESUME:
+        told = f"{again.err}, then: "
+        if again.code != 2 or len(again.err.splitlines()) != 1:
+            return f"the same command: {again.code}: {again.err}"
+        again = run(*RESUME)
+    if again.code:
+        return f"{told}{again.err}"
+    if left(Path("run")) != left(whole):
+        return f"{told}another end"
+    if untimed_rows(Path("run")) != untimed_rows(whole):
+        return f"{told}other metrics"
+    litter = [path.name for path in Path("run").rglob("*writing*")]
+    return f"{told}left behind: {litter}" if litter else ""
+
+
+# --- This end ---
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """For each method, a run that nothing happened to, and the half of one."""
+    root = tmp_path_factory.mktemp("killed")
+    for method, words in METHODS.items():
+        tiny(root / method / "whole", *words, text=CONFIG)
+        tiny(root / method / "half" / "run", *words, "--rounds=1", text=CONFIG)
+    return root
+
+
+EACH = list(product(METHODS, ("fit", "resume"), ("kill", "disk full")))
+
+
+def test_some_of_what_is_done_to_files(root):
+    chance = random.Random(0)
+    cases = [(root, *each, (k + chance.random()) / 2) for each in EACH for k in range(2)]
+    assert [wrong for wrong in each_apart(case, cases, 2) if wrong != ""] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "start", "how"), EACH)
+def test_each_thing_that_is_done_to_files(method, start, how, root):
+    (steps,) = each_apart(count, [(root, method, start)], 1)
+    assert steps > 30
+    cases = [(root, method, start, how, at) for at in range(steps)]
+    assert [wrong for wrong in each_apart(case, cases, 2) if wrong != ""] == []

@@ -1,0 +1,268 @@
+"""One owner of a run's folder at a time: whoever comes second is told who it is, and spoils nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from commands import TINY, contents, rows, run, tiny, untimed_rows
+from experiments import experiment
+from fl_lightning.callbacks import RoundCallback
+from test_executor import point
+from test_resume import left
+
+from fl_lightning.cli import main
+from fl_lightning.errors import ConfigError
+from fl_lightning.study.executor import Outcome, carry_out
+
+ROUNDS = 8
+LONG = TINY.replace("rounds: 3", f"rounds: {ROUNDS}")
+FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run"]
+RESUME = ["fit", "--resume", "run"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    tiny(folder, text=LONG)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(LONG)
+    yield tmp_path
+    while Command.begun:
+        Command.begun.pop().process.kill()
+
+
+def assert_undisturbed(whole, folder="run"):
+    assert left(Path(folder)) == left(whole)
+    assert untimed_rows(Path(folder)) == untimed_rows(whole)
+
+
+def assert_refused(code, err, pid):
+    """One line that names who has the folder."""
+    assert code == 2, err
+    (line,) = err.splitlines()
+    assert line.startswith("fl-lightning: error: ")
+    assert f"process {pid} on {socket.gethostname()}" in line
+
+
+# --- Commands in processes of their own, that have imported everything already ---
+
+
+class Command:
+    """A command that runs beside this process, until the test is over at the latest."""
+
+    begun: ClassVar[list["Command"]] = []
+
+    def __init__(self, words, log, start=None):
+        self.log = Path(log)
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["fl_lightning.commands.fit"])
+        self.process = context.Process(target=carried_out, args=(words, str(self.log), start), daemon=True)
+        self.process.start()
+        self.begun.append(self)
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def end(self):
+        """Its exit code, and what it said on stderr."""
+        self.process.join(120)
+        return self.process.exitcode, self.log.read_text()
+
+
+def carried_out(words, log, start):
+    """Run a command as soon as all have come to their start."""
+    if start:
+        start.wait()
+    with open(log, "w") as said, open(os.devnull, "w") as shown, redirect_stderr(said), redirect_stdout(shown):
+        code = main(words)
+    sys.exit(code)
+
+
+def has_rounds(count):
+    return Path("run/metrics.csv").exists() and len(rows(Path("run"))) >= count
+
+
+def paused(command, after=2):
+    """Stop a run in its tracks, once it has some rounds."""
+    until = time.monotonic() + 60
+    while not has_rounds(after):
+        assert command.process.is_alive(), command.end()
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    os.kill(command.pid, signal.SIGSTOP)
+    assert len(rows(Path("run"))) < ROUNDS
+    return command
+
+
+def gathered(*commands):
+    """Exit codes and messages of commands that start at the same moment, each with its process id."""
+    start = get_context("forkserver").Barrier(len(commands))
+    begun = [Command(words, f"log-{i}", start) for i, words in enumerate(commands)]
+    return [(*command.end(), command.pid) for command in begun]
+
+
+# --- Beside an owner ---
+
+
+@pytest.mark.parametrize("how", [FIT, RESUME], ids=["fit", "resume"])
+def test_beside_a_run_nobody_else_writes_and_everybody_may_read(how, here, whole):
+    if how is RESUME:
+        half()
+    owner = paused(Command(how, "log"), after=2 if how is FIT else 5)
+    before = contents(Path("run"))
+    for words in (RESUME, [*RESUME, "--rounds", "30"], FIT, [*FIT, "--seed", "1"]):
+        outcome = run(*words)
+        if "--run_dir" in words:  # either says what is in the way
+            assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
+            assert "holds a run already" in outcome.err or f"process {owner.pid} on" in outcome.err
+        else:
+            assert_refused(outcome.code, outcome.err, owner.pid)
+        assert contents(Path("run")) == before
+    for words in (["test", "run"], ["watch", "run", "--once"], ["compare", "run", "--unfinished"]):
+        assert run(*words).code == 0, words
+    if how is FIT:  # a page takes its time
+        assert run("report", "run", "--out", "report.html").code == 0
+    assert contents(Path("run")) == before
+    os.kill(owner.pid, signal.SIGCONT)
+    assert owner.end() == (0, "")
+    assert_undisturbed(whole)
+
+
+def half():
+    """Leave a run of which the owner was killed after some rounds."""
+    command = paused(Command(FIT, "log-half"))
+    os.kill(command.pid, signal.SIGKILL)
+    command.process.join()
+
+
+def test_of_two_resumes_at_once_one_has_it(here, whole):
+    half()
+    (first, second) = sorted(gathered(RESUME, RESUME))
+    assert first[:2] == (0, "")
+    assert_refused(*second[:2], first[2])
+    assert_undisturbed(whole)
+
+
+def test_of_four_that_begin_at_once_one_has_it(here, whole):
+    first, *others = sorted(gathered(FIT, FIT, FIT, FIT))
+    assert first[:2] == (0, "")
+    for code, err, _ in others:
+        assert_refused(code, err, first[2])
+    assert_undisturbed(whole)
+
+
+class Beside(RoundCallback):
+    """While a run is at it, has others try the same folder in this process."""
+
+    def __init__(self, folder):
+        self.folder, self.said = folder, []
+
+    def on_round_end(self, run, metrics):
+        def attempt(resume):
+            try:
+                experiment(self.folder).fit(resume=resume)
+            except ConfigError as error:
+                self.said.append(str(error))
+
+        for resume in (True, False):
+            thread = threading.Thread(target=attempt, args=(resume,))
+            thread.start()
+            thread.join()
+            attempt(resume)
+
+
+def test_in_one_process_there_is_one_owner_too(tmp_path):
+    whole = experiment(tmp_path / "whole")
+    whole.fit()
+    beside = Beside(tmp_path / "run")
+    experiment(tmp_path / "run", callbacks=[beside]).fit()
+    assert len(beside.said) == 3 * 4
+    held = f"process {os.getpid()} on {socket.gethostname()}"
+    assert all(held in said or "holds a run already" in said for said in beside.said)
+    assert sum(held in said for said in beside.said) >= 3 * 2  # whoever resumes
+    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    experiment(tmp_path / "run", rounds=4).fit(resume=True)
+
+
+class Breaks(RoundCallback):
+    def on_round_end(self, run, metrics):
+        raise RuntimeError("broken off")
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
+    with pytest.raises(RuntimeError, match="broken off"):
+        experiment(tmp_path, callbacks=[Breaks()]).fit()
+    experiment(tmp_path).fit(resume=True)
+
+
+# --- After an owner ---
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--engine=processes"],
+        pytest.param(["--logger=fl_lightning.wandb_logger.WandbRoundLogger"], marks=pytest.mark.slow),
+    ],
+    ids=["with processes", "with W&B"],
+)
+def test_what_a_killed_owner_held_is_free_at_once(more, here, whole):
+    """Whatever processes it had that have not noticed yet."""
+    words = [sys.executable, "-m", "fl_lightning", *FIT, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with process:
+        while not has_rounds(2):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGSTOP)
+        refused = run(*RESUME)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        resumed = run(*RESUME, "--engine=sequential", "--logger=null")
+    assert_refused(refused.code, refused.err, process.pid)
+    assert resumed.code == 0, resumed.err
+    assert_undisturbed(whole)
+
+
+def test_what_an_owner_left_that_was_killed_names_nobody_for_long(here):
+    """A lock and an owner's name without an owner, or with rubbish in them, keep nobody out."""
+    half()
+    Path("run/.owner").write_bytes(b"\xff\xfe")
+    Path("run/.lock").write_text("1")
+    assert run(*RESUME).code == 0
+
+
+def test_a_point_under_way_is_held_too(here):
+    said = []
+
+    def look(_):
+        if (here / "points/slow/metrics.csv").exists():
+            said.append(run("fit", "--resume", "points/slow"))
+        return len(said) > 1
+
+    slow = point("slow", "--rounds=500")
+    (ended,) = carry_out([slow], threads=1, unwanted=look)
+    assert ended.code == 128 + signal.SIGTERM
+    for outcome in said:
+        assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
+        assert "process " in outcome.err
+        assert f" on {socket.gethostname()}" in outcome.err
+    (ended,) = carry_out([point("slow", "--rounds=3")], threads=1)
+    assert ended == Outcome(point("slow", "--rounds=3"), 0, "")

@@ -1,0 +1,369 @@
+"""What a run was started from is noted, and compared with what is there when it goes on."""
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import TINY, Outcome, contents, run, tiny, untimed_rows
+from experiments import experiment
+
+import fl_lightning
+from fl_lightning.errors import ConfigError
+from fl_lightning.run_folder import LEFT, alone, owner, refuse_occupied
+from fl_lightning.seal import Digest, Seal
+
+pytestmark = pytest.mark.filterwarnings("always::UserWarning")
+
+OPTIONS = ("--keep_checkpoints=3", "--scenario.partition.min_samples=3", "--scenario.clients=3")
+
+
+def data(path: Path, **changed: np.ndarray) -> str:
+    x = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
+    y = np.arange(60) % 4
+    np.savez(path, **{"x_train": x, "y_train": y, "x_test": x[:20], "y_test": y[:20]} | changed)
+    return f"--scenario.dataset={{class_path: Arrays, init_args: {{path: {path}}}}}"
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five rounds and the same one as it was after three, both of data in a file beside them."""
+    folder = tmp_path_factory.mktemp("seal")
+    words = (data(folder / "data.npz"), *OPTIONS)
+    tiny(folder / "whole", *words, "--rounds=5")
+    tiny(folder / "part", *words)
+    return folder
+
+
+@pytest.fixture
+def part(examples: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(examples / "part", tmp_path / "part"))
+
+
+def go_on(part: Path, *words: str) -> Outcome:
+    return run("fit", "--resume", part, "--rounds=5", *words)
+
+
+def ends_as(part: Path, whole: Path) -> bool:
+    same = (part / "final/model.pt").read_bytes() == (whole / "final/model.pt").read_bytes()
+    return same and untimed_rows(part) == untimed_rows(whole)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_an_untouched_folder_goes_on_in_silence_to_the_same_end(part, examples):
+    code, _, err = go_on(part)
+    assert (code, err) == (0, "")
+    assert ends_as(part, examples / "whole")
+
+
+# --- The config ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("lr: 0.5", "lr: 0.51", "optimizer.lr (0.5 -> 0.51)"),
+        ("seed: 0", "seed: 1", "seed (0 -> 1)"),
+        ("tau: 0.08", "tau: 0.09", "algorithm.tau (0.08 -> 0.09)"),
+        ("local_test: 0.25", "local_test: 0.2", "scenario.local_test (0.25 -> 0.2)"),
+        ("max_epochs: 1", "max_epochs: 2", "trainer.max_epochs (1 -> 2)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_an_edit_that_alters_the_maths_is_refused(old, new, told, command, part):
+    edit(part / "config.yaml", old, new)
+    before = contents(part)
+    code, _, err = go_on(part) if command == "fit" else run("test", part)
+    assert code == 2
+    mend = "leave them as they were, or start anew"
+    assert err == f"fl-lightning: error: another experiment than the run's: {told}; {mend}\n"
+    assert contents(part) == before
+
+
+def test_an_edit_that_alters_no_maths_is_told_of_once(part):
+    edit(part / "config.yaml", "rounds: 3", "rounds: 4")
+    code, _, err = run("fit", "--resume", part)
+    assert code == 0
+    assert err == f"fl-lightning: warning: {part}/config.yaml was edited: rounds (3 -> 4)\n"
+    assert len(untimed_rows(part)) == 4
+    assert run("fit", "--resume", part).err == ""
+
+
+def test_what_the_command_line_changes_is_not_told_of_then_or_later(part):
+    assert go_on(part, "--evaluation.targets=[0.2]").err == ""
+    assert run("fit", "--resume", part).err == ""
+
+
+def test_a_refused_resume_leaves_the_config_as_it_was(part):
+    before = contents(part)
+    assert run("fit", "--resume", part, "--rounds=9", "--batch_size=7").code == 2
+    assert contents(part) == before
+
+
+def test_another_version_may_have_other_keys_and_says_what_that_means(part, monkeypatch):
+    monkeypatch.setattr(fl_lightning, "__version__", "9.0")
+    text = (part / "config.yaml").read_text()
+    assert "channels_last: false\n" in text
+    (part / "config.yaml").write_text(text.replace("channels_last: false\n", ""))
+    code, _, err = go_on(part)
+    assert code == 0
+    assert re.fullmatch(
+        r"fl-lightning: warning: the run goes on with fl-lightning \S+ -> 9.0: the split is the same, but .*\n", err
+    )
+
+
+def test_keys_of_another_version_do_not_count():
+    seal = Seal({"lr": 1, "gone": 2}, made_with={"fl-lightning": "0.0"})
+    seal.refuse_another_config({"lr": 1, "new": 3})
+    with pytest.raises(ConfigError, match=r"lr \(1 -> 2\)"):
+        seal.refuse_another_config({"lr": 2, "new": 3})
+    of_today = Seal({"lr": 1, "gone": 2}, made_with={"fl-lightning": fl_lightning.__version__})
+    with pytest.raises(ConfigError, match=r"gone \(2 -> None\), new \(None -> 3\)"):
+        of_today.refuse_another_config({"lr": 1, "new": 3})
+
+
+def test_another_number_of_threads_is_told_of(part):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        code, _, err = go_on(part)
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0
+    told = f"the run goes on with threads {threads} -> {threads + 1}: split, random numbers and method stay the same"
+    assert err == f"fl-lightning: warning: {told}, but sums may round in another way\n"
+
+
+# --- The data ---
+
+
+def one_more(array: np.ndarray) -> np.ndarray:
+    changed = array.copy()
+    changed.flat[0] += 1
+    return changed
+
+
+@pytest.mark.parametrize("name", ["x_train", "y_train", "x_test", "y_test"])
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_data_that_were_replaced_are_refused_by_name(name, command, part, examples):
+    path = examples / "data.npz"
+    whole = path.read_bytes()
+    with np.load(path) as arrays:
+        changed = one_more(arrays[name])
+    before = contents(part)
+    try:
+        data(path, **{name: changed})
+        code, _, err = go_on(part) if command == "fit" else run("test", part)
+    finally:
+        path.write_bytes(whole)
+    assert code == 2
+    assert re.fullmatch(
+        rf"fl-lightning: error: scenario.dataset: not what the run began with: .*{name}.* changed; put it back, .*\n",
+        err,
+    )
+    assert contents(part) == before
+
+
+def test_another_split_of_the_same_data_is_refused(part, monkeypatch):
+    split = fl_lightning.data.Dirichlet.split
+
+    def other(*args):
+        parts = split(*args)
+        return [np.sort(np.append(parts[0], parts[1][:1])), parts[1][1:], *parts[2:]]
+
+    monkeypatch.setattr(fl_lightning.data.Dirichlet, "split", other)
+    code, _, err = go_on(part)
+    assert code == 2
+    assert "scenario.partition: not what the run began with: partition changed" in err
+
+
+# --- The measurements ---
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "clients.csv"])
+def test_a_digit_that_was_changed_makes_the_checkpoint_before_it_count(name, part, examples):
+    lines = (part / name).read_text().splitlines(keepends=True)
+    third = next(i for i, line in enumerate(lines) if line.startswith("3,"))
+    digit = re.search(r"\.(\d)", lines[third])
+    lines[third] = lines[third][: digit.start(1)] + str((int(digit[1]) + 1) % 10) + lines[third][digit.end(1) :]
+    (part / name).write_text("".join(lines))
+    code, _, err = go_on(part)
+    assert code == 0
+    assert err == f"fl-lightning: warning: {part}/{name} is not as it was after round 3; going on from round 2's\n"
+    assert ends_as(part, examples / "whole")
+
+
+def test_a_header_that_was_changed_is_refused(part):
+    edit(part / "metrics.csv", "global/acc", "global/bcc")
+    before = contents(part)
+    code, _, err = go_on(part)
+    assert code == 2
+    assert (
+        "metrics.csv is not as it was after round 3, nor can the 2 before it be used: put back what was changed" in err
+    )
+    assert contents(part) == before
+
+
+def test_where_rounds_are_missing_an_older_checkpoint_is_gone_on_from(part, examples):
+    lines = (part / "metrics.csv").read_text().splitlines(keepends=True)
+    (part / "metrics.csv").write_text("".join(lines[:-2]) + lines[-2][:5])
+    code, _, err = go_on(part)
+    assert code == 0
+    assert [line.removeprefix(f"fl-lightning: warning: {part}/") for line in err.splitlines()] == [
+        f"metrics.csv holds 1 of rounds 1 to {n}; going on from round 1's" for n in (3, 2)
+    ]
+    assert ends_as(part, examples / "whole")
+
+
+def test_other_spellings_of_the_same_numbers_are_no_change(part):
+    path = part / "metrics.csv"
+    path.write_text(path.read_text().replace("1,", "1,", 1).replace("\n2,", "\n02,"))
+    assert go_on(part).err == ""
+
+
+def test_a_digest_is_of_names_and_values_whatever_their_order():
+    row = {"round": 1, "a": 0.5, "b": float("nan")}
+    same = Digest.over([{"b": float("nan"), "a": 0.5, "c": None, "d": "", "round": 1}])
+    assert str(Digest.over([row])) == str(same)
+    for other in ({**row, "a": 0.25}, {**row, "c": 1}, {"round": 1, "a": 0.5}, {"round": 1, "b": 0.5, "a": row["b"]}):
+        assert str(Digest.over([other])) != str(same)
+    assert str(Digest.over([row, row])) != str(same)
+
+
+def test_warnings_that_were_changed_are_told_of(tmp_path):
+    class Warns(fl_lightning.callbacks.RoundCallback):
+        def on_round_start(self, run, participants):
+            fl_lightning.orchestrator.warnings.warn(f"in {run.round + 1}", stacklevel=2)
+
+    experiment(tmp_path, rounds=2, callbacks=[Warns()]).fit()
+    edit(tmp_path / "warnings.txt", "round 1: in 1", "round 1: im 1")
+    with pytest.warns(UserWarning, match=r"warnings.txt is not as it was after round 2"):
+        experiment(tmp_path, rounds=3, callbacks=[Warns()]).fit(resume=True)
+
+
+# --- The folder ---
+
+
+def test_a_start_that_fails_leaves_no_folder_and_the_corrected_command_runs_there(tmp_path, monkeypatch):
+    def fails(*_):
+        raise ConfigError("logger: no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fl_lightning.orchestrator.write_counts", fails)
+        (tmp_path / "tiny.yaml").write_text(TINY)
+        words = ("fit", "--config", tmp_path / "tiny.yaml", "--run_dir", tmp_path / "new" / "deep" / "run")
+        assert run(*words).code == 2
+    assert os.listdir(tmp_path) == ["tiny.yaml"]
+    assert run(*words).code == 0
+
+
+def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path, monkeypatch):
+    def fails(*_):
+        (tmp_path / "new" / "other").mkdir()
+        raise ConfigError("logger: no")
+
+    monkeypatch.setattr("fl_lightning.orchestrator.write_counts", fails)
+    with pytest.raises(ConfigError, match="logger: no"):
+        experiment(tmp_path / "new" / "run").fit()
+    assert os.listdir(tmp_path / "new") == ["other"]
+
+
+@pytest.mark.parametrize("name", [*LEFT, "checkpoints/round-000002", "checkpoints/round-000010"])
+def test_a_folder_that_holds_anything_of_a_run_is_not_begun_in(name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=rf"run_dir: {tmp_path} holds a run already, or part of one \({Path(name).name}\)"
+    ):
+        experiment(tmp_path).fit()
+    assert [str(path) for path in contents(tmp_path)] == [str(p) for p in contents(tmp_path)]
+    assert not (tmp_path / "partition.csv").exists()
+
+
+def test_what_a_start_leaves_that_was_killed_may_be_begun_in_again(tmp_path):
+    (tmp_path / "checkpoints" / "round-000000").mkdir(parents=True)
+    (tmp_path / "partition.csv").touch()
+    refuse_occupied(tmp_path)
+
+
+def test_a_folder_of_ones_own_with_a_config_is_left_alone(tmp_path):
+    folder = tmp_path / "exp1"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("# mine\n" + TINY)
+    before = contents(folder)
+    code, _, err = run("fit", "--config", folder / "config.yaml", "--run_dir", folder)
+    assert code == 2
+    assert "exp1 holds a run already, or part of one (config.yaml)" in err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "metrics.csv", "final", ".lock", ".owner", "clients/x", "checkpoints/round-000003"]
+)
+def test_links_in_a_runs_folder_are_refused(name, tmp_path):
+    folder = tmp_path / "run"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "victim").mkdir()
+    (folder / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(ConfigError, match=rf"{name} is a link: a run's folder holds none"), alone(folder):
+        pass
+    assert os.listdir(tmp_path / "victim") == []
+
+
+@pytest.mark.parametrize(
+    ("noted", "told"),
+    [
+        (f"process {os.getppid()} on {socket.gethostname()}", f"process {os.getppid()} on {socket.gethostname()}"),
+        ("process 999999999 on elsewhere", "process 999999999 on elsewhere"),
+        (f"process 999999999 on {socket.gethostname()}", "another process"),
+        ("\x1b[31m", "another process"),
+        (None, "another process"),
+    ],
+)
+def test_an_owner_is_named_if_it_is_still_there(noted, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    if noted:
+        (tmp_path / ".owner").write_text(noted)
+    assert owner(tmp_path) == told
+
+
+def test_an_owner_that_has_not_said_so_yet_is_waited_for(tmp_path, monkeypatch):
+    noted = f"process {os.getppid()} on {socket.gethostname()}"
+    monkeypatch.setattr("time.sleep", lambda _: (tmp_path / ".owner").write_text(noted))
+    assert owner(tmp_path) == noted
+
+
+def test_a_link_to_the_whole_folder_is_fine(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "big")
+    (tmp_path / "big" / "notes").symlink_to(tmp_path)
+    (tmp_path / "big" / "wandb").mkdir()
+    (tmp_path / "big" / "wandb" / "latest-run").symlink_to(tmp_path)
+    with alone(tmp_path / "run"):
+        assert (tmp_path / "big" / ".lock").exists()
+
+
+def test_without_locks_a_run_goes_on_with_a_warning(tmp_path, monkeypatch):
+    def none(*_, **__):
+        raise NotImplementedError
+
+    monkeypatch.setattr("filelock.FileLock.acquire", none)
+    with pytest.warns(UserWarning, match="has no locks"), alone(tmp_path):
+        pass
+
+
+def test_a_manifest_holds_the_seal(part):
+    seal = json.loads((part / "checkpoints/round-000003/manifest.json").read_text())["seal"]
+    assert seal["config"]["optimizer.lr"] == 0.5
+    assert sorted(seal["data"]) == ["partition", "x_test", "x_train", "y_test", "y_train"]
+    assert sorted(seal["rows"]) == ["clients.csv", "metrics.csv", "warnings.txt"]
+    assert seal["made_with"]["fl-lightning"] == fl_lightning.__version__
