@@ -18,6 +18,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -32,11 +33,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.catalogue import BASES
-from fl_lightning.config import config_file
+from fl_lightning.config import config_file, read_config
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.run_folder import SIGNATURE
-from fl_lightning.runs import read_config
 
 # Where the classes lie that any config may name, and what they are.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -69,11 +69,10 @@ def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, withou
         without: Keys to leave out; what they hold is in nobody's way.
 
     Raises:
-        ConfigError: There is no config, or it chooses code and is neither trusted nor signed.
-        DamagedRun: It cannot be read.
+        ConfigError: There is no config, it cannot be read, or it chooses code and is neither trusted nor signed.
     """
     path = config_file(run_dir)
-    config = read_config(run_dir)
+    config = read_config(Path(path))
     rest = {key: value for key, value in config.items() if key not in without}
     if (unknown := sorted(map(str, rest.keys() - set(keys)))) and not trust:
         raise ConfigError(f"{path}: {unknown[0]} is no key that a run writes; {TO_TRUST}")
@@ -166,6 +165,7 @@ def _class_name(value: Any) -> str | None:
     return None if path is None else str(path).rpartition(".")[2]
 
 
+@cache
 def _unfolds(text: str) -> bool:
     """Whether text holds YAML of its own, which jsonargparse reads as it reads the rest."""
     if len(text) > LONGEST_TEXT:

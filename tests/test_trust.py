@@ -124,6 +124,7 @@ PATHS = [
     "fl_lightning.cli.run",
     "fl_lightning.__main__.run",
     "fl_lightning.trust.os.system",
+    "fl_lightning.errors.ConfigError",
     "lightning.pytorch.loggers.MLFlowLogger",
     "evil.Net",
     "evil_installed.Net",
