@@ -31,7 +31,6 @@ COMMANDS = {
 
 def run() -> None:
     """Entry point of the console script."""
-    sys.path.append(os.getcwd())  # a class path of the user's own may lead into the working folder
     gc.freeze()  # what was imported is no garbage, and need not be looked at
     try:
         sys.exit(main())

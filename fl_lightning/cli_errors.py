@@ -29,6 +29,7 @@ def readable(message: str, parser: ArgumentParser) -> str:
     """A message of jsonargparse cut down to the key, what was given and what is expected."""
     if re.search(r"Problem with given class_path|value: Namespace\(class_path", message):  # a name would have done, too
         message = re.sub(r" - Expected a typing\.Literal\[.+", "", message)
+    message = message.removeprefix('Parser key "config": ')  # given as text: where from is told by who read it
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     prefix = f"{where}: " if where else ""
     if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):

@@ -283,6 +283,7 @@ class _Opened:
         self.key = event.value
         if self.key in self.keys and self.key != "<<":
             return f"given on line {self.keys[self.key]} already"
+        assert event.start_mark
         self.keys[self.key] = event.start_mark.line + 1
         return None
 

@@ -13,9 +13,10 @@ from lightning import Trainer
 
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import plainly
-from fl_lightning.config import config_file, strict
+from fl_lightning.config import strict
 from fl_lightning.errors import CheckpointError, ConfigError
 from fl_lightning.orchestrator import FederatedOrchestrator
+from fl_lightning.trust import run_config
 
 # What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
 TRAINER_KEYS = {
@@ -32,6 +33,9 @@ TRAINER_KEYS = {
     "benchmark",
     "detect_anomaly",
 }
+
+WATCHERS = ("engine", "logger", "callbacks")
+"""Keys of a run that change nothing about what a checkpoint of it holds."""
 
 
 def experiment_parser() -> ArgumentParser:
@@ -63,24 +67,31 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
     config = yaml.safe_load(parser.dump(given, skip_unset=False))
-    return {name: value for name, value in config.items() if name not in ("config", "resume", "rivals", "run_dir")}
+    return {name: value for name, value in config.items() if name in run_keys()}
 
 
-def open_run(run_dir: str | Path, checkpoint: str = "last") -> FederatedOrchestrator:
+def run_keys() -> set[str]:
+    """The keys that a run's own config can hold."""
+    return set(inspect.signature(FederatedOrchestrator).parameters) - {"run_dir"}
+
+
+def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
     """A run as a checkpoint left it, to look into: `open_run("runs/...").client_module(3)` is client 3's module.
 
     Args:
         run_dir: Folder of a finished or half-finished run.
         checkpoint: `last`, `best`, or the number of a round.
+        trust: Run the code that the folder's config names, whoever made it. Your own runs need no such word.
 
     Raises:
-        ConfigError: There is no run, or no such checkpoint.
+        ConfigError: There is no run, or no such checkpoint, or the run is somebody else's and names code of its own.
         CheckpointError: The run holds no checkpoint, or only damaged ones.
     """
     run_dir = Path(run_dir)
     parser = experiment_parser()
+    text = run_config(run_dir, run_keys(), trust, without=WATCHERS)
     with plainly(parser):
-        config = parser.parse_args(["--config", config_file(run_dir), "--logger", "null"])
+        config = parser.parse_args(["--config", text, "--logger", "null"])
     orchestrator = build(config, parser, run_dir)
     orchestrator.load(chosen_round(checkpoint, run_dir), plain_config(config, parser))
     if not orchestrator.round:

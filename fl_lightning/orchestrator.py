@@ -39,10 +39,18 @@ from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
-from fl_lightning.run_folder import alone, missing, refuse_lost_checkpoints, refuse_occupied, undone_on_failure
+from fl_lightning.run_folder import (
+    alone,
+    missing,
+    refuse_lost_checkpoints,
+    refuse_occupied,
+    refuse_strange,
+    undone_on_failure,
+)
 from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
+from fl_lightning.trust import sign
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
@@ -371,6 +379,7 @@ class FederatedOrchestrator:
             CheckpointError: It is missing, damaged, or does not fit the measurements; for the newest, none is sound.
             ConfigError: The config or the data are not what the run began with.
         """
+        refuse_strange(self.run_dir)
         saved = self.checkpoints.read(round) if round else self.checkpoints.newest(self._warn, self._refuse_other_rows)
         if saved is None:
             refuse_lost_checkpoints(self.run_dir)
@@ -464,7 +473,6 @@ class FederatedOrchestrator:
             labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
             begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
         try:
-            write_counts(self.run_dir / "partition.csv", self.data)
             if before:
                 before.tell_of_another_machine(made_with(self.worker.device))
                 before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
@@ -477,7 +485,9 @@ class FederatedOrchestrator:
             elif before.config != self._settings:
                 self.checkpoints.reseal(self.round, replace(before, config=self._settings))
             if config:
+                sign(self.run_dir, config)
                 write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            write_counts(self.run_dir / "partition.csv", self.data)
         except OSError as error:
             raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
 

@@ -19,11 +19,12 @@ from fl_lightning.files import UNFINISHED, write_atomically
 
 LOCK = ".lock"
 OWNER = ".owner"
+SIGNATURE = ".signature"
 
-LEFT = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
+LEFT = ("config.yaml", "partition.csv", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
 """What a run leaves in its folder, once it has begun."""
 
-WRITTEN = (*LEFT, "partition.csv", "checkpoints", "wandb", LOCK, OWNER)
+WRITTEN = (*LEFT, "checkpoints", "wandb", LOCK, OWNER, SIGNATURE)
 """All that a run writes to."""
 
 
@@ -39,7 +40,7 @@ def alone(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        refuse_links(folder)
+        refuse_strange(folder)
         lock.acquire(blocking=False)
     except Timeout:
         raise ConfigError(f"{folder}: {owner(folder)} is at it; wait for it, or end it") from None
@@ -89,8 +90,8 @@ def _gone(noted: str) -> bool:
     return False
 
 
-def refuse_links(folder: Path) -> None:
-    """Refuse a folder in which something that a run writes to leads elsewhere.
+def refuse_strange(folder: Path) -> None:
+    """Refuse a folder in which something that a run reads or writes leads elsewhere, or is no file: a pipe, a device.
 
     Raises:
         ConfigError: Names it.
@@ -99,9 +100,13 @@ def refuse_links(folder: Path) -> None:
     for place in filter(Path.is_dir, places):
         with os.scandir(place) as entries:
             for entry in entries:
-                if entry.is_symlink() and (place != folder or entry.name in WRITTEN):
+                if place == folder and entry.name not in WRITTEN:
+                    continue
+                if entry.is_symlink():
                     mend = "a run's folder holds none; put the whole folder where there is room, and link to that"
                     raise ConfigError(f"{entry.path} is a link: {mend}")
+                if not (entry.is_file() or entry.is_dir()):
+                    raise ConfigError(f"{entry.path} is neither file nor folder; remove it")
 
 
 def refuse_occupied(folder: Path) -> None:

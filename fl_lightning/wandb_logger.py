@@ -25,7 +25,7 @@ from fl_lightning.provenance import source
 OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
 
-TO_GO_ON = ("config.yaml", "metrics.csv", "clients.csv", "checkpoints", "clients")
+TO_GO_ON = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints", "clients")
 """What of a run's folder it takes to test the run, or to go on with it."""
 
 FIELDS = {

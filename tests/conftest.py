@@ -65,6 +65,14 @@ def _quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs are signed with is made in a folder of the tests', not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     seed = seed_of(request.node.nodeid)

@@ -60,7 +60,9 @@ def experiment(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrches
         "run_dir": str(run_dir),
     }
     settings |= options
-    settings["callbacks"] = [Silent(), *options.get("callbacks", [])]
+    given = options.get("callbacks", [])
+    shown = any(isinstance(callback, RoundProgress) for callback in given)
+    settings["callbacks"] = [*([] if shown else [Silent()]), *given]
     return FederatedOrchestrator(**settings)
 
 

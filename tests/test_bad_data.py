@@ -241,6 +241,19 @@ def test_of_files_that_are_missing_in_part_those_are_named_alone(
     assert f"{name} cannot be read; put {', '.join(gone)} into {tmp_path}, or set scenario.dataset.data_dir" in message
 
 
+def test_who_cannot_download_is_not_told_to(tmp_path: Path) -> None:
+    """IMDB's one csv file is fetched by nobody, and who has asked for a download is not to ask again."""
+    assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("or set scenario.dataset.data_dir")
+    write_imdb_csv(tmp_path)
+    emptied(tmp_path / "IMDB Dataset.csv")
+    assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("IMDB Dataset.csv: is empty; put a sound copy there")
+    write_ag_news(tmp_path)
+    emptied(tmp_path / "ag_news_csv" / "train.csv")
+    mend = "put a sound copy there, or delete it"
+    assert refusal(AGNews(str(tmp_path))).endswith(f"{mend} and set scenario.dataset.download true")
+    assert refusal(AGNews(str(tmp_path), download=True)).endswith(mend)
+
+
 @pytest.mark.parametrize("name", ["TinyImageNet", "IMDB"])
 def test_missing_and_empty_folders_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LAYOUTS[name].write(tmp_path, monkeypatch)

@@ -322,6 +322,10 @@ BAD_ARRAYS = {
     "unequal lengths": ({"y_train": np.arange(5) % 3}, "x_train has 6 rows and y_train 5"),
     "unequal test lengths": ({"x_test": np.zeros((4, 4))}, "x_test has 4 rows and y_test 3"),
     "empty": ({"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)}, "x_test has 0 rows and y_test 0"),
+    "all empty": (
+        dict.fromkeys(("x_train", "x_test"), np.zeros((0, 4))) | dict.fromkeys(("y_train", "y_test"), np.zeros(0, int)),
+        "x_train has 0 rows and y_train 0",
+    ),
     "unequal shapes": ({"x_test": np.zeros((3, 5), np.float32)}, "x_train and x_test hold inputs of different shapes"),
     "scales that differ": ({"x_test": np.zeros((3, 4), np.uint8)}, "x_train.*x_test"),
     "no rows": ({"x_train": np.float32(1)}, "x_train"),

@@ -119,7 +119,8 @@ def searched(run, client):
 
 def test_before_round_1_everybody_has_the_initial_weights_in_a_mask_of_its_own(tmp_path):
     run = experiment(tmp_path, DisPFL(dense_ratio=0.3))
-    run._set_up(False, None)
+    run._build()
+    run._begin(None, None, None)
     run._publish()
     start = run.worker.template.backbone.state_dict()
     size = sum(value.numel() for value in start.values())
@@ -143,7 +144,8 @@ def test_a_round_is_the_algorithm(tmp_path, regrow):
     lr, rate, cpu = 0.1, 0.4, {"accelerator": "cpu", "max_epochs": 2}
     method = DisPFL(0.4, rate, 10, regrow, graph=Ring())
     run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
-    run._set_up(False, None)
+    run._build()
+    run._begin(None, None, None)
     run._publish()
     x, y = run.data.data.x_train, run.data.data.y_train
     for round in (1, 2):

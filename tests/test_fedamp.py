@@ -129,7 +129,8 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
         trainer={"accelerator": "cpu", "max_epochs": 2},
         **ALL,
     )
-    run._set_up(False, None)
+    run._build()
+    run._begin(None, None, None)
     assert run.download(1, 0).nbytes == 0
     own = {k: run.worker.template.backbone.state_dict() for k in range(6)}
     x, y = run.data.data.x_train, run.data.data.y_train

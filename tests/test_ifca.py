@@ -60,7 +60,8 @@ def test_other_weights_leave_the_backbone_and_torchs_generators_as_they_are():
 
 def test_identical_starts_let_everybody_choose_the_first(tmp_path):
     run = experiment(tmp_path, IFCA(clusters=3))
-    run._set_up(False, None)
+    run._build()
+    run._begin(None, None, None)
     start = run.state["model"]
     run.state |= {f"cluster_{j}": start for j in range(3)}
     run._run_round(1)

@@ -50,6 +50,7 @@ def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method, checkpoint_every
     assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:callbacks. EarlyStopping.mode")  # the worst for the best, on purpose: it stops soon
 def test_early_stopping_keeps_its_patience_over_a_resume(tmp_path):
     def callbacks():
         return [EarlyStopping(monitor="global/loss", mode="max", patience=4)]

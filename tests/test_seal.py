@@ -281,17 +281,17 @@ def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path,
 @pytest.mark.parametrize("name", [*LEFT, "checkpoints/round-000002", "checkpoints/round-000010"])
 def test_a_folder_that_holds_anything_of_a_run_is_not_begun_in(name, tmp_path):
     (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=rf"run_dir: {tmp_path} holds a run already, or part of one \({Path(name).name}\)"
-    ):
+    before, told = (
+        contents(tmp_path),
+        rf"holds a run already, or part of one \({Path(name).name}\); resume it, or choose",
+    )
+    with pytest.raises(ConfigError, match=f"run_dir: {tmp_path} {told} another folder"):
         experiment(tmp_path).fit()
-    assert [str(path) for path in contents(tmp_path)] == [str(p) for p in contents(tmp_path)]
-    assert not (tmp_path / "partition.csv").exists()
+    assert contents(tmp_path) == before
 
 
 def test_what_a_start_leaves_that_was_killed_may_be_begun_in_again(tmp_path):
     (tmp_path / "checkpoints" / "round-000000").mkdir(parents=True)
-    (tmp_path / "partition.csv").touch()
     refuse_occupied(tmp_path)
 
 
@@ -340,6 +340,15 @@ def test_an_owner_that_has_not_said_so_yet_is_waited_for(tmp_path, monkeypatch):
     noted = f"process {os.getppid()} on {socket.gethostname()}"
     monkeypatch.setattr("time.sleep", lambda _: (tmp_path / ".owner").write_text(noted))
     assert owner(tmp_path) == noted
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "clients.csv", "config.yaml", "checkpoints/round-000003"])
+def test_a_pipe_in_a_files_place_is_refused_at_once(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    for read in (experiment(tmp_path).load, lambda: experiment(tmp_path).fit(resume=True)):
+        with pytest.raises(ConfigError, match=rf"{name} is neither file nor folder; remove it"):
+            read()
 
 
 def test_a_link_to_the_whole_folder_is_fine(tmp_path):

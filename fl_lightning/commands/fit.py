@@ -14,24 +14,29 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.cli_errors import plainly
-from fl_lightning.config import below, config_file, flatten, with_config_paths
+from fl_lightning.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import build, experiment_parser, plain_config
+from fl_lightning.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
 from fl_lightning.naming import run_names
 from fl_lightning.report.tables import summary_table
+from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
 from fl_lightning.seal import MAY_CHANGE
+from fl_lightning.trust import let_in, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """The words with what they stand for: a resumed run's config, the paths of configs, what a rival brings."""
-    return with_rival(with_config_paths(with_resumed_config(words)))
+    """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
+    words = with_rival(with_config_paths(words))
+    let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
+    return with_resumed_config(words)
 
 
 def parser() -> ArgumentParser:
     """An experiment's keys, and the run to go on with."""
     parser = experiment_parser()
     parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
+    parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
     return parser
 
 
@@ -52,12 +57,17 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """The command line with the resumed run's own config, unless another is given."""
-    resumed = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--resume"]
-    resumed += [word.removeprefix("--resume=") for word in words if word.startswith("--resume=")]
-    if not resumed or any(word in ("-c", "--config") or word.startswith("--config=") for word in words):
+    """The command line with the resumed run's own config, unless another is given.
+
+    Raises:
+        ConfigError: There is none, or it is somebody else's and names code of its own.
+    """
+    resumed = values(words, "resume")
+    if not resumed or values(words, "config"):
         return list(words)
-    return ["--config", config_file(Path(resumed[-1])), *words]
+    replaced = [key for key in WATCHERS if values(words, key)]
+    config = run_config(Path(resumed[-1][1]), run_keys(), trust="--trust" in words, without=replaced)
+    return ["--config", config, *words]
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:

@@ -97,7 +97,7 @@ class Scenario:
     Args:
         dataset: What is learnt.
         partition: How its training samples are dealt out to clients.
-        clients: Number of clients, `K`.
+        clients: Number of clients, `K`, no more than there are training samples.
         local_test: What a client's own test split is. A number in [0, 1): that share of the samples the client was
             dealt, stratified by class as far as whole samples allow (0.25 in cwFedAvg, 0.2 in UA-PDFL's code).
             `official`: of each class of the official test set the share that the client has of the class's training

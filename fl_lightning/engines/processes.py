@@ -27,6 +27,7 @@ from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
 from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
+from fl_lightning.lazy import away_from_here
 
 GRACE = 5.0  # seconds that a process has to end by itself
 
@@ -118,7 +119,8 @@ class Process(Member):
         self.device = device
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, threads), name="fl-lightning", daemon=True)
-        self._process.start()
+        with away_from_here():
+            self._process.start()
         theirs.close()
 
     def load(self, handle: Place) -> None:

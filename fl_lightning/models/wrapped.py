@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pkgutil import resolve_name
 from typing import Any
 
@@ -56,13 +57,18 @@ class FromModule(Backbone):
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:
-    """Import a class or function and call it.
+    """Import a class or function and call it; what cannot make an `nn.Module` is not called.
 
     Raises:
         ConfigError: That fails, or what comes of it is no `nn.Module`.
     """
     try:
-        module = resolve_name(path)(**arguments)
+        maker = resolve_name(path)
+        if not (issubclass(maker, nn.Module) if inspect.isclass(maker) else inspect.isroutine(maker)):
+            raise TypeError("it is neither an nn.Module class nor a function")
+        if inspect.isbuiltin(maker):  # such as os.system
+            raise TypeError("no function of Python's own makes an nn.Module")
+        module = maker(**arguments)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.module: {path} cannot be built: {error}; check module and module_args") from error
     if not isinstance(module, nn.Module):

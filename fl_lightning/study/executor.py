@@ -23,6 +23,7 @@ from fl_lightning import cli
 from fl_lightning.errors import ConfigError, Interrupted, check_positive
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
+from fl_lightning.lazy import away_from_here
 from fl_lightning.run_folder import LOCK
 
 LOG = "log.txt"
@@ -155,7 +156,8 @@ def _start(point: Point, workers: int, threads: int | None) -> _Running:
     except OSError as error:
         raise ConfigError(f"{point.folder} cannot be written to: {error}") from error
     process = _context().Process(target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name)
-    process.start()
+    with away_from_here():
+        process.start()
     return _Running(point, process)
 
 

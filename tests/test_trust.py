@@ -1,0 +1,674 @@
+"""A run's folder chooses no code, unless it is the user's own or the user says so."""
+
+import copy
+import gc
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+import yaml
+from commands import TINY, contents, run, table, tiny
+from jsonargparse import ArgumentParser, _typehints
+from jsonargparse._actions import _ActionConfigLoad  # what takes a file's path, and imports what that names
+
+from fl_lightning import catalogue, orchestrator, trust
+from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import experiment_parser, open_run, run_keys
+from fl_lightning.models import FromModule
+
+MARK = "import pathlib\npathlib.Path({mark!r}).write_text('it was run')\n"
+OWN = """
+import own_sibling
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.models import MLP
+
+class Net(MLP):
+    pass
+
+class Watcher(RoundCallback):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run that names no code of its own, and so is nobody's in particular."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    tiny(run_dir)
+    return run_dir
+
+
+def forget(here):
+    """What another process would not know yet."""
+    sys.path[:] = [place for place in sys.path if place != str(here)]
+    for name in [name for name in sys.modules if name.startswith(("own", "evil"))]:
+        del sys.modules[name]
+    _typehints._cached_class_parsers.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder, which modules are not looked for in, and a user without a key."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(folder))])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    passing = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    monkeypatch.setattr(orchestrator, "gc", passing)  # classes of modules that are gone must be gone
+    yield folder
+    forget(folder)
+
+
+@pytest.fixture
+def theirs(finished, here, tmp_path, monkeypatch):
+    """Somebody else's run, `theirs`; modules `evil` wait in it and beside it, `evil_installed` where Python looks."""
+    shutil.copytree(finished, here / "theirs")
+    mark = MARK.format(mark=str(tmp_path / "mark"))
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    monkeypatch.syspath_prepend(installed)
+    for place in (here / "evil.py", here / "theirs" / "evil.py", installed / "evil_installed.py"):
+        place.write_text(mark)
+    (here / "file.yaml").write_text("class_path: evil_installed.Net\n")
+    return here / "theirs"
+
+
+def with_config(run_dir, change):
+    """Have a run's config changed by a function, and return what it then is."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    change(config)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return config
+
+
+def put(key, value):
+    """A change of a config: a value under a dotted key, which begins at the top."""
+
+    def change(config):
+        *way, last = key.split(".")
+        for part in way:
+            if not isinstance(config.get(part), dict):
+                config[part] = {}
+            config = config[part]
+        config[last] = value
+
+    return change
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+PATHS = [
+    "subprocess.Popen",
+    "os.system",
+    "posix.system",
+    "builtins.exec",
+    "torch.os.system",
+    "torch.hub.load",
+    "torch.load",
+    "torch.utils.cpp_extension.load",
+    "torch.nn.modules.module.Any",
+    "torch.fx.GraphModule",
+    "torchvision.models.get_model",
+    "torchvision.models.nowhere",
+    "fl_lightning.cli.run",
+    "fl_lightning.__main__.run",
+    "fl_lightning.trust.os.system",
+    "fl_lightning.errors.ConfigError",
+    "lightning.pytorch.loggers.MLFlowLogger",
+    "evil.Net",
+    "evil_installed.Net",
+    "nowhere.Net",
+]
+
+# A key as it is typed, where it lies in the file, and what lies there.
+PLACES = [
+    *(
+        (key, f"{key}.class_path", "evil_installed.Net")
+        for key in ("model", "algorithm", "optimizer", "lr_scheduler", "round_lr_scheduler", "scenario.dataset")
+    ),
+    *(
+        (key, key, "evil.Net")
+        for key in ("model", "algorithm", "optimizer", "lr_scheduler", "round_lr_scheduler", "scenario.partition")
+    ),
+    ("rounds", "rounds", "evil.Net"),
+    ("optimizer.fused", "optimizer.init_args.fused", "evil.Net"),
+    ("optimizer.dict_kwargs.x", "optimizer.dict_kwargs.x", "evil.Net"),
+    ("algorithm.loss_terms[0]", "algorithm.init_args.loss_terms", ["evil.Net"]),
+    ("algorithm.loss_terms[1]", "algorithm.init_args.loss_terms", ["Proximal", {"class_path": "evil.Net"}]),
+    ("algorithm.loss_terms[0].x.y", "algorithm.init_args.loss_terms", [{"x": {"init_args": {"y": "evil.Net"}}}]),
+    ("algorithm.aggregator", "algorithm.init_args.aggregator.class_path", "evil.Net"),
+    ("trainer.accelerator", "trainer.accelerator.class_path", "evil.Net"),
+    ("model.module", "model", {"class_path": "FromModule", "init_args": {"module": "evil.Net", "head": "fc"}}),
+    ("model.module", "model", {"class_path": "FromModule", "init_args": {"module": "evil:Net", "head": "fc"}}),
+    ("model.module_args.x", "model.init_args.module_args", {"x": "evil.Net"}),
+    # text that jsonargparse reads as it reads a file
+    ("model", "model", "{class_path: evil.Net}"),
+    ("model", "model", "class_path: evil.Net"),
+    ("algorithm.loss_terms", "algorithm.init_args.loss_terms", "[evil.Net]"),
+    ("optimizer", "optimizer", "#" * 20_000),
+    # a file with more of a config
+    *((key, key, "file.yaml") for key in ("scenario", "trainer", "evaluation")),
+    ("model.head", "model.init_args.head", "file.yaml"),
+    ("model.head", "model.init_args.head", "/dev/stdin"),
+    ("model.head", "model", {"class_path": "MLP", "init_args": {"class_path": "FromModule", "head": "file.yaml"}}),
+    ("scenario.dataset.few_shot", "scenario.dataset", {"class_path": "FC100", "init_args": {"few_shot": "file.yaml"}}),
+    ("evaluation.__path__", "evaluation.__path__", "file.yaml"),
+    ("model.head.a.b", "model.init_args.head", {"a.b": 1}),
+]
+# In what a test has no use for, and a run that goes on has.
+WATCHERS = [
+    ("callbacks[0]", "callbacks", ["evil.Net"]),
+    ("callbacks[0]", "callbacks", [{"class_path": "evil.Net"}]),
+    ("engine", "engine", "evil.Net"),
+    ("engine.address", "engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
+    ("engine.address", "engine", {"class_path": "fl_lightning.engines.RayEngine", "init_args": {"address": "far:1"}}),
+    ("logger", "logger", "evil.WandbRoundLogger"),
+    ("logger", "logger", "CSVLogger"),
+    ("logger", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
+    ("logger", "logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}),
+    ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": False}}),
+    ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": "no"}}),
+    ("logger.offline", "logger.init_args.offline", False),
+]
+KEYS = [
+    "config",
+    "rivals",
+    "resume",
+    "run_dir",
+    "trust",
+    "print_config",
+    "model.class_path",
+    "__path__",
+    "$schema",
+    "x",
+]
+
+
+def refused(*words):
+    """The one line that a command says; it ends with 2, and leaves all as it was."""
+    before = contents(Path())
+    code, out, err = run(*words)
+    assert (code, out) == (2, ""), out + err
+    assert contents(Path()) == before
+    assert err.count("\n") == 1, err
+    return err
+
+
+def check_refused(key, told, words, tmp_path):
+    line = refused(*words)
+    assert f"theirs/config.yaml: {key} is {told}" in line
+    assert "--trust" in line
+    assert not (tmp_path / "mark").exists()
+    assert not {"evil", "evil_installed"} & sys.modules.keys()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("words", [["test", "theirs"], ["fit", "--resume", "theirs"]], ids=["test", "resume"])
+def test_a_run_cannot_choose_what_is_not_known(path, words, theirs, tmp_path):
+    with_config(theirs, put("model.class_path", path))
+    check_refused("model", path, words, tmp_path)
+
+
+@pytest.mark.parametrize(("key", "place", "value"), PLACES)
+def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
+    if key == "model.module_args.x":
+        with_config(theirs, put("model.class_path", "FromModule"))
+    with_config(theirs, put(place, value))
+    check_refused(key, "", ["test", "theirs"], tmp_path)
+    with pytest.raises(ConfigError, match="trust=True"):
+        open_run(theirs)
+
+
+@pytest.mark.parametrize(("key", "place", "value"), [*PLACES[:3], *WATCHERS])
+def test_nor_can_one_that_goes_on(key, place, value, theirs, tmp_path):
+    if key == "logger.offline" and place != "logger":
+        with_config(theirs, put("logger", {"class_path": "fl_lightning.loggers.WandbRoundLogger"}))
+    with_config(theirs, put(place, value))
+    check_refused(key, "", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_run_holds_no_other_keys(key, theirs, tmp_path):
+    with_config(theirs, lambda config: config.update({key: "file.yaml"}))
+    for words in (["test", "theirs"], ["fit", "--resume", "theirs"]):
+        check_refused(key, "no key that a run writes", words, tmp_path)
+
+
+def test_a_config_swapped_while_it_is_read_is_not_parsed(theirs, tmp_path, monkeypatch):
+    looked_at = trust.doubts
+
+    def swap(config):
+        with_config(theirs, put("model.class_path", "evil_installed.Net"))
+        return looked_at(config)
+
+    monkeypatch.setattr(trust, "doubts", swap)
+    assert run("test", "theirs").code == 0
+    assert not (tmp_path / "mark").exists()
+
+
+def test_text_of_a_config_is_no_file(theirs):
+    """Its author may have named a file like it."""
+    config = trust.run_config(theirs, run_keys())
+    with pytest.raises(OSError, match="too long"):
+        os.stat(config)
+
+
+def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
+    with_config(theirs, put("callbacks", ["evil.Net"]))
+    with_config(theirs, put("logger", "CSVLogger"))
+    code, _, err = run("fit", "--resume", "theirs", "--rounds", "4", "--callbacks", "[EarlyStopping]", "--logger=null")
+    assert (code, err.count("warning")) == (0, 0), err
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
+    before = table(run("test", "theirs").out)
+    for key, place, value in WATCHERS[:9]:
+        with_config(theirs, put(place, value))
+        code, out, err = run("test", "theirs")
+        assert (code, err) == (0, ""), key
+        assert table(out) == before
+    assert not (tmp_path / "mark").exists()
+
+
+# --- What is not -----------------------------------------------------------------------------------------------------
+
+
+def import_paths():
+    """Of every class that a config can name, as a run writes it."""
+    for kind in catalogue.BASES:
+        for cls in catalogue.classes(kind):
+            yield f"{cls.__module__}.{cls.__name__}"
+    for module in (torch.optim, torch.optim.lr_scheduler):
+        bases = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        named = vars(module).values()
+        yield from (f"{module.__name__}.{c.__name__}" for c in named if isinstance(c, type) and issubclass(c, bases))
+    yield from (f"torchvision.models.{name}" for name in ("resnet18", "vgg11", "detection.ssd300_vgg16", "ResNet"))
+    yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.WandbRoundLogger")
+
+
+def test_all_that_can_be_named_is_known():
+    paths = list(import_paths())
+    assert len(paths) > 100
+    assert [path for path in paths if not trust.is_known(path)] == []
+
+
+def test_shipped_configs_leave_no_doubt(here):
+    configs = sorted((Path(trust.__file__).parents[1] / "configs").glob("*.yaml"))
+    assert len(configs) > 50
+    for config in configs:
+        content = yaml.safe_load(config.read_text())
+        content.pop("rivals", None)
+        assert trust.doubts(content) == [], config.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("scenario.dataset", {"class_path": "Arrays", "init_args": {"path": "good.npz"}}),
+        put("scenario.dataset", {"class_path": "Arrays", "init_args": {"path": "data.npz"}}),
+        put("scenario.dataset", {"class_path": "Arrays", "init_args": {"path": "a folder/of mine/good.npz"}}),
+        put("model", {"class_path": "FromModule", "init_args": {"module": "torch.nn.Linear", "head": "layer.fc"}}),
+        put("model.init_args.head", None),
+        put("model", "MLP"),
+        put("engine", {"class_path": "RayEngine", "init_args": {"address": None, "workers": 2}}),
+        put("logger", "WandbRoundLogger"),
+        put("logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": True, "notes": "1.5 of 2.5"}}),
+        put("x", {0: 1}),
+        put("x", "[broken"),
+    ],
+)
+def test_a_config_may_say(change, finished, here):
+    (here / "data").mkdir()
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    change(config)
+    assert trust.doubts(config) == []
+
+
+def test_all_keys_are_known_that_take_the_path_of_a_file():
+    parsers = [experiment_parser()]
+    for kind in catalogue.BASES:
+        for cls in catalogue.classes(kind):
+            parsers.append(ArgumentParser())
+            parsers[-1].add_class_arguments(cls, fail_untyped=False)
+    found = {action.dest for parser in parsers for action in parser._actions if isinstance(action, _ActionConfigLoad)}
+    assert found == trust.GROUPS
+
+
+# --- The user's own --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(here):
+    """A run that was started here and names a class of a module that lies here."""
+    (here / "own.py").write_text(OWN)
+    (here / "own_sibling.py").write_text("")
+    Path("tiny.yaml").write_text(TINY)
+    code, _, err = run("fit", "--config", "tiny.yaml", "--run_dir", "run", "--model", "own.Net")
+    assert (code, err) == (0, ""), err
+    return here / "run"
+
+
+def key_of(tmp_path):
+    return tmp_path / "config" / "fl-lightning" / "key"
+
+
+def test_the_author_does_not_feel_it(own, here, tmp_path):
+    forget(here)
+    assert run("test", "run").code == 0
+    forget(here)
+    code, _, err = run("fit", "--resume", "run", "--rounds", "4", "--callbacks", "[own.Watcher]")
+    assert (code, err) == (0, "")
+    with_config(own, put("optimizer.init_args.lr", 0.25))
+    shutil.move(own, tmp_path / "moved")
+    forget(here)
+    trust.run_config(tmp_path / "moved", run_keys())
+    assert str(here) in sys.path
+    about = key_of(tmp_path).stat()
+    assert (stat.S_IMODE(about.st_mode), about.st_size) == (0o600, 32)
+    assert [place.name for place in key_of(tmp_path).parent.iterdir()] == ["key"]
+
+
+def test_a_module_may_lie_below_folders_without_a_file_of_their_own(here):
+    (here / "own").mkdir()
+    (here / "own" / "nets.py").write_text("from fl_lightning.models import MLP\n\nclass Net(MLP):\n    pass\n")
+    tiny(here / "run", "--model", "own.nets.Net")
+    forget(here)
+    assert run("test", "run").code == 0
+
+
+def test_no_key_is_made_without_need(here, tmp_path):
+    tiny(here / "run")
+    assert not (tmp_path / "config").exists()
+    assert not (here / "run" / ".signature").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("model.class_path", "own_sibling.Net"),
+        put("algorithm.class_path", "own.Net"),
+        put("model.init_args.hidden", ["own.Net"]),
+        put("callbacks", ["own.Watcher"]),
+    ],
+)
+def test_a_signature_holds_for_what_was_signed(change, own, here):
+    forget(here)
+    with_config(own, change)
+    assert "the run is signed by somebody else, or its modules lie elsewhere now; " in refused("test", "run")
+    assert "own" not in sys.modules
+
+
+def test_a_signature_holds_for_one_user(own, here, tmp_path, monkeypatch):
+    forget(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another's"))
+    line = refused("test", "run")
+    assert "run/config.yaml: model is own.Net, which" in line
+    assert "the run is not signed as yours" in line
+    trust._key(make=True)
+    assert "signed by somebody else" in refused("test", "run")
+    (own / ".signature").unlink()
+    assert "the run is not signed as yours" in refused("test", "run")
+    assert "own" not in sys.modules
+
+
+def test_a_signature_holds_for_modules_where_they_were(own, here, tmp_path, monkeypatch):
+    """A run that was published comes back with its signature, and with a module beside it."""
+    forget(here)
+    back = tmp_path / "back"
+    shutil.copytree(here, back)
+    monkeypatch.chdir(back)
+    assert "its modules lie elsewhere now" in refused("test", "run")
+    assert "own" not in sys.modules
+
+
+def test_whoever_trusts_a_run_makes_it_their_own(own, here):
+    (own / ".signature").unlink()
+    forget(here)
+    before = contents(own)
+    assert run("test", "run", "--trust").code == 0
+    assert contents(own) == before
+    forget(here)
+    assert open_run(own, trust=True).round == 3
+    forget(here)
+    assert run("fit", "--resume", "run", "--trust", "--rounds", "4").code == 0
+    assert "trust" not in yaml.safe_load((own / "config.yaml").read_text())
+    forget(here)
+    assert run("test", "run").code == 0
+
+
+def test_a_config_of_the_users_own_needs_no_signature(own, here):
+    (own / ".signature").unlink()
+    forget(here)
+    Path("mine.yaml").write_text((own / "config.yaml").read_text())
+    assert run("fit", "--resume", "run", "--config", "mine.yaml", "--rounds", "4").code == 0
+
+
+def make_group_readable(key):
+    key.chmod(0o640)
+
+
+def cut(key):
+    key.write_bytes(key.read_bytes()[:-1])
+
+
+def lengthen(key):
+    key.write_bytes(key.read_bytes() + b"x")
+
+
+def make_link(key):
+    key.rename(key.with_name("elsewhere"))
+    key.symlink_to("elsewhere")
+
+
+def make_pipe(key):
+    key.unlink()
+    os.mkfifo(key, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (make_group_readable, "is not yours alone; remove it"),
+        (cut, "is damaged; remove it"),
+        (lengthen, "is damaged; remove it"),
+        (make_link, "Too many levels of symbolic links"),
+        (make_pipe, "is no file"),
+    ],
+)
+def test_a_key_that_others_may_know_is_none(spoil, told, own, here, tmp_path):
+    spoil(key_of(tmp_path))
+    forget(here)
+    line = refused("test", "run")
+    assert "whether it is yours cannot be checked" in line
+    assert told in line
+
+
+@pytest.mark.parametrize("spoil", [make_link, make_pipe, lengthen])
+def test_a_signature_is_a_small_file(spoil, own, here):
+    spoil(own / ".signature")
+    forget(here)
+    refused("test", "run")
+
+
+@pytest.mark.filterwarnings("always")
+def test_without_a_home_runs_are_not_signed(here, tmp_path, monkeypatch):
+    (here / "own.py").write_text(OWN)
+    (here / "own_sibling.py").write_text("")
+    (tmp_path / "config").write_text("no folder")
+    Path("tiny.yaml").write_text(TINY)
+    code, _, err = run("fit", "--config", "tiny.yaml", "--run_dir", "run", "--model", "own.Net")
+    assert code == 0
+    assert "warning: model: own.Net cannot be signed" in err
+    assert "say --trust" in err
+    assert not (here / "run" / ".signature").exists()
+    assert "--trust" in refused("test", "run")
+    assert run("test", "run", "--trust").code == 0
+
+
+def test_a_key_made_by_many_at_once_is_one(here, tmp_path):
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            keys = set(pool.map(lambda _: trust._key(make=True), range(8)))
+        assert len(keys) == 1
+        assert [place.name for place in key_of(tmp_path).parent.iterdir()] == ["key"]
+        key_of(tmp_path).unlink()
+
+
+# --- Where modules are looked for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "let"),
+    [
+        ("own.Net", True),
+        ("--model=own.Net", True),
+        (["fit", "--callbacks", "[{class_path: own.Net}]"], True),
+        ({"model": {"class_path": "own.sub.Net"}}, True),
+        ({"callbacks": ["Progress", {"x": ["spread.nets.Net"]}]}, True),
+        ("spread.npz", False),
+        ("own", False),
+        ("own.py", True),  # who can tell
+        ("nowhere.Net", False),
+        ("torch.Net", False),
+        ("rich.Net", False),
+        (3, False),
+    ],
+)
+def test_the_working_folder_is_looked_into_for_what_is_named(value, let, here):
+    (here / "own.py").write_text("raise SystemExit")
+    (here / "torch.py").write_text("")
+    (here / "rich.py").write_text("")
+    (here / "spread").mkdir()
+    (here / "spread" / "nets.py").write_text("")
+    before = list(sys.path)
+    trust.let_in(value)
+    trust.let_in(value)
+    assert sys.path == before + [str(here)] * let
+    assert "own" not in sys.modules
+
+
+SWEEP = """
+program: fl-lightning
+method: grid
+metric: {name: global/acc, goal: maximize}
+parameters: {seed: {values: [1, 2]}}
+command: ["${program}", fit, --config, tiny.yaml, "${args}"]
+"""
+PLANTED = ("torch_xla", "numpy", "wandb", "ray", "optuna", "tpu", "sitecustomize", "usercustomize", "yaml", "evil")
+ALL_COMMANDS = """
+import sys
+from fl_lightning.cli import main
+for words in {commands}:
+    assert main(words) == 0, words
+"""
+
+
+def plant(folder, mark):
+    for name in PLANTED:
+        (folder / f"{name}.py").write_text(MARK.format(mark=str(mark)))
+
+
+def python(*words, cwd):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
+    here, mark = tmp_path / "here", tmp_path / "mark"
+    shutil.copytree(finished, here / "run")
+    shutil.copytree(finished, tmp_path / "other")
+    (here / "tiny.yaml").write_text(TINY)
+    plant(here, mark)
+    plant(here / "run", mark)
+    commands = [
+        ["list"],
+        ["test", "run"],
+        ["fit", "--resume", "run", "--rounds", "4"],
+        ["partition", "--config", "tiny.yaml"],
+        ["report", "run", "--out", "page.html"],
+        ["compare", "run", "../other", "--by", "rounds"],
+        ["watch", "run", "--once"],
+    ]
+    script = tmp_path / "bin" / "script.py"
+    script.parent.mkdir()
+    script.write_text(ALL_COMMANDS.format(commands=commands))
+    python(script, cwd=here)
+    assert not mark.exists()
+
+
+def test_the_module_does_as_the_script(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    plant(tmp_path / "run", tmp_path / "mark")
+    python("-m", "fl_lightning", "test", ".", cwd=tmp_path / "run")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.slow
+def test_processes_do_not_import_what_lies_in_wait(tmp_path):
+    plant(tmp_path, tmp_path / "mark")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    script = ["-m", "fl_lightning"]
+    python(*script, "fit", "--config", "tiny.yaml", "--engine", "processes", "--run_dir", "run", cwd=tmp_path)
+    python(*script, "sweep", "sweep.yaml", cwd=tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.slow
+def test_processes_find_what_the_config_names(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own_sibling.py").write_text("")
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("class_path: MLP", "class_path: own.Net"))
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    script = ["-m", "fl_lightning"]
+    python(*script, "fit", "--config", "tiny.yaml", "--engine", "processes", "--run_dir", "run", cwd=tmp_path)
+    python(*script, "sweep", "sweep.yaml", cwd=tmp_path)
+    for place in [tmp_path / "run", *(tmp_path / "runs/sweeps/sweep/points").iterdir()]:
+        assert (place / "final" / "summary.json").exists()
+        assert (place / ".signature").exists()
+    python(*script, "test", "run", cwd=tmp_path)
+
+
+# --- A model of anybody's --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("subprocess.Popen", "neither an nn.Module class nor a function"),
+        ("os.system", "no function of Python's own"),
+        ("builtins.exec", "no function of Python's own"),
+        ("os.environ", "neither an nn.Module class nor a function"),
+        ("os", "neither an nn.Module class nor a function"),
+    ],
+)
+def test_what_cannot_make_a_module_is_not_called(module, told, tmp_path):
+    arguments = {"command": f"touch {tmp_path}/mark", "args": ["touch", f"{tmp_path}/mark"]}
+    for given in ({name: value} for name, value in arguments.items()):
+        with pytest.raises(ConfigError, match=told):
+            FromModule((1, 8, 8), 10, module, "fc", given)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_builders_of_torchvision_need_no_trust(theirs):
+    model = {
+        "class_path": "fl_lightning.models.FromModule",
+        "init_args": {"module": "torchvision.models.resnet18", "module_args": {"num_classes": 10}, "head": "fc"},
+    }
+    config = copy.deepcopy(with_config(theirs, put("model", model)))
+    assert trust.doubts(config) == []
+    assert torchvision.models.resnet18.__module__.startswith("torchvision.models")
