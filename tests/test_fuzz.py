@@ -68,6 +68,27 @@ def test_a_checkpoint_that_is_harmed_is_seen_but_for_an_older_one_that_says_so(r
     assert fuzzing.other_ends(run, whole, "", told=False) == ["checkpoint 5"]
 
 
+def test_who_was_told_may_find_a_file_changed_that_no_result_is_worked_out_from(root, tmp_path):
+    whole, run = root / "figures" / "whole" / "run", tmp_path / "run"
+    fuzzing.shutil.copytree(whole, run)
+    with (run / "warnings.txt").open("a") as file:
+        file.write("round 4: a file was harmed\n")
+    assert fuzzing.other_ends(run, whole, "", told=True) == []
+    assert fuzzing.other_ends(run, whole, "", told=False) == ["warnings.txt"]
+    for name in ("warnings.txt", "metrics.csv"):
+        fuzzing.flip(run / name, 8 * ((run / name).read_bytes().index(b"\n") - 2))
+    assert fuzzing.other_ends(run, whole, "", told=True) == ["metrics.csv", "warnings.txt"]
+    assert fuzzing.other_ends(run, whole, "run/warnings.txt", told=True) == ["metrics.csv"]
+    assert fuzzing.other_ends(run, whole, "run/metrics.csv", told=True) == ["metrics.csv", "warnings.txt"]
+
+
+def test_of_wandb_only_our_own_file_is_harmed_and_no_lock(tmp_path):
+    for name in ("run/wandb/run.json", "run/wandb/offline/run.wandb", "run/.lock", "run/.owner", "data.npz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert fuzzing.files_of(tmp_path) == ["data.npz", "run/wandb/run.json"]
+
+
 def test_a_half_finished_run_is_no_end(root):
     runs = [root / "figures" / part / "run" for part in ("half", "whole")]
     assert {"final/model.pt", "metrics.csv", "checkpoint 5"} <= set(fuzzing.other_ends(*runs, "", told=True))
