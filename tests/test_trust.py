@@ -388,6 +388,14 @@ def test_a_module_may_lie_below_folders_without_a_file_of_their_own(here):
     assert run("test", "run").code == 0
 
 
+def test_a_config_names_what_lies_in_the_working_folder(here):
+    (here / "own.py").write_text(OWN)
+    (here / "own_sibling.py").write_text("")
+    (here / "configs").mkdir()
+    tiny(here / "configs" / "run", text=TINY.replace("class_path: MLP", "class_path: own.Net"))
+    assert run("partition", "--config", "configs/run.yaml").code == 0
+
+
 def test_no_key_is_made_without_need(here, tmp_path):
     tiny(here / "run")
     assert not (tmp_path / "config").exists()
@@ -591,6 +599,7 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
     here, mark = tmp_path / "here", tmp_path / "mark"
     shutil.copytree(finished, here / "run")
     shutil.copytree(finished, tmp_path / "other")
+    with_config(tmp_path / "other", put("model.class_path", "evil.Net"))
     (here / "tiny.yaml").write_text(TINY)
     plant(here, mark)
     plant(here / "run", mark)
@@ -599,9 +608,10 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
         ["test", "run"],
         ["fit", "--resume", "run", "--rounds", "4"],
         ["partition", "--config", "tiny.yaml"],
-        ["report", "run", "--out", "page.html"],
+        ["report", "run", "../other", "--out", "page.html"],
         ["compare", "run", "../other", "--by", "rounds"],
         ["watch", "run", "--once"],
+        ["watch", "../other", "--once"],
     ]
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
