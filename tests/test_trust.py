@@ -174,6 +174,7 @@ WATCHERS = [
     ("engine.address", "engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
     ("engine.address", "engine", {"class_path": "fl_lightning.engines.RayEngine", "init_args": {"address": "far:1"}}),
     ("logger", "logger", "evil.WandbRoundLogger"),
+    ("logger", "logger", {"class_path": "nowhere.WandbRoundLogger"}),
     ("logger", "logger", "CSVLogger"),
     ("logger", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
     ("logger", "logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}),
@@ -274,7 +275,7 @@ def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
 
 def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
     before = table(run("test", "theirs").out)
-    for key, place, value in WATCHERS[:9]:
+    for key, place, value in WATCHERS[:10]:
         with_config(theirs, put(place, value))
         code, out, err = run("test", "theirs")
         assert (code, err) == (0, ""), key
