@@ -260,9 +260,10 @@ def test_a_config_swapped_while_it_is_read_is_not_parsed(theirs, tmp_path, monke
 
 def test_text_of_a_config_is_no_file(theirs):
     """Its author may have named a file like it."""
-    config = trust.run_config(theirs, run_keys())
+    (theirs / "config.yaml").write_text("rounds: 3\n")
+    Path("rounds: 3\n").write_text("model: evil_installed.Net\n")
     with pytest.raises(OSError, match="too long"):
-        os.stat(config)
+        os.stat(trust.run_config(theirs, run_keys()))
 
 
 def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
