@@ -141,7 +141,8 @@ HARMS: dict[str, Callable[[Path, int], None]] = {
 
 def files_of(folder: Path) -> list[str]:
     """The files that a run goes on from, data included, less W&B's own."""
-    found = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in LOCKS]
+    found = [str(path.relative_to(folder)) for path in paths]
     return [file for file in found if not file.startswith("run/wandb/") or file == "run/wandb/run.json"]
 
 
