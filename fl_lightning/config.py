@@ -75,7 +75,28 @@ def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
     content = read_yaml(path, what)
     if not isinstance(content, dict):
         raise ConfigError(f"{what or path} needs lines `key: value`, it holds {type(content).__name__}")
+    refuse_misshapen(content)
     return content
+
+
+def refuse_misshapen(content: Any, key: str = "") -> None:
+    """Refuse classes that a config names in no way that a class can be named.
+
+    Raises:
+        ConfigError: A `class_path` is no text, or its `init_args` are no mapping; the message names the key.
+    """
+    if isinstance(content, list):
+        for part in content:
+            refuse_misshapen(part, key)
+    if not isinstance(content, dict):
+        return
+    path, options = content.get("class_path", "-"), content.get("init_args", {})
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
+    for part, value in content.items():
+        refuse_misshapen(value, key if part == "init_args" else f"{key}.{part}".lstrip("."))
 
 
 def config_file(run_dir: Path) -> str:
@@ -250,7 +271,7 @@ def refuse_traps(text: str) -> None:
 PLAIN = re.compile(r"[\w./ +-]*")
 """Text that is one word or number, or a few: nothing in it could be refused."""
 NODES = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
-NUMBER = re.compile(r"[0-9a-fA-Fox_:.+-]+")
+NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
 @dataclass
@@ -277,10 +298,9 @@ class _Opened:
         self.value_is_next = not self.value_is_next
         if not self.value_is_next:
             return None
-        if not isinstance(event, yaml.ScalarEvent):
-            self.key = None
+        self.key = event.value if isinstance(event, yaml.ScalarEvent) else None
+        if self.key is None:
             return "a key must be a word"
-        self.key = event.value
         if self.key in self.keys and self.key != "<<":
             return f"given on line {self.keys[self.key]} already"
         self.keys[self.key] = event.start_mark.line + 1

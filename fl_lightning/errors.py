@@ -92,4 +92,4 @@ def blame(key: str) -> Iterator[None]:
     except FLError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: {one_line(error)}".replace(f"{key}: {key}", key)) from error
+        raise ConfigError(f"{key}: {one_line(error) or type(error).__name__}".replace(f"{key}: {key}", key)) from error
