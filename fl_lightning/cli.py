@@ -78,6 +78,9 @@ def main(args: Sequence[str] | None = None) -> int:
             forget_stdout()
             ended = refused if _has_shown(error) or isinstance(error, OSError) else error
             refused.filename = "stdout"
+        else:
+            if isinstance(error, BrokenPipeError):
+                forget_stdout()
         if _has_shown(ended):
             raise
         code, message = _ended_by(ended)

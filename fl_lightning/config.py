@@ -93,6 +93,9 @@ def refuse_misshapen(content: Any, key: str = "") -> None:
     path, options = content.get("class_path", "-"), content.get("init_args", {})
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
+    if "class_path" in content and (beside := content.keys() - {"class_path", "init_args", "dict_kwargs"}):
+        told = ", ".join(sorted(map(str, beside)))
+        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {told}")
     if not isinstance(options, dict):
         raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
     for part, value in content.items():
@@ -185,7 +188,7 @@ def load_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise _told(error) from error
+        raise _told(error, text) from error
 
 
 def strict(parser: ArgumentParser) -> ArgumentParser:
@@ -265,7 +268,7 @@ def refuse_traps(text: str) -> None:
                 if count > MOST_SETTINGS or len(opened) > DEEPEST:
                     refuse("it unfolds to more than a config can be")
     except yaml.MarkedYAMLError as error:
-        raise _told(error) from error
+        raise _told(error, text) from error
 
 
 PLAIN = re.compile(r"[\w./ +-]*")
@@ -307,11 +310,16 @@ class _Opened:
         return None
 
 
-def _told(error: yaml.MarkedYAMLError) -> yaml.YAMLError:
-    """An error of PyYAML's with its line in front."""
+def _told(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
+    """An error of PyYAML's with its line in front, and the letter that it is about."""
     mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return error
+    lines = text.splitlines() or [""]
+    number = min(mark.line, len(lines) - 1)  # the end of a text may count as a line more
     reason = ", ".join(filter(None, [error.context, error.problem]))
-    return StrictYAMLError(f"line {mark.line + 1}: {reason}") if mark else error
+    letter = f": {lines[number][mark.column]!r}" if reason.endswith("any token") else ""
+    return StrictYAMLError(f"line {number + 1}: {reason}{letter}")
 
 
 def _decoded(content: bytes) -> str:
