@@ -544,10 +544,55 @@ def test_debug_shows_where_bad_input_was_found(here):
         run("fit", "--config", "tiny.yaml", "--debug", "--rounds", "0")
 
 
-@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt()", 130), ("SystemExit(1)", 1), ("SystemExit()", 1)])
-def test_whatever_breaks_a_run_off_is_an_exit_code(error, code, here, monkeypatch):
-    """Lightning turns Ctrl-C and SIGTERM inside a fit into a `SystemExit`, with and without a code."""
-    assert run(*broken(here, monkeypatch, error)).code == code
+@pytest.mark.parametrize(
+    "error", ["KeyboardInterrupt()", "SystemExit(0)", "SystemExit(1)", "SystemExit('text')", "GeneratorExit()"]
+)
+def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
+    """`sys.exit(0)` in a user's code is no run that came to its end."""
+    outcome = run(*broken(here, monkeypatch, error), "--run_dir", "run")
+    assert outcome.code == 1
+    assert outcome.err == (
+        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregate) before the command had "
+        "come to its end\n"
+    )
+    assert not Path("run/final").exists()
+
+
+LEAVING = """
+import sys
+from fl_lightning import LossTerm
+
+class Leaving(LossTerm):
+    def forward(self, step):
+        {how}
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatch):
+    """In the middle of Lightning's fit, which makes a `SystemExit` of a `KeyboardInterrupt`."""
+    Path("leaving.py").write_text(LEAVING.format(how=how))
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(here)
+    terms = ["--algorithm", "FedAvg", "--algorithm.loss_terms", "[leaving.Leaving]"]
+    code, out, err = run(
+        "fit", "--config", "tiny.yaml", "--run_dir", "run", *terms, "--trainer.accumulate_grad_batches=2"
+    )
+    assert code == 1
+    assert err.startswith(f"fl-lightning: error: {'KeyboardInterrupt' if 'raise' in how else 'SystemExit'}(")
+    assert f"was raised in {here / 'leaving.py'}, line 7 (forward)" in err
+    assert err.count("\n") == 1
+    assert "rounds" not in out
+
+
+def test_a_module_that_exits_when_it_is_imported_is_no_help_text(here, monkeypatch):
+    Path("gone.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(here)
+    code, _, err = run("fit", "--config", "tiny.yaml", "--model", "gone.Model")
+    assert code == 1
+    assert re.fullmatch(r"fl-lightning: error: SystemExit\(.*\) was raised in \S+gone.py, line 2 .*\n", err)
 
 
 @pytest.mark.parametrize("words", [["list"], ["partition", "--config", "tiny.yaml"], ["fit", "--config", "tiny.yaml"]])
