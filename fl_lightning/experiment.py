@@ -50,6 +50,8 @@ def experiment_parser() -> ArgumentParser:
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
     """The orchestrator that a parsed command line describes."""
+    if given.trainer is None:
+        raise ConfigError("trainer: null is no value for it; leave it out to train one epoch as Lightning sees fit")
     with plainly(parser):
         objects = parser.instantiate(given)
     parameters = inspect.signature(FederatedOrchestrator).parameters
