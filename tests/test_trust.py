@@ -411,6 +411,7 @@ def test_no_key_is_made_without_need(here, tmp_path):
         put("algorithm.class_path", "own.Net"),
         put("model.init_args.hidden", ["own.Net"]),
         put("callbacks", ["own.Watcher"]),
+        lambda config: config.update(model="MLP", algorithm={"class_path": "own.Net"}),
     ],
 )
 def test_a_signature_holds_for_what_was_signed(change, own, here):
