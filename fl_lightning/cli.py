@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import gc
-import os
 import signal
 import sys
+import traceback
 import warnings
-from collections.abc import Sequence
-from difflib import get_close_matches
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
-from fl_lightning.cli_errors import plainly
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
 from fl_lightning.lazy import load
+from fl_lightning.terminal import forget_stdout, prepare, tell
 
 # A module of fl_lightning.commands each, imported when it is asked for: some need torch, which takes seconds.
 COMMANDS = {
@@ -28,9 +31,15 @@ COMMANDS = {
     "list": "List what can be named in a config.",
 }
 
+LONGEST_LINE = 360
+
 
 def run() -> None:
     """Entry point of the console script."""
+    die_of_interrupts()
+    if complaint := prepare():
+        tell(f"error: {complaint}")
+        sys.exit(2)
     gc.freeze()  # what was imported is no garbage, and need not be looked at
     try:
         sys.exit(main())
@@ -46,6 +55,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 for bad input, 1 for a run that failed, 128 + n for signal n.
+
+    Raises:
+        SystemExit: `--help` or `--print_config` has shown what it was asked for.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words
@@ -54,24 +66,73 @@ def main(args: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = _dispatch(words)
-        sys.stdout.flush()  # a closed pipe shows here, not when Python exits
+        sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
         return code
-    except SystemExit as end:
-        if end.code == 0:  # --help and --print_config
+    except BaseException as error:
+        ended: BaseException = error
+        try:
+            sys.stdout.flush()
+        except OSError as refused:
+            forget_stdout()
+            ended = refused if _has_shown(error) or isinstance(error, OSError) else error
+            refused.filename = "stdout"
+        else:
+            if isinstance(error, BrokenPipeError):
+                forget_stdout()
+        if _has_shown(ended):
             raise
-        return 1  # rich found the pipe closed, or a signal made Lightning exit
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except Exception as error:
-        if debug:
-            raise
-        unforeseen = f"{type(error).__name__}: {one_line(error)}; --debug shows where"
-        code, message = (error.exit_code, one_line(error)) if isinstance(error, FLError) else (1, unforeseen)
-        print(f"fl-lightning: error: {message}", file=sys.stderr)
+        code, message = _ended_by(ended)
+        if debug and message:
+            if isinstance(error, Exception):
+                raise
+            traceback.print_exception(error)  # a SystemExit would end Python, with the code that it brings
+        if message:
+            tell(f"error: {_brief(message)}")
         return code
+
+
+def _ended_by(error: BaseException) -> tuple[int, str]:
+    """The exit code that an error stands for, and what to say about it; nothing where the user knows."""
+    if isinstance(error, FLError):
+        return error.exit_code, one_line(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return 2, f"{one_line(str(error.filename))}: {error.strerror}"
+    chain = list(_chain(error))
+    if stopped := [each for each in chain if isinstance(each, Stopped)]:
+        return 128 + stopped[0].number, ""
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # `| head` has seen enough
+        return 128 + signal.SIGPIPE, ""
+    if isinstance(error, Exception):
+        return 1, f"{type(error).__name__}: {one_line(error)}; --debug shows where"
+    first = next(each for each in reversed(chain) if not isinstance(each, Exception))  # Lightning ends a fit in its own
+    frame, line = _raised_in(first)
+    where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"
+    return 1, f"{one_line(repr(first))} was raised in {where} before the command had come to its end"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised in the course of."""
+    while error:
+        yield error
+        error = error.__context__
+
+
+def _has_shown(error: BaseException) -> bool:
+    """Whether argparse ends the command because it has shown what it was asked for: `--help`, `--print_config`."""
+    if not isinstance(error, SystemExit) or error.code != 0:
+        return False
+    return _raised_in(error)[0].f_code is ArgumentParser.exit.__code__
+
+
+def _raised_in(error: BaseException) -> tuple[FrameType, int]:
+    """The frame and the line that an error was raised in."""
+    *_, place = traceback.walk_tb(error.__traceback__)
+    return place
+
+
+def _brief(line: str) -> str:
+    """A line that fits a screen: of a longer one the beginning and the end, where the mend is."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
 def _dispatch(words: list[str]) -> int:
@@ -80,15 +141,18 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, *words = words
     if name not in COMMANDS:
+        from difflib import get_close_matches
+
         near = get_close_matches(name, COMMANDS, 1)
         mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {name!r}; {mend}")
     command = load(f"fl_lightning.commands.{name}")
     parser = command.parser()
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
-    with plainly(parser):
+    with load("fl_lightning.cli_errors").plainly(parser):
         given = parser.parse_args(getattr(command, "expand", list)(words))
-    return command.main(given, parser)
+    with stopped_by_interrupts():
+        return command.main(given, parser)
 
 
 def usage() -> str:
@@ -104,4 +168,4 @@ def usage() -> str:
 
 
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-    print(f"fl-lightning: warning: {one_line(message)}", file=sys.stderr)
+    tell(f"warning: {one_line(message)}")

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any, get_args, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.errors import ConfigError, FLError, one_line
+
+CLASS_WANTED = "it needs the name of a class, or a class_path with its init_args"
 
 
 @contextmanager
@@ -32,7 +35,9 @@ def readable(message: str, parser: ArgumentParser) -> str:
     message = message.removeprefix('Parser key "config": ')  # given as text: where from is told by who read it
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     prefix = f"{where}: " if where else ""
-    if re.search(r"Option 'class_path' is not accepted|class, but \S+ is abstract", message):
+    if abstract := re.search(r"class, but (\S+) is abstract", message):
+        return f"{prefix}{abstract[1].strip(chr(39))} only says what such classes have in common; name one of them"
+    if re.search(r"Option 'class_path' is not accepted", message):
         return f"{prefix}the arguments of a class_path stand under init_args, beside it"
     if grouped := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
         return unknown_key(f"{grouped[1]}.{grouped[2]}", None, parser)
@@ -43,12 +48,17 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return (
             f"{prefix}{missing[1]} must be given, here or in a --config" if missing[1] != "run" else "run: which one?"
         )
-    given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |\. Got value|$)", message)
+    if re.search(r"is not iterable|no attribute 'keys'|Cannot instantiate|import path string: *(\. Got|$)", message):
+        return f"{prefix}{CLASS_WANTED}"
+    if "Unable to load config" in message:
+        return f"{prefix}it needs lines `key: value`"
+    given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
     expected.pop("NoneType", None)
     if given and expected:
-        return f"{prefix}got {given[1]!r}, expected {' | '.join(expected)}"
+        got = given[1] if len(given[1]) <= 60 else f"{given[1][:57]}..."
+        return f"{prefix}got {got!r}, expected {' | '.join(expected)}"
     from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
 
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
@@ -57,6 +67,8 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
         return f"{prefix}{wrong[1].strip(chr(39)) or (given and given[1])} is no {wrong[2]}; {known}"
+    if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
+        return f"{prefix}{CLASS_WANTED}"
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
@@ -66,7 +78,9 @@ def readable(message: str, parser: ArgumentParser) -> str:
 
 def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> str:
     """What to say about a key that does not exist: at the top, or among a class's arguments."""
-    owner, keys = "the config", list(parser.get_defaults().keys())
+    options = {action.dest for action in parser._actions if action.option_strings and action.dest != "help"}
+    owner = "the config" if "config" in options else parser.prog
+    keys = [key for key, _ in parser.get_defaults().items() if key in options]
     if class_path:
         module, _, owner = class_path.rpartition(".")
         keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
@@ -74,3 +88,41 @@ def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> st
     top = {key.partition(".")[0]: None for key in keys}
     mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
     return f"{owner} has no key {name!r}; {mend}"
+
+
+def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
+    """Refuse null for what cannot be null: jsonargparse takes it for any key of a config.
+
+    Args:
+        given: The keys and their values, classes as `class_path` and `init_args`.
+        owner: The class that takes them.
+        key: The key that they stand under.
+
+    Raises:
+        ConfigError: Names the key, and what leaving it out gives.
+    """
+    if "class_path" in given:
+        module, _, name = given.class_path.rpartition(".")
+        if module == "typing":  # what jsonargparse makes of {}
+            raise ConfigError(f"{key}: {CLASS_WANTED}")
+        owner, given = getattr(import_module(module), name), given.get("init_args") or Namespace()
+    try:
+        parameters, hints = inspect.signature(owner).parameters, get_type_hints(owner.__init__)
+    except Exception:  # a class of the user's own may be annotated with what cannot be resolved
+        return
+    for name, value in vars(given).items():
+        hint, place = hints.get(name), f"{key}.{name}".lstrip(".")
+        if isinstance(value, Namespace):
+            refuse_nulls(value, hint, place)
+        for part in value if isinstance(value, list) else []:
+            if isinstance(part, Namespace):
+                refuse_nulls(part, None, place)
+        nullable = hint in (None, Any) or type(None) in get_args(hint)
+        if value is None and name in parameters and not nullable and parameters[name].default is not None:
+            raise ConfigError(f"{place}: null is no value for it; {_instead(parameters[name].default)}")
+
+
+def _instead(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return "it must be given"
+    return f"leave it out to get {default}" if isinstance(default, int | float | str) else "leave it out"

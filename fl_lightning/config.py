@@ -75,7 +75,31 @@ def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
     content = read_yaml(path, what)
     if not isinstance(content, dict):
         raise ConfigError(f"{what or path} needs lines `key: value`, it holds {type(content).__name__}")
+    refuse_misshapen(content)
     return content
+
+
+def refuse_misshapen(content: Any, key: str = "") -> None:
+    """Refuse classes that a config names in no way that a class can be named.
+
+    Raises:
+        ConfigError: A `class_path` is no text, or its `init_args` are no mapping; the message names the key.
+    """
+    if isinstance(content, list):
+        for part in content:
+            refuse_misshapen(part, key)
+    if not isinstance(content, dict):
+        return
+    path, options = content.get("class_path", "-"), content.get("init_args", {})
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
+    if "class_path" in content and (beside := content.keys() - {"class_path", "init_args", "dict_kwargs"}):
+        told = ", ".join(sorted(map(str, beside)))
+        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {told}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
+    for part, value in content.items():
+        refuse_misshapen(value, key if part == "init_args" else f"{key}.{part}".lstrip("."))
 
 
 def config_file(run_dir: Path) -> str:
@@ -164,7 +188,7 @@ def load_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise _told(error) from error
+        raise _told(error, text) from error
 
 
 def strict(parser: ArgumentParser) -> ArgumentParser:
@@ -244,13 +268,13 @@ def refuse_traps(text: str) -> None:
                 if count > MOST_SETTINGS or len(opened) > DEEPEST:
                     refuse("it unfolds to more than a config can be")
     except yaml.MarkedYAMLError as error:
-        raise _told(error) from error
+        raise _told(error, text) from error
 
 
 PLAIN = re.compile(r"[\w./ +-]*")
 """Text that is one word or number, or a few: nothing in it could be refused."""
 NODES = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
-NUMBER = re.compile(r"[0-9a-fA-Fox_:.+-]+")
+NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
 @dataclass
@@ -277,10 +301,9 @@ class _Opened:
         self.value_is_next = not self.value_is_next
         if not self.value_is_next:
             return None
-        if not isinstance(event, yaml.ScalarEvent):
-            self.key = None
+        self.key = event.value if isinstance(event, yaml.ScalarEvent) else None
+        if self.key is None:
             return "a key must be a word"
-        self.key = event.value
         if self.key in self.keys and self.key != "<<":
             return f"given on line {self.keys[self.key]} already"
         assert event.start_mark
@@ -288,11 +311,16 @@ class _Opened:
         return None
 
 
-def _told(error: yaml.MarkedYAMLError) -> yaml.YAMLError:
-    """An error of PyYAML's with its line in front."""
+def _told(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
+    """An error of PyYAML's with its line in front, and the letter that it is about."""
     mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return error
+    lines = text.splitlines() or [""]
+    number = min(mark.line, len(lines) - 1)  # the end of a text may count as a line more
     reason = ", ".join(filter(None, [error.context, error.problem]))
-    return StrictYAMLError(f"line {mark.line + 1}: {reason}") if mark else error
+    letter = f": {lines[number][mark.column]!r}" if reason.endswith("any token") else ""
+    return StrictYAMLError(f"line {number + 1}: {reason}{letter}")
 
 
 def _decoded(content: bytes) -> str:

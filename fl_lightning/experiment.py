@@ -12,7 +12,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 
 from fl_lightning.checkpoint import CheckpointFolder
-from fl_lightning.cli_errors import plainly
+from fl_lightning.cli_errors import plainly, refuse_nulls
 from fl_lightning.config import strict
 from fl_lightning.errors import CheckpointError, ConfigError
 from fl_lightning.orchestrator import FederatedOrchestrator
@@ -54,14 +54,22 @@ def experiment_parser() -> ArgumentParser:
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
     """The orchestrator that a parsed command line describes."""
-    with plainly(parser):
-        objects = parser.instantiate(given)
+    objects = instantiate(given, parser)
     parameters = inspect.signature(FederatedOrchestrator).parameters
     options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
-    for name, value in options.items():
-        if value is None and parameters[name].default is not None:
-            raise ConfigError(f"{name}: null is no value for it; leave it out to get {parameters[name].default}")
     return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
+
+
+def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
+    """The objects that a parsed command line describes."""
+    for group in ("scenario", "evaluation", "trainer"):
+        if not isinstance(value := given[group], Namespace):
+            held = "null" if value is None else repr(value)
+            raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
+    keys = {key: value for key, value in vars(given).items() if key != "run_dir"}  # a new one is made where it is null
+    refuse_nulls(Namespace(**keys), FederatedOrchestrator)
+    with plainly(parser):
+        return parser.instantiate(given)
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
@@ -114,7 +122,7 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
         if best is None:
             raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")
         return best
-    if checkpoint.isdigit() and int(checkpoint) in folder.rounds():
+    if checkpoint.isdecimal() and int(checkpoint) in folder.rounds():
         return int(checkpoint)
     held = ", ".join(map(str, folder.rounds())) or "none"
     raise ConfigError(f"--checkpoint: no checkpoint {checkpoint!r}; there are last, best and rounds {held}")

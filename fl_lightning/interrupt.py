@@ -1,11 +1,51 @@
-"""Waiting for a safe point when SIGINT or SIGTERM arrives."""
+"""SIGINT and SIGTERM: waiting for a safe point when they arrive, or ending at once without a traceback."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that ends what is under way: a `KeyboardInterrupt` that no code raised of itself.
+
+    Args:
+        number: The signal's number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """A signal's handler that raises `Stopped`."""
+    raise Stopped(number)
+
+
+def die_of_interrupts() -> None:
+    """Let SIGINT end the process as SIGTERM does, without a word: there is nothing yet, or no more, to be left tidy."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets its background ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def stopped_by_interrupts() -> Iterator[None]:
+    """Context in which SIGINT raises `Stopped`, unless it is ignored or somebody else's; in the main thread only."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = before in (signal.SIG_DFL, signal.default_int_handler)
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class DeferredSignals:
@@ -35,5 +75,5 @@ class DeferredSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt
+            raise Stopped(number)
         self.received = number

@@ -56,6 +56,8 @@ from fl_lightning.writer import Writer
 
 Summary = dict[str, Any]
 
+MOST_ROUNDS = 10_000_000  # of each there are numbers in memory from the start
+
 
 class FederatedOrchestrator:
     """Runs an experiment: sample clients, send, fit, collect, aggregate, evaluate, log, checkpoint, round by round.
@@ -133,6 +135,8 @@ class FederatedOrchestrator:
         run_dir: str = "runs/run",
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
+        if rounds > MOST_ROUNDS:
+            raise ConfigError(f"rounds: {rounds} is above {MOST_ROUNDS:,}")
         per_round = scenario.clients if clients_per_round is None else clients_per_round
         if not 1 <= per_round <= scenario.clients:
             raise ConfigError(
@@ -468,17 +472,15 @@ class FederatedOrchestrator:
         """Write what a run's folder holds from the start; a folder is a run's own once it has a config."""
         self.log_clients = few_enough(self.scenario.clients) if self.log_clients is None else self.log_clients
         before, self._settings = self._taken_up, settings(config) if config else self._settings
+        if before:
+            before.tell_of_another_machine(made_with(self.worker.device))
+            before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
+            self.warned.check(self.round, before.rows[self.warned.path.name])
         if self.logger:
             kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
             labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
             begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
         try:
-            if before:
-                before.tell_of_another_machine(made_with(self.worker.device))
-                before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
-                self.warned.check(self.round, before.rows[self.warned.path.name])
-            self.csv.rewind(self.round)
-            self.warned.rewind(self.round)
             if not before:
                 self.save_checkpoint()  # what the run was started from is on record from here on
                 self.writer.wait()
@@ -487,9 +489,15 @@ class FederatedOrchestrator:
             if config:
                 sign(self.run_dir, config)
                 write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            self.csv.rewind(self.round)
+            self.warned.rewind(self.round)
             write_counts(self.run_dir / "partition.csv", self.data)
-        except OSError as error:
-            raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
+        except BaseException as error:
+            if self.logger:
+                self.logger.finalize("failed")
+            if isinstance(error, OSError):
+                raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
+            raise
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -168,8 +168,8 @@ KINDS = [
     kind(
         "empty client",
         [*PARTITION, "IID", "--scenario.clients", "2000"],
-        "scenario.partition: client 1437 holds no data",
-        "fewer scenario.clients",
+        "scenario.clients: 2000 is above the 1437 training samples",
+        "each client needs one",
     ),
     # Data
     kind("missing npz", [*ARRAYS, "nowhere.npz"], "scenario.dataset.path: nowhere.npz: no such file"),

@@ -20,7 +20,7 @@ from fl_lightning.models import CNN
 
 SHAPES = {"BiLSTM": (12,), "FastText": (12,), "TextCNN": (12,)}
 REQUIRED = {"Splits": {"eps1": 0.4, "eps2": 1.6, "min_rounds": 20, "min_size": 2, "weighting": "uniform"}}
-INFINITE = {("UAPDFL", "th_i")}
+INFINITE = {("UAPDFL", "th_i"), *((cls, name) for cls in ("CFL", "Splits") for name in ("eps1", "eps2"))}
 """Where a class says what infinity means."""
 
 
@@ -46,7 +46,8 @@ def made(kind, cls, **given):
 @pytest.mark.parametrize(("kind", "cls", "name"), list(numbers("float")))
 def test_every_number_of_every_class_is_finite(kind, cls, name, value):
     if value == math.inf and (cls.__name__, name) in INFINITE:
-        assert getattr(made(kind, cls, **{name: value}), name) == math.inf
+        thing = made(kind, cls, **{name: value})
+        assert getattr(thing.aggregator if cls.__name__ == "CFL" else thing, name) == math.inf
         return
     with pytest.raises(ConfigError, match=rf"^(algorithm|model|engine)\.[\w.]+: {value} is ") as told:
         made(kind, cls, **{name: value})
@@ -175,6 +176,15 @@ def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, tmp_path, 
     assert "Traceback" not in out + err
     assert code == 2
     assert contents(tmp_path) == before
+
+
+def test_no_trainer_is_told_of_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("trainer: {max_epochs: 1, accelerator: cpu}", "trainer: null"))
+    code, _, err = run(*FIT)
+    assert code == 2
+    assert "trainer: null is no value for it; leave it out" in err
+    assert not (tmp_path / "here").exists()
 
 
 def test_the_corrected_command_runs_in_the_same_place(tmp_path, monkeypatch):

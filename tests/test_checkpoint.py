@@ -242,14 +242,17 @@ def test_a_checkpoint_that_may_not_be_read_is_not_passed_over(tmp_path: Path) ->
         checkpoints.newest(fail)
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../../outside", "clients/../../outside", "pipe", "link", "link/file"])
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "{}", "../outside", "clients/../../outside", "pipe", "link", "link/file"]
+)
 def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     checkpoints = CheckpointFolder(folder / "checkpoints")
     (tmp_path / "outside").write_text("")
     nothing = f"sha256:{hashlib.sha256().hexdigest()}"
-    checkpoints.write(1, STATE, {name: nothing})
+    checkpoints.write(1, STATE, {name.format(tmp_path / "outside"): nothing})
     os.mkfifo(folder / "pipe")
+    (folder / "clients").mkdir()
     (folder / "link").symlink_to(tmp_path if name == "link/file" else tmp_path / "outside")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="round-000001 is damaged: "):
@@ -265,6 +268,13 @@ def test_a_manifest_that_names_no_state_is_damaged(tmp_path: Path) -> None:
     path.write_text(json.dumps(manifest | {"checksum": f"sha256:{digest}"}))
     with pytest.raises(CheckpointError, match=r"round-000003 is damaged: .*state.pt"):
         checkpoints.read(3)
+
+
+def test_a_checkpoint_is_of_the_round_that_it_says(tmp_path: Path) -> None:
+    checkpoints = three(tmp_path)
+    (tmp_path / "round-000003").rename(tmp_path / "round-000009")
+    with pytest.raises(CheckpointError, match=r"round-000009 is damaged"):
+        checkpoints.read(9)
 
 
 def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path) -> None:

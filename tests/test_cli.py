@@ -451,7 +451,7 @@ def test_a_run_that_was_stopped_in_its_first_round_goes_on_from_its_start(finish
 
     with monkeypatch.context() as patched:
         patched.setattr(FederatedOrchestrator, "_run_round", stopped)
-        assert run("fit", "--config", finished[0] / "config.yaml", "--run_dir", run_dir).code == 130
+        assert run("fit", "--config", finished[0] / "config.yaml", "--run_dir", run_dir).code == 1
     assert os.listdir(run_dir / "checkpoints") == ["round-000000"]
     assert run("fit", "--resume", run_dir).code == 0
     assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
@@ -544,10 +544,58 @@ def test_debug_shows_where_bad_input_was_found(here):
         run("fit", "--config", "tiny.yaml", "--debug", "--rounds", "0")
 
 
-@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt()", 130), ("SystemExit(1)", 1), ("SystemExit()", 1)])
-def test_whatever_breaks_a_run_off_is_an_exit_code(error, code, here, monkeypatch):
-    """Lightning turns Ctrl-C and SIGTERM inside a fit into a `SystemExit`, with and without a code."""
-    assert run(*broken(here, monkeypatch, error)).code == code
+@pytest.mark.parametrize(
+    "error", ["KeyboardInterrupt()", "SystemExit(0)", "SystemExit(1)", "SystemExit('text')", "GeneratorExit()"]
+)
+def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
+    """`sys.exit(0)` in a user's code is no run that came to its end."""
+    outcome = run(*broken(here, monkeypatch, error), "--run_dir", "run")
+    assert outcome.code == 1
+    assert outcome.err == (
+        f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregate) before the command had "
+        "come to its end\n"
+    )
+    assert not Path("run/final").exists()
+
+
+LEAVING = """
+import sys
+from fl_lightning import LossTerm
+
+class Leaving(LossTerm):
+    def forward(self, step):
+        {how}
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatch):
+    """Lightning makes a `SystemExit` of a `KeyboardInterrupt` in its fit; one that was there before is the client's."""
+    Path("leaving.py").write_text(LEAVING.format(how=how))
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(here)
+    terms = ["--algorithm", "FedAvg", "--algorithm.loss_terms", "[leaving.Leaving]"]
+    code, out, err = run(
+        "fit", "--config", "tiny.yaml", "--run_dir", "run", *terms, "--trainer.accumulate_grad_batches=2"
+    )
+    assert code == 1
+    told = f"client 0, round 1: SystemExit: {how[-2]}\n"
+    if "raise" in how:
+        where = f"{here / 'leaving.py'}, line 7 (forward)"
+        told = f"KeyboardInterrupt() was raised in {where} before the command had come to its end\n"
+    assert err == f"fl-lightning: error: {told}"
+    assert err.count("\n") == 1
+    assert "rounds" not in out
+
+
+def test_a_module_that_exits_when_it_is_imported_is_no_help_text(here, monkeypatch):
+    Path("gone.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(here)
+    code, _, err = run("fit", "--config", "tiny.yaml", "--model", "gone.Model")
+    assert code == 1
+    assert re.fullmatch(r"fl-lightning: error: SystemExit\(.*\) was raised in \S+gone.py, line 2 .*\n", err)
 
 
 @pytest.mark.parametrize("words", [["list"], ["partition", "--config", "tiny.yaml"], ["fit", "--config", "tiny.yaml"]])

@@ -313,7 +313,7 @@ BAD_ARRAYS = {
     "one-hot labels": ({"y_test": np.eye(3, dtype=int)}, r"y_test needs one whole number a sample, .* shape \(3, 3\)"),
     "text labels": ({"y_train": np.array(list("abcabc"))}, "y_train needs one whole number"),
     "negative labels": ({"y_test": np.array([0, -3, 1])}, "y_test holds label -3; labels count from 0"),
-    "huge labels": ({"y_train": np.full(6, 2**63, np.uint64)}, "y_train"),
+    "huge labels": ({"y_train": np.full(6, 2**63, np.uint64)}, "y_train holds label 9223372036854775808, more than"),
     "NaN": ({"x_test": np.full((3, 4), np.nan, np.float32)}, "x_test holds NaN or Inf"),
     "Inf": ({"x_train": np.full((6, 4), np.inf)}, "x_train holds NaN or Inf"),
     "too large for float32": ({"x_train": np.full((6, 4), 1e300)}, "x_train"),

@@ -244,5 +244,5 @@ def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
     [("models", -1), ("epsilon", -0.1), ("epsilon", 1.1), ("decay", -0.1), ("validation", 1.0), ("validation", -0.1)],
 )
 def test_bad_options_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|not)"):
+    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|outside)"):
         FedFomo(**{name: value})

@@ -331,7 +331,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(message, tmp_path):
         (["digits_fedskc_tau", "--seed", "-1"], "--seed: -1 is below 0"),
         (["random.yaml"], "--count: random has no end of its own; say how many points, here or as run_cap"),
         (["list.yaml"], "list.yaml needs lines `key: value`, it holds list"),
-        (["broken.yaml"], "broken.yaml is no readable YAML: line 2: "),
+        (["broken.yaml"], "broken.yaml is no readable YAML: line "),
         (["lost.yaml"], "--config: lost_config.yaml is neither a file here nor a shipped config"),
     ],
 )

@@ -125,11 +125,13 @@ class Terminated(LossTerm):
         return step.logits.mean() * 0
 
 
-def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path):
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path, seconds):
+    Terminated.steps = 0
     run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
     run._build()
     with pytest.raises(SystemExit):
-        list(SequentialEngine().run(run.worker, [task_of_round(run, 1, 0)]))
+        list(SequentialEngine(seconds).run(run.worker, [task_of_round(run, 1, 0)]))
     assert Terminated.steps == 1
 
 

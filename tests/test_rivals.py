@@ -114,7 +114,7 @@ def test_another_algorithm_starts_from_its_own_defaults(here):
     ("rivals", "complaint"),
     [
         ("nowhere.yaml", "rivals: nowhere.yaml does not exist; a path is taken from the config's own folder"),
-        ("broken.yaml", "rivals: broken.yaml is no readable YAML: line 2: while parsing"),
+        ("broken.yaml", "rivals: broken.yaml is no readable YAML: line 1: while parsing"),
         ("7", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
         ("{FedProx: 3}", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
     ],

@@ -119,7 +119,7 @@ WIDE = f"a: &a [{'x,' * 90_000}]\nb: &b [{'*a,' * 90_000}]\nc: [{'*b,' * 90_000}
 CONFIGS = {
     "no mapping": ("- a\n- b\n", "it holds no mapping of settings"),
     "nothing": ("", "it holds no mapping of settings"),
-    "no YAML": ("a: [", "line 2: while parsing"),
+    "no YAML": ("a: [", "line 1: while parsing"),
     "aliases": (BOMB, "unfolds to more"),
     "merged aliases": (MERGES, "unfolds to more"),
     "wide aliases": (WIDE, "unfolds to more"),

@@ -99,6 +99,18 @@ def test_an_edit_that_alters_no_maths_is_told_of_once(part):
     assert run("fit", "--resume", part).err == ""
 
 
+def test_an_edit_that_the_command_line_overrides_is_not_told_of(part):
+    edit(part / "config.yaml", "rounds: 3", "rounds: 4")
+    assert go_on(part).err == ""
+
+
+def test_settings_are_compared_as_they_are_written():
+    seal = Seal({"a": float("nan"), "b": True}, made_with={"fl-lightning": fl_lightning.__version__})
+    seal.refuse_another_config({"a": float("nan"), "b": True})
+    with pytest.raises(ConfigError, match=r"b \(True -> 1\)"):
+        seal.refuse_another_config({"a": float("nan"), "b": 1})
+
+
 def test_what_the_command_line_changes_is_not_told_of_then_or_later(part):
     assert go_on(part, "--evaluation.targets=[0.2]").err == ""
     assert run("fit", "--resume", part).err == ""

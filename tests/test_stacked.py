@@ -679,7 +679,7 @@ REFUSED = {
     "trainer.accumulate_grad_batches .it is for one fit": {"trainer": {"accumulate_grad_batches": 2}},
     "trainer.callbacks ": {"trainer": {"callbacks": [L.pytorch.callbacks.Timer()]}},
     "trainer.max_time ": {"trainer": {"max_time": "00:00:01:00", "max_epochs": 1}},
-    "trainer.limit_train_batches .a share": {"trainer": {"limit_train_batches": 0.5}},
+    "trainer.limit_train_batches .a share": {"trainer": {"limit_train_batches": 0.5}, "batch_size": 4},
 }
 
 

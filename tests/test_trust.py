@@ -174,6 +174,7 @@ WATCHERS = [
     ("engine.address", "engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
     ("engine.address", "engine", {"class_path": "fl_lightning.engines.RayEngine", "init_args": {"address": "far:1"}}),
     ("logger", "logger", "evil.WandbRoundLogger"),
+    ("logger", "logger", {"class_path": "nowhere.WandbRoundLogger"}),
     ("logger", "logger", "CSVLogger"),
     ("logger", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
     ("logger", "logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}),
@@ -259,9 +260,10 @@ def test_a_config_swapped_while_it_is_read_is_not_parsed(theirs, tmp_path, monke
 
 def test_text_of_a_config_is_no_file(theirs):
     """Its author may have named a file like it."""
-    config = trust.run_config(theirs, run_keys())
+    (theirs / "config.yaml").write_text("rounds: 3\n")
+    Path("rounds: 3\n").write_text("model: evil_installed.Net\n")
     with pytest.raises(OSError, match="too long"):
-        os.stat(config)
+        os.stat(trust.run_config(theirs, run_keys()))
 
 
 def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
@@ -274,7 +276,7 @@ def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
 
 def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
     before = table(run("test", "theirs").out)
-    for key, place, value in WATCHERS[:9]:
+    for key, place, value in WATCHERS[:10]:
         with_config(theirs, put(place, value))
         code, out, err = run("test", "theirs")
         assert (code, err) == (0, ""), key
@@ -388,6 +390,14 @@ def test_a_module_may_lie_below_folders_without_a_file_of_their_own(here):
     assert run("test", "run").code == 0
 
 
+def test_a_config_names_what_lies_in_the_working_folder(here):
+    (here / "own.py").write_text(OWN)
+    (here / "own_sibling.py").write_text("")
+    (here / "configs").mkdir()
+    tiny(here / "configs" / "run", text=TINY.replace("class_path: MLP", "class_path: own.Net"))
+    assert run("partition", "--config", "configs/run.yaml").code == 0
+
+
 def test_no_key_is_made_without_need(here, tmp_path):
     tiny(here / "run")
     assert not (tmp_path / "config").exists()
@@ -401,6 +411,7 @@ def test_no_key_is_made_without_need(here, tmp_path):
         put("algorithm.class_path", "own.Net"),
         put("model.init_args.hidden", ["own.Net"]),
         put("callbacks", ["own.Watcher"]),
+        lambda config: config.update(model="MLP", algorithm={"class_path": "own.Net"}),
     ],
 )
 def test_a_signature_holds_for_what_was_signed(change, own, here):
@@ -591,6 +602,7 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
     here, mark = tmp_path / "here", tmp_path / "mark"
     shutil.copytree(finished, here / "run")
     shutil.copytree(finished, tmp_path / "other")
+    with_config(tmp_path / "other", put("model.class_path", "evil.Net"))
     (here / "tiny.yaml").write_text(TINY)
     plant(here, mark)
     plant(here / "run", mark)
@@ -599,9 +611,10 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
         ["test", "run"],
         ["fit", "--resume", "run", "--rounds", "4"],
         ["partition", "--config", "tiny.yaml"],
-        ["report", "run", "--out", "page.html"],
+        ["report", "run", "../other", "--out", "page.html"],
         ["compare", "run", "../other", "--by", "rounds"],
         ["watch", "run", "--once"],
+        ["watch", "../other", "--once"],
     ]
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()

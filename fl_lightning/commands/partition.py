@@ -8,11 +8,10 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.cli_errors import plainly
 from fl_lightning.commands.fit import expand
 from fl_lightning.data import Scenario
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import experiment_parser
+from fl_lightning.experiment import experiment_parser, instantiate
 from fl_lightning.report.figures import partition_figure
 from fl_lightning.report.tables import partition_table, write_counts
 
@@ -31,8 +30,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print who holds what, and draw it."""
     if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for a name that is none
         raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
-    with plainly(parser):
-        scenario: Scenario = parser.instantiate(given).scenario
+    scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
     console = Console()

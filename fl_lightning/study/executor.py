@@ -227,7 +227,7 @@ def _print_into(log: Path) -> None:
         for number in numbers:
             os.dup2(opened, number)
         os.close(opened)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was said last stands last
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # what was said last stands last
 
 
 def _adopt(environment: dict[str, str], workers: int, threads: int | None) -> None:

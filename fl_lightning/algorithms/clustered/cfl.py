@@ -70,8 +70,8 @@ class Splits(Aggregator):
     (NaN where nobody took part). The `model` is the mean of all uploads.
 
     Args:
-        eps1: ε1, which the norm of the mean update must be below.
-        eps2: ε2, which the largest update's norm must be above.
+        eps1: ε1, which the norm of the mean update must be below; `.inf` for any.
+        eps2: ε2, which the largest update's norm must be above; `.inf` for none.
         min_rounds: Rounds without splits.
         min_size: A cluster is split if more than so many of it take part.
         weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
@@ -83,8 +83,9 @@ class Splits(Aggregator):
     leaves = ("norms",)
 
     def __init__(self, eps1: float, eps2: float, min_rounds: int, min_size: int, weighting: Weighting) -> None:
-        for name, value in {"eps1": eps1, "eps2": eps2, "min_rounds": min_rounds}.items():
-            check_number(f"algorithm.{name}", value, "[0, inf)")
+        for name, value in {"eps1": eps1, "eps2": eps2}.items():
+            check_number(f"algorithm.{name}", value, "[0, inf]")
+        check_number("algorithm.min_rounds", min_rounds, "[0, inf)")
         check_number("algorithm.min_size", min_size, "[1, inf)", "one client cannot be split")
         self.eps1, self.eps2, self.min_rounds, self.min_size = eps1, eps2, min_rounds, min_size
         self.weighting = weighting
@@ -173,8 +174,8 @@ class CFL(Algorithm):
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        eps1: ε1, which the norm of the mean update must be below for a split.
-        eps2: ε2, which the largest update's norm must be above.
+        eps1: ε1, which the norm of the mean update must be below for a split; `.inf` for any.
+        eps2: ε2, which the largest update's norm must be above; `.inf` for none.
         min_rounds: Rounds without splits.
         min_size: A cluster is split if more than so many of it take part in the round.
         weighting: Weigh clients all the same (`uniform`, the authors' code) or by their number of `samples`.

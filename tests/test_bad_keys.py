@@ -1,0 +1,187 @@
+"""What cannot be a key's value, put into every key of a config: taken, or refused in one line that names the key."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import run
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.commands import fit
+
+CONFIG = yaml.safe_load("""
+rounds: 3
+clients_per_round: 2
+batch_size: 16
+seed: 3
+optimizer_state: kept
+compile: false
+channels_last: false
+engine: sequential
+evaluate_every: 1
+checkpoint_every: 1
+keep_checkpoints: 2
+client_store: memory
+on_client_failure: drop
+min_clients: 1
+log_clients: true
+run_dir: run
+scenario:
+  dataset: Digits
+  partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 5}}
+  clients: 4
+  local_test: 0.25
+  long_tail: 2.0
+  train_samples: 900
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm:
+  class_path: FedAvg
+  init_args: {loss_terms: [{class_path: Proximal, init_args: {mu: 0.1}}], buffers: average}
+optimizer: {class_path: SGD, init_args: {lr: 0.1, momentum: 0.9}}
+lr_scheduler: {class_path: StepLR, init_args: {step_size: 1, gamma: 0.9}}
+round_lr_scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.9}}
+trainer:
+  {accelerator: cpu, devices: 1, precision: 32-true, max_epochs: 1, max_steps: -1, limit_train_batches: 1.0,
+   gradient_clip_val: 1.0, gradient_clip_algorithm: norm, accumulate_grad_batches: 1, deterministic: false,
+   benchmark: false, detect_anomaly: false}
+evaluation: {clients: trained, personal_on_global: false, targets: [0.5], max_clients: 3}
+callbacks: [{class_path: EarlyStopping, init_args: {patience: 3}}]
+logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
+rivals: {MOON: {algorithm.mu: 1}}
+""")
+
+VALUES = {
+    "null": None,
+    "[]": [],
+    "[null]": [None],
+    "{}": {},
+    "{a: 1}": {"a": 1},
+    "''": "",
+    "true": True,
+    "-1": -1,
+    "0": 0,
+    "1.5": 1.5,
+    "10**18": 10**18,
+    "10**400": 10**400,
+    ".nan": float("nan"),
+    ".inf": float("inf"),
+    "-.inf": float("-inf"),
+    "a long word": "x" * 5000,
+    "escapes": "a\nb\x1b[2Jc\td",
+}
+
+
+def places(node, path=()):
+    """The path of everything in a config."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+PLACES = list(places(CONFIG))
+PAIRS = [(place, name) for place in PLACES for name in VALUES]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder, and a `fit` that ends before it begins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: {})
+    monkeypatch.setattr(fit, "summary_table", lambda summary: "fitted")
+
+
+def check(place, name):
+    config = copy.deepcopy(CONFIG)
+    node = config
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = VALUES[name]
+    Path("bad.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+    code, out, err = run("fit", "--config", "bad.yaml")
+
+    told = f"{'.'.join(map(str, place))} = {name}: {code} {out} {err}"
+    if code == 0:
+        assert "fitted" in out, told
+        return
+    assert code == 2, told
+    assert re.fullmatch("fl-lightning: error: [^\n]{1,380}\n", err), told
+    assert not re.search("object at 0x|functools|Traceback|Namespace\\(|\x1b|not supported between|NoneType", err), told
+    names = [str(key) for key in place if key not in ("class_path", "init_args") and not isinstance(key, int)]
+    assert re.search(rf"(?<!\w)({re.escape('.'.join(names))}|{names[0]})(?!\w)", err), told
+
+
+@pytest.mark.parametrize("place", PLACES[::3], ids=lambda place: ".".join(map(str, place)))
+def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_the_key(place, here):
+    """A third of the keys, a few values each, in turns: `slow` has all of them."""
+    for name in list(VALUES)[PLACES.index(place) // 3 % 4 :: 4]:
+        check(place, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_any_value_in_any_key_is_taken_or_refused_in_one_line(place, here):
+    for name in VALUES:
+        check(place, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "told"),
+    [
+        ("evaluation", "null", "evaluation: it needs lines `key: value`, it holds null"),
+        ("evaluation", "[]", "evaluation: it needs lines `key: value`, it holds []"),
+        ("trainer", "null", "trainer: it needs lines `key: value`, it holds null"),
+        ("rounds", "10**18", "rounds: 1000000000000000000 is above 10,000,000"),
+        ("rounds", "10**400", "rounds: a number of 401 digits"),
+        ("scenario.local_test", "null", "scenario.local_test: null is no value for it; leave it out to get 0.25"),
+        ("optimizer", "null", "optimizer: null is no value for it; leave it out"),
+        ("optimizer.init_args.lr", "null", "optimizer.lr: null is no value for it; leave it out to get 0.001"),
+        ("algorithm.init_args.loss_terms.0.init_args.mu", "null", "algorithm.loss_terms.mu: null is no value for it"),
+        ("model", "null", "model must be given"),
+        ("scenario", "null", "scenario.dataset, scenario.partition must be given"),
+        ("algorithm", "[]", "algorithm: it needs the name of a class, or a class_path with its init_args"),
+        ("lr_scheduler", "{}", "lr_scheduler: it needs the name of a class"),
+        ("logger", "true", "logger: it needs the name of a class"),
+        ("callbacks", "{}", "callbacks: got '{}', expected list"),
+        ("callbacks", "a long word", f"callbacks: got '{'x' * 57}...', expected list"),
+        ("optimizer.class_path", "[]", "optimizer: class_path needs the name of a class or the path of one"),
+        ("algorithm.init_args", "''", "algorithm: init_args needs lines `key: value`, it holds ''"),
+    ],
+)
+def test_the_line_says_what_the_key_needs(place, name, told, here):
+    config = copy.deepcopy(CONFIG)
+    node = config
+    *above, last = (int(key) if key.isdigit() else key for key in place.split("."))
+    for key in above:
+        node = node[key]
+    node[last] = VALUES[name]
+    Path("bad.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    code, _, err = run("fit", "--config", "bad.yaml")
+    assert code == 2
+    assert told in err
+
+
+def test_the_config_is_good_but_for_what_is_put_in(here):
+    Path("good.yaml").write_text(yaml.safe_dump(CONFIG))
+    assert run("fit", "--config", "good.yaml")[::2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["test", "run", "--rounds", "3"], "fl-lightning test has no key 'rounds'; there are checkpoint"),
+        (["list", "--kind", "models"], "fl-lightning list has no key 'kind'"),
+        (["fit", "--config", "good.yaml", "--scenario.partition", "Partition"], "scenario.partition: Partition only"),
+        (["test", "good", "--checkpoint", "²"], "--checkpoint: no checkpoint '²'"),
+    ],
+)
+def test_a_line_does_not_mislead(words, told, here):
+    Path("good.yaml").write_text(yaml.safe_dump(CONFIG))
+    Path("good").mkdir()
+    Path("good/config.yaml").write_text(yaml.safe_dump(CONFIG))
+    code, _, err = run(*words)
+    assert code == 2
+    assert told in err
+    assert err.count("\n") == 1

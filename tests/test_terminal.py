@@ -1,0 +1,176 @@
+"""The command as a process: signals at any time, streams that are closed, full or of few letters, odd surroundings."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import TINY, run
+
+COMMAND = [sys.executable, "-m", "fl_lightning"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with a config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def shell(words, **environment):
+    """What a shell's command line gives; `fl-lightning` is the command."""
+    line = words.replace("fl-lightning", " ".join(COMMAND))
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+
+
+def is_one_line(text):
+    return text.startswith("fl-lightning: error: ") and text.count("\n") == 1
+
+
+# --- Streams ---
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("fl-lightning list configs >&-", 2, "stdout is closed"),
+        ("fl-lightning list configs >/dev/full", 1, "No space left on device"),
+        ("fl-lightning --help >/dev/full", 1, "No space left on device"),
+        ("fl-lightning nothing", 2, "'nothing'"),
+        ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder is gone"),
+    ],
+)
+def test_a_command_that_cannot_do_its_work_says_so_in_one_line(line, code, told, here):
+    done = shell(line)
+    assert done.returncode == code
+    assert is_one_line(done.stderr)
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("fl-lightning list configs 2>&-", 0),
+        ("fl-lightning list configs <&-", 0),
+        ("fl-lightning nothing 2>&-", 2),
+        ("fl-lightning nothing 2>/dev/full", 2),
+        ("fl-lightning list configs >&- 2>&- <&-", 2),
+        ("fl-lightning list configs | head -1; exit ${PIPESTATUS[0]}", 141),
+    ],
+)
+def test_where_nobody_can_be_told_the_exit_code_tells(line, code, here):
+    done = shell(line, PYTHONUNBUFFERED="1")
+    assert (done.returncode, done.stderr) == (code, "")
+    assert ("digits_fedskc.yaml" in done.stdout) == (code == 0)
+
+
+def test_a_closed_stream_is_not_taken_by_a_file_of_ours(here):
+    """What is printed to a closed stderr must not reach a file that got its number."""
+    code = "import os; from fl_lightning.terminal import prepare; prepare(); print(os.open('file', os.O_CREAT) > 2)"
+    done = shell(f'{sys.executable} -c "{code}" 2>&- <&-')
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_letters_that_stdout_does_not_know_are_replaced(environment, here):
+    done = shell("fl-lightning partition --config tiny.yaml", PYTHONCOERCECLOCALE="0", **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "?" in done.stdout
+
+
+# --- Surroundings ---
+
+
+def test_no_variable_that_is_garbage_gives_a_traceback(here):
+    garbage = dict.fromkeys(("MPLBACKEND", "COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR"), "garbage")
+    done = shell("unset HOME; fl-lightning partition --config tiny.yaml --out out", **garbage)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (here / "out/partition.png").is_file()
+
+
+def test_a_variable_that_torch_cannot_read_is_one_line(here):
+    done = shell("fl-lightning list models", TORCH_LOGS="garbage")
+    assert done.returncode == 1
+    assert is_one_line(done.stderr)
+    assert "Invalid log settings: garbage" in done.stderr
+    assert len(done.stderr) <= 400
+
+
+# --- Signals ---
+
+
+def killed(number, after, *words):
+    """What a command gives that is sent a signal after so many seconds."""
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
+def test_a_signal_in_the_first_seconds_ends_the_command_without_a_word(number, after, here):
+    """While torch is imported, which nothing interrupts but the end of the process."""
+    code, _, err = killed(number, after, "fit", "--config", "tiny.yaml", "--rounds", "500", "--run_dir", "run")
+    assert code in (-number, 128 + number)
+    assert err.count("\n") <= 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["fit", "partition"])
+def test_a_signal_at_any_time_gives_a_line_at_most(command, number, here):
+    after, over = 0.1, False
+    while not over:
+        words = ["--rounds", "6", "--run_dir", f"run{after:.2f}"] if command == "fit" else ["--out", "out"]
+        code, _, err = killed(number, after, command, "--config", "tiny.yaml", *words)
+        over = code == 0
+        assert over or code in (-number, 128 + number), err
+        assert err.count("\n") <= 1, err
+        assert "Traceback" not in err
+        after += 0.1
+
+
+def test_a_signal_that_a_shell_has_its_background_ignore_is_ignored(here):
+    line = f"trap '' INT; {' '.join(COMMAND)} list configs & sleep 0.2; kill -INT $!; wait $!"
+    done = shell(line)
+    assert done.returncode == 0
+    assert "digits_fedskc.yaml" in done.stdout
+
+
+# --- Paths ---
+
+PATHS = {"lines": "a\nb", "escapes": "a\x1b[2Jb", "long": "x" * 300, "deep": "x/" * 3000}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fit", "--config", "{}"],
+        ["fit", "--resume", "{}"],
+        ["test", "{}"],
+        ["watch", "{}"],
+        ["partition", "--config", "{}"],
+        ["compare", "{}"],
+        ["report", "{}"],
+        ["sweep", "{}"],
+        ["reproduce", "{}"],
+        ["list", "{}"],
+        ["{}"],
+    ],
+)
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_a_path_of_any_letters_is_one_line(words, path, here):
+    code, _, err = run(*(word.format(path) for word in words))
+    assert code == 2
+    assert is_one_line(err)
+    assert len(err) <= 400
+    assert "\x1b" not in err
