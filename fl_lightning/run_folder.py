@@ -107,6 +107,8 @@ def refuse_strange(folder: Path) -> None:
                     raise ConfigError(f"{entry.path} is a link: {mend}")
                 if not (entry.is_file() or entry.is_dir()):
                     raise ConfigError(f"{entry.path} is neither file nor folder; remove it")
+                if entry.is_dir() and Path(entry.name).suffix and place.name not in ("checkpoints", "figures"):
+                    raise ConfigError(f"{entry.path} is a folder, where a run has a file; remove it")
 
 
 def refuse_occupied(folder: Path) -> None:

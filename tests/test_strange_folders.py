@@ -202,6 +202,21 @@ def test_a_folder_that_is_itself_a_link_is_a_run_like_any_other(here, done):
     assert Path("room/final/summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["metrics.csv", "clients.csv", "partition.csv", "warnings.txt", "clients/client-000000-round-000002.safetensors"],
+)
+def test_a_folder_in_a_files_place_is_refused_before_the_first_write(place, here, done):
+    shutil.copytree(done, "run")
+    Path("run", place).unlink(missing_ok=True)
+    Path("run", place).mkdir()
+    before = contents(here)
+    outcome = run(*RESUME)
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
+    assert place in outcome.err
+    assert contents(here) == before
+
+
 # --- Manifests that somebody has made up ---
 
 
