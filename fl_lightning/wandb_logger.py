@@ -182,6 +182,8 @@ class WandbRoundLogger(LightningWandbLogger):
             words = [" ".join(map(str, one)) for one in (noted["of"], of)]
             mend = "put the run's own back, or remove it to begin another W&B run"
             raise ConfigError(f"{run_dir / NOTE} is of another run, {words[0]} and not {words[1]}: {mend}")
+        if not noted and (run_dir / NOTE).parent.exists():
+            warnings.warn(f"{run_dir / NOTE} is gone: another W&B run begins", stacklevel=2)
         known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | noted
         told, online = self._wandb_init, noted.get("online", False)
         silent = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
