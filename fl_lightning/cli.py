@@ -121,12 +121,15 @@ def _has_shown(error: BaseException) -> bool:
     """Whether argparse ends the command because it has shown what it was asked for: `--help`, `--print_config`."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
-    return _raised_in(error)[0].f_code is ArgumentParser.exit.__code__
+    return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """The frame and the line that an error was raised in."""
-    *_, place = traceback.walk_tb(error.__traceback__)
+    """The frame and the line that an error was raised in; W&B puts a `sys.exit` of its own in Python's place."""
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, place = (
+        (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
+    )
     return place
 
 

@@ -56,8 +56,6 @@ from fl_lightning.writer import Writer
 
 Summary = dict[str, Any]
 
-MOST_ROUNDS = 10_000_000  # of each there are numbers in memory from the start
-
 
 class FederatedOrchestrator:
     """Runs an experiment: sample clients, send, fit, collect, aggregate, evaluate, log, checkpoint, round by round.
@@ -135,8 +133,6 @@ class FederatedOrchestrator:
         run_dir: str = "runs/run",
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
-        if rounds > MOST_ROUNDS:
-            raise ConfigError(f"rounds: {rounds} is above {MOST_ROUNDS:,}")
         per_round = scenario.clients if clients_per_round is None else clients_per_round
         if not 1 <= per_round <= scenario.clients:
             raise ConfigError(

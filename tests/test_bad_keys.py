@@ -133,7 +133,6 @@ def test_any_value_in_any_key_is_taken_or_refused_in_one_line(place, here):
         ("evaluation", "null", "evaluation: it needs lines `key: value`, it holds null"),
         ("evaluation", "[]", "evaluation: it needs lines `key: value`, it holds []"),
         ("trainer", "null", "trainer: it needs lines `key: value`, it holds null"),
-        ("rounds", "10**18", "rounds: 1000000000000000000 is above 10,000,000"),
         ("rounds", "10**400", "rounds: a number of 401 digits"),
         ("scenario.local_test", "null", "scenario.local_test: null is no value for it; leave it out to get 0.25"),
         ("optimizer", "null", "optimizer: null is no value for it; leave it out"),
@@ -180,7 +179,9 @@ def test_the_config_is_good_but_for_what_is_put_in(here):
 def test_a_line_does_not_mislead(words, told, here):
     Path("good.yaml").write_text(yaml.safe_dump(CONFIG))
     Path("good").mkdir()
-    Path("good/config.yaml").write_text(yaml.safe_dump(CONFIG))
+    Path("good/config.yaml").write_text(
+        yaml.safe_dump({key: CONFIG[key] for key in CONFIG if key not in ("rivals", "run_dir")})
+    )
     code, _, err = run(*words)
     assert code == 2
     assert told in err

@@ -183,7 +183,7 @@ def test_no_trainer_is_told_of_as_such(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(TINY.replace("trainer: {max_epochs: 1, accelerator: cpu}", "trainer: null"))
     code, _, err = run(*FIT)
     assert code == 2
-    assert "trainer: null is no value for it; leave it out" in err
+    assert "trainer: it needs lines `key: value`, it holds null" in err
     assert not (tmp_path / "here").exists()
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -750,7 +751,7 @@ def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):
     def meddled(points, *_):
         second = run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out")
         assert (second.code, second.out) == (2, "")
-        message = f"{tmp_path}/out: process {os.getpid()} is at it; wait for it, or end it"
+        message = f"{tmp_path}/out: process {os.getpid()} on {socket.gethostname()} is at it; wait for it, or end it"
         assert second.err == f"fl-lightning: error: {message}\n"
         yield from Fake(lambda v: [v["algorithm.tau"]])(points, 1, None, None)
 

@@ -450,7 +450,7 @@ def test_torchvisions_functions_serve_as_modules() -> None:
         ("nowhere.Net", "fc", {}, "model.module: nowhere.Net cannot be built: No module named 'nowhere'"),
         (f"{__name__}.Yours", "fc", {}, "model.module: .*Yours cannot be built"),
         (f"{__name__}.Mine", "tail", {"depth": 3}, "model.module: .*Mine cannot be built: .*'depth'"),
-        ("builtins.dict", "fc", {"a": 1}, "model.module: builtins.dict makes a dict, not an nn.Module"),
+        ("builtins.dict", "fc", {"a": 1}, "model.module: builtins.dict cannot be built: .*nn.Module"),
         (f"{__name__}.Mine", "fc", {}, "model.head: .*Mine has no layer 'fc'; its layers are body, tail"),
         (f"{__name__}.Mine", "body.2", {}, "model.head: 'body.2' of .*Mine holds no linear layer"),
         (f"{__name__}.Mine", "", {}, "model.head: '' of .*Mine"),

@@ -213,6 +213,8 @@ def test_nothing_is_written_through_a_link(tmp_path, place, what):
     (path := run_dir / place).parent.mkdir(parents=True)
     path.write_text("") if what == "file" else path.symlink_to(victim if what == "link" else tmp_path / "nothing")
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=rf"run_dir: .*{place} is no folder; figures go there, move it away"):
+    with pytest.raises(ConfigError, match=r"run_dir: .* holds a run already, or part of one \(figures\)"):
         skc(run_dir, 1, [RowNorms()]).fit()
+    with pytest.raises(ConfigError, match=rf"{place} (is a link|is no folder; figures go there, move it away)"):
+        skc(run_dir, 1, [RowNorms()]).fit(resume=True)
     assert contents(tmp_path) == before

@@ -607,7 +607,7 @@ def kill_a_run(folder, where, start, stride):
     assert len(killed) > 2
     for one in killed:
         rest = small(one, client_store=where)
-        rest.fit(resume=(one / "metrics.csv").exists())
+        rest.fit(resume=(one / "partition.csv").exists())
         assert same_run(rest, whole)
         assert (one / "final" / "model.pt").read_bytes() == model
         assert {f"clients/{name}" for name in os.listdir(one / "clients")} == rest.checkpoints.named()

@@ -253,7 +253,8 @@ def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(n
     Path("secret").write_text("mine")
     checksum = "sha256:" + hashlib.sha256(b"mine").hexdigest()
     os.mkfifo("run/pipe")
-    os.mkfifo("run/clients/pipe")
+    if name == "pipe in clients":
+        os.mkfifo("run/clients/pipe")
     Path("run/link").symlink_to(Path("secret").absolute())
     named = OUTSIDE[name].format(here)
     shutil.rmtree("run/checkpoints/round-000002")
@@ -263,7 +264,7 @@ def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(n
     if key == "outside":
         assert outcome.code == 2, outcome.out
         assert len([line for line in outcome.err.splitlines() if "error" in line]) == 1
-        assert "round-000003" in outcome.err
+        assert ("clients/pipe is neither" if name == "pipe in clients" else "round-000003") in outcome.err
     assert outcome.code in (0, 2)
     assert Path("secret").read_text() == "mine"
 

@@ -161,7 +161,6 @@ PLACES = [
     *((key, key, "file.yaml") for key in ("scenario", "trainer", "evaluation")),
     ("model.head", "model.init_args.head", "file.yaml"),
     ("model.head", "model.init_args.head", "/dev/stdin"),
-    ("model.head", "model", {"class_path": "MLP", "init_args": {"class_path": "FromModule", "head": "file.yaml"}}),
     ("scenario.dataset.few_shot", "scenario.dataset", {"class_path": "FC100", "init_args": {"few_shot": "file.yaml"}}),
     ("evaluation.__path__", "evaluation.__path__", "file.yaml"),
     ("model.head.a.b", "model.init_args.head", {"a.b": 1}),
