@@ -138,7 +138,7 @@ class MetricsCsv:
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
         except ValueError as error:
-            raise Damaged(f"{self.path} is damaged: {error}; put it back, or start the run again") from error
+            raise Damaged(f"{self.path} is damaged: {error}") from error
         return [row for n, row in enumerate(rows[:round], 1) if row.get("round") == n]
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
