@@ -583,6 +583,7 @@ def test_a_changed_byte_of_the_note_is_noticed_before_anything_is_written(noted,
     logger.check(tmp_path)
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
 def test_a_damaged_note_is_one_line_and_a_resume_without_it_goes_on(noted, tmp_path):
     folder = shutil.copytree(noted, tmp_path / "run")
     (folder / NOTE).write_bytes((folder / NOTE).read_bytes()[:-9])
@@ -591,7 +592,9 @@ def test_a_damaged_note_is_one_line_and_a_resume_without_it_goes_on(noted, tmp_p
     assert "wandb/run.json is damaged" in line
     assert contents(folder) == before
     (folder / NOTE).unlink()
-    assert run("fit", "--resume", folder, "--rounds", "2").code == 0
+    code, _, err = run("fit", "--resume", folder, "--rounds", "2")
+    assert code == 0
+    assert "run.json is gone: another W&B run begins" in err
 
 
 def test_a_note_of_another_run_is_refused(noted, tmp_path):

@@ -82,8 +82,8 @@ def test_who_was_told_may_find_a_file_changed_that_no_result_is_worked_out_from(
         file.write("round 4: a file was harmed\n")
     assert fuzzing.other_ends(run, whole, "", told=True) == []
     assert fuzzing.other_ends(run, whole, "", told=False) == ["warnings.txt"]
-    for name in ("warnings.txt", "metrics.csv"):
-        fuzzing.flip(run / name, 8 * ((run / name).read_bytes().index(b"\n") - 2))
+    for name, text in (("warnings.txt", b"round"), ("metrics.csv", b"global/acc")):
+        fuzzing.flip(run / name, 8 * (run / name).read_bytes().index(text))
     assert fuzzing.other_ends(run, whole, "", told=True) == ["metrics.csv", "warnings.txt"]
     assert fuzzing.other_ends(run, whole, "run/warnings.txt", told=True) == ["metrics.csv"]
     assert fuzzing.other_ends(run, whole, "run/metrics.csv", told=True) == ["metrics.csv", "warnings.txt"]

@@ -106,6 +106,9 @@ def paused(command, after=2):
         assert time.monotonic() < until
         time.sleep(0.005)
     os.kill(command.pid, signal.SIGSTOP)
+    while " (stopped)" not in Path(f"/proc/{command.pid}/status").read_text():  # all of its threads
+        time.sleep(0.005)
+    time.sleep(0.1)
     assert len(rows(Path("run"))) < ROUNDS
     return command
 

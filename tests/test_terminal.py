@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from commands import TINY, run
@@ -107,7 +108,9 @@ def test_a_variable_that_torch_cannot_read_is_one_line(here):
 
 def killed(number, after, *words):
     """What a command gives that is sent a signal after so many seconds."""
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    as_ever = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background has it ignored
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*COMMAND, *words], text=True, preexec_fn=as_ever, **pipes)
     time.sleep(after)
     process.send_signal(number)
     out, err = process.communicate(timeout=300)

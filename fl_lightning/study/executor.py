@@ -239,4 +239,5 @@ def _adopt(environment: dict[str, str], workers: int, threads: int | None) -> No
     threads = threads or max(1, usable_cores() // workers)
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS=str(threads))
+    os.environ.pop("WANDB_SERVICE", None)  # the leader's, which would not wait for this one's end
     torch.set_num_threads(threads)
