@@ -613,6 +613,7 @@ def kill_a_run(folder, where, start, stride):
         assert {f"clients/{name}" for name in os.listdir(one / "clients")} == rest.checkpoints.named()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "start"), [("memory", 30), ("disk", 45)])
 def test_a_run_killed_between_file_operations_resumes_to_the_same_bytes(tmp_path, where, start):
     kill_a_run(tmp_path, where, start, 41)
