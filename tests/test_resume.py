@@ -203,7 +203,7 @@ def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: st
         assert tried < 3 * kills + 5, "the run ends before it can be killed"
 
 
-@pytest.mark.parametrize("method", ["fedskc", "fedsiam_da", "ua_pdfl"])  # little, some and all of it with the clients
+@pytest.mark.parametrize("method", ["fedsiam_da"])  # FedSKC and UA-PDFL are killed in test_killed_writes
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
     survive_kills(command_line(method), tmp_path, 1)
 
