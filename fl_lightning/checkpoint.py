@@ -84,7 +84,7 @@ class CheckpointFolder:
                     "outside": dict(files or {}),
                     "seal": (seal or Seal()).noted(),
                 }
-                (partial / MANIFEST).write_text(json.dumps(manifest | {"checksum": _own_checksum(manifest)}, indent=1))
+                (partial / MANIFEST).write_text(_text(manifest))
                 for path in (partial / "state.pt", partial / MANIFEST, partial):
                     flush(path)
                 if target.exists():
@@ -144,7 +144,7 @@ class CheckpointFolder:
 
         Args:
             report: Is told of each.
-            fits: Raises a `CheckpointError` where the rest of the run's folder is not as it was at a checkpoint.
+            fits: Raises `Damaged` where the rest of the run's folder is not as it was at a checkpoint.
 
         Raises:
             CheckpointError: There are checkpoints, and none of them can be used.
@@ -172,7 +172,7 @@ class CheckpointFolder:
         for round in {*self.rounds(), *self._unsound} - keep:
             with suppress(FileNotFoundError):  # at once, whatever a kill interrupts
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")
-        self._unsound -= keep
+        self._unsound &= keep
         for leftover in self.path.glob(".writing-*"):
             shutil.rmtree(leftover)
 

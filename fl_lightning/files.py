@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 UNFINISHED = ".*.writing"
 """What the name of a file looks like that a kill left half written."""
@@ -53,8 +53,9 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """A file's content, a MiB at a time.
+@contextmanager
+def own_file(path: Path) -> Iterator[BinaryIO]:
+    """A file, opened to be read.
 
     Raises:
         OSError: It cannot be read, or is no file of its own: a link, a pipe, a device.
@@ -63,5 +64,11 @@ def blocks(path: Path) -> Iterator[bytes]:
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is no file")
+        yield file
+
+
+def blocks(path: Path) -> Iterator[bytes]:
+    """A file's content, a MiB at a time; of `own_file`s alone."""
+    with own_file(path) as file:
         while block := file.read(1 << 20):
             yield block

@@ -185,7 +185,7 @@ class FederatedOrchestrator:
 
         Args:
             resume: Go on with the run in `run_dir`.
-            config: The resolved config, for the logger.
+            config: The resolved config: the run's `config.yaml`, what a resume is compared with, and the logger's.
             name: What to call the run, for the logger.
             group: What to call its setting, of which runs with other seeds have it too.
 
@@ -193,7 +193,8 @@ class FederatedOrchestrator:
             The run's figures, as in `final/summary.json`.
 
         Raises:
-            ConfigError: Something in the experiment cannot work.
+            ConfigError: Something in the experiment cannot work, another process is at the folder, or the config or the
+                data are not what the run began with.
             CheckpointError: There is nothing sound to resume from.
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.

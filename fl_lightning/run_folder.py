@@ -57,9 +57,12 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers left half written in a run's folder; only its owner may."""
-    for pattern in (UNFINISHED, f"*/{UNFINISHED}"):
-        for file in folder.glob(pattern):
+    """Remove what killed writers left half written in a run's folder; only its owner may.
+
+    Runs below a folder that holds several have owners of their own, and are left alone.
+    """
+    for place in (".", "clients", "final", "wandb", "figures/*", "checkpoints/*"):
+        for file in folder.glob(f"{place}/{UNFINISHED}"):
             file.unlink()
     for leftover in folder.glob("checkpoints/.writing-*"):
         shutil.rmtree(leftover)
@@ -107,6 +110,7 @@ def refuse_strange(folder: Path) -> None:
                     raise ConfigError(f"{entry.path} is a link: {mend}")
                 if not (entry.is_file() or entry.is_dir()):
                     raise ConfigError(f"{entry.path} is neither file nor folder; remove it")
+                # All files have a suffix; below these two, folders may.
                 if entry.is_dir() and Path(entry.name).suffix and place.name not in ("checkpoints", "figures"):
                     raise ConfigError(f"{entry.path} is a folder, where a run has a file; remove it")
 

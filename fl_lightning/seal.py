@@ -19,10 +19,9 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-import yaml
 
 import fl_lightning
-from fl_lightning.config import FREE_KEYS, below, flatten
+from fl_lightning.config import FREE_KEYS, below, flatten, read_config
 from fl_lightning.errors import CheckpointError, ConfigError
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation", "evaluate_every"}
@@ -106,8 +105,8 @@ class Seal:
             path: The file.
             now: The settings that the run goes on with.
         """
-        with suppress(OSError, ValueError, yaml.YAMLError):  # nothing was taken from a file that cannot be read
-            saved = settings(yaml.safe_load(path.read_text()))
+        with suppress(ConfigError):  # nothing was taken from a file that is not there or cannot be read
+            saved = settings(read_config(path))
             edited = {key: value for key, value in saved.items() if now.get(key) == value}
             if told := _changes({**edited, **self.config}, {**self.config, **edited}):
                 warnings.warn(f"{path} was edited: {', '.join(told.values())}", stacklevel=2)

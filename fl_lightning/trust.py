@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.catalogue import BASES
 from fl_lightning.config import config_file, read_config
 from fl_lightning.errors import ConfigError, one_line
-from fl_lightning.files import write_atomically
+from fl_lightning.files import own_file, write_atomically
 from fl_lightning.run_folder import SIGNATURE
 
 # Where the classes lie that any config may name, and what they are.
@@ -294,8 +294,5 @@ def _make(path: Path) -> None:
 
 def _read(path: Path, most: int) -> tuple[bytes, os.stat_result]:
     """A small file, and what the system says about it; neither links are followed nor pipes waited for."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError(f"{path} is no file")
-        return file.read(most + 1), about
+    with own_file(path) as file:
+        return file.read(most + 1), os.fstat(file.fileno())

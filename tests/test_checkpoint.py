@@ -218,6 +218,8 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Pa
     checkpoints.write(2, {"round": 2})
     assert checkpoints.rounds() == [2, 1]
     assert (tmp_path / "round-000003").exists()  # until there is something newer on disk
+    checkpoints.prune({1, 2, 3})
+    assert checkpoints.rounds() == [2, 1]
     checkpoints.prune({1, 2})
     assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002"]
 

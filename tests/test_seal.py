@@ -363,6 +363,19 @@ def test_a_pipe_in_a_files_place_is_refused_at_once(name, tmp_path):
             read()
 
 
+def test_what_killed_writers_left_goes_with_the_next_owner_but_not_that_of_runs_below(tmp_path):
+    half = [f"{place}/.x.0a1b.writing" for place in (".", "clients", "figures/a", "checkpoints/round-000001")]
+    others = ["points/.x.0a1b.writing", "points/one/.x.0a1b.writing", "clients/notes.writing"]
+    for name in (*half, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints" / ".writing-a").mkdir()
+    with alone(tmp_path):
+        assert not [name for name in half if (tmp_path / name).exists()]
+        assert all((tmp_path / name).exists() for name in others)
+        assert os.listdir(tmp_path / "checkpoints") == ["round-000001"]
+
+
 def test_a_link_to_the_whole_folder_is_fine(tmp_path):
     (tmp_path / "big").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "big")
