@@ -13,7 +13,8 @@ from fl_lightning.callbacks.base import RoundCallback, is_own
 
 from fl_lightning.engines import Result
 from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Score, client_summary, evaluate, train_metrics
+from fl_lightning.evaluation import Score, client_summary, own_series, personal_means, train_metrics
+from fl_lightning.metrics import is_lower_better
 
 if TYPE_CHECKING:
     from fl_lightning.metrics import Row
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 ACCURACIES = ("global/acc", "client/acc_mean")
 """What is watched unless another metric is named: the first that there is."""
+LOSSES = ("global/loss", "client/loss_mean")
+"""What is watched then where the labels are no classes or labels, which have no accuracy."""
 
-MORE_IS_BETTER = re.compile(r"(.*[/_])?acc(_mean|_weighted|_worst_decile)?").fullmatch
-LESS_IS_BETTER = re.compile(r".*loss.*|client/train_.+|.*/acc_std").fullmatch
+OF = re.compile(r"(?:.*/)?(.+?)(_mean|_weighted|_worst_decile|_std)?")
 _NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
@@ -31,7 +33,8 @@ class Monitor(RoundCallback):
     """Watches one metric of the rounds that are evaluated.
 
     Args:
-        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`.
+        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
+            there is no accuracy, the lowest `global/loss` or `client/loss_mean`.
         mode: Whether more (`max`) or less (`min`) of it is better.
 
     Raises:
@@ -51,15 +54,18 @@ class Monitor(RoundCallback):
         Raises:
             ConfigError: There is no such metric; names the one that is most like it, or all there are.
         """
-        if self.monitor is not None:
-            names = round_metrics(run)
+        names = round_metrics(run)
+        default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
+        if self.monitor is None:
+            self.mode = "min" if default in LOSSES else self.mode
+        else:
             self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
             if not self._known and not adds_unknown(run):
                 mend = mend_of(self.monitor, names, run.scenario.clients)
                 raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
-        name = self.monitor or ACCURACIES[0]
-        better = "min" if LESS_IS_BETTER(name) else "max" if MORE_IS_BETTER(name) else self.mode
-        if better != self.mode:
+        name = self.monitor or default or ACCURACIES[0]
+        better = better_way(name, ["acc", *run.worker.score_names])
+        if better not in (None, self.mode):
             said = f"{self._key('mode')}: {self.mode} takes the worst {name} for the best"
             warnings.warn(f"{said}; set mode {better}", stacklevel=2)
 
@@ -71,7 +77,7 @@ class Monitor(RoundCallback):
         Raises:
             ConfigError: The round was evaluated and has none, and it was not known beforehand that any would.
         """
-        evaluated = [known for known in ACCURACIES if known in metrics]
+        evaluated = [known for known in (*ACCURACIES, *LOSSES) if known in metrics]
         name = self.monitor or (evaluated[0] if evaluated else None)
         if name is None:
             return None
@@ -94,6 +100,20 @@ class Monitor(RoundCallback):
         return f"callbacks: {type(self).__name__}.{option}"
 
 
+def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
+    """Whether more or less of a metric is better, as far as its name tells.
+
+    Args:
+        name: The metric.
+        known: Names of what is measured of a model, of which more is better unless they say otherwise.
+    """
+    of = OF.fullmatch(name)
+    metric, figure = of.groups() if of else (name, None)
+    if "loss" in name or name.startswith("client/train_") or figure == "_std" or is_lower_better(metric):
+        return "min"
+    return "max" if metric in known or metric.endswith("_acc") else None
+
+
 def round_metrics(run: FederatedOrchestrator) -> list[str]:
     """Names of the metrics that a run's rounds may have; in one, `<id>` stands for any whole number.
 
@@ -104,17 +124,19 @@ def round_metrics(run: FederatedOrchestrator) -> list[str]:
     scored = run.scored if evaluation.clients == "received" else range(len(shards))
     scored = [client for client in scored if len(shards[client].test)]
     losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
+    score = Score(1, dict.fromkeys(run.worker.score_names, 0.0))
     names: list[str] = []
     if run.algorithm.one_model:
-        few_shot = run.data.data.evaluate is not evaluate
-        names += ["global/acc", "global/loss", *["global/acc_interval"] * few_shot]
+        few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
+        names += [f"global/{name}" for name in few_shot or score.values]
     if scored:
-        names += client_summary([Score(0.0, 0.0, 1)])
+        names += client_summary([score])
     names += train_metrics([Result(0, 0, losses=losses)])
-    names += ["personal_on_global/acc_mean"] * evaluation.personal_on_global
+    names += personal_means([score] * evaluation.personal_on_global)
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "client_<id>/train_loss"]
-    names += ["client_<id>/acc"] if len(scored) == len(shards) else [f"client_{client}/acc" for client in scored]
+    ids = ["<id>"] if len(scored) == len(shards) else scored
+    names += [name.replace("client_0/", f"client_{client}/", 1) for client in ids for name in own_series({0: score})]
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 

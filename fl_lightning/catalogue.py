@@ -13,6 +13,7 @@ from fl_lightning.client import LossTerm
 from fl_lightning.data import Dataset, Partition
 from fl_lightning.engines import Engine
 from fl_lightning.models import Backbone
+from fl_lightning.objectives import Objective
 
 # Each kind's base class, the module that lists them, and the config key that takes one.
 BASES: dict[str, tuple[type, str, str]] = {
@@ -23,6 +24,7 @@ BASES: dict[str, tuple[type, str, str]] = {
     "datasets": (Dataset, "data", "scenario.dataset"),
     "models": (Backbone, "models", "model"),
     "partitions": (Partition, "data", "scenario.partition"),
+    "objectives": (Objective, "objectives", "scenario.objective"),
     "engines": (Engine, "engines", "engine"),
     "callbacks": (RoundCallback, "callbacks", "callbacks"),
 }

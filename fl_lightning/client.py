@@ -12,15 +12,14 @@ from typing import Any, cast
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics.functional.classification import multiclass_accuracy
 
 from fl_lightning.errors import ConfigError, NonFiniteError, blame, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
+from fl_lightning.objectives import Classification, Objective
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -35,7 +34,7 @@ class Step:
 
     Args:
         logits: `(B, C)` outputs of the head.
-        targets: `(B,)` class indices.
+        targets: `(B,)` class indices; what the client's objective takes where it is not classification.
         features: `(B, d)` outputs of the encoder, where the model has one.
         inputs: The batch itself.
         backbone: The network that is being trained, for terms on its weights.
@@ -102,11 +101,13 @@ class LossTerm(nn.Module):
         name: The term's name in logs, from the class name unless set.
         knowledge: The shared knowledge the term reads, which then travels with the weights.
         active: Whether the term counts in this fit; an inactive one is skipped, not multiplied by zero.
+        needs_classes: Whether it takes a target for one of `C` classes, and so is for no other objective.
         taps: Layers of the backbone, by name, of which the term wants to see the inputs in `Step.taps`.
     """
 
     name: str = ""
     active: bool = True
+    needs_classes: bool = False
     taps: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -142,17 +143,18 @@ class LossTerm(nn.Module):
 
 
 class ClientModule(L.LightningModule):
-    """A backbone, cross-entropy, and a list of extra loss terms: what one client trains.
+    """A backbone, its objective's loss, and a list of extra loss terms: what one client trains.
 
     Works under a plain `Trainer.fit` with no orchestrator, and logs there `train_<term>` once an epoch, `val_*` and
     `test_*`.
 
     Args:
         backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`.
-        loss_terms: Terms added to the cross-entropy, each with a name of its own.
+        loss_terms: Terms added to the objective's loss, each with a name of its own.
         knowledge: Shared knowledge that must travel beside what the terms ask for.
         optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
         lr_scheduler: Builds a scheduler from the optimizer, stepped once an epoch of the local fit.
+        objective: What the outputs are for; classification by default, and so cross-entropy.
 
     Attributes:
         round: The round, from 1; terms that change over rounds read it.
@@ -181,6 +183,7 @@ class ClientModule(L.LightningModule):
         knowledge: Sequence[SharedKnowledge] = (),
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
+        objective: Objective | None = None,
     ) -> None:
         super().__init__()
         names = [term.name for term in loss_terms]
@@ -191,6 +194,7 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
+        self.objective = objective or Classification()
         self.round = 1
         self.lr_scale = 1.0
         self.batch_size = 64
@@ -207,7 +211,7 @@ class ClientModule(L.LightningModule):
             super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(B, C)` of a batch."""
+        """Outputs `(B, C)` of a batch: logits, where it is classes or labels."""
         return cast(Tensor, self.backbone(x))
 
     def on_fit_start(self) -> None:
@@ -239,13 +243,13 @@ class ClientModule(L.LightningModule):
             return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """Cross-entropy under `ce`, then each active term under its name."""
-        losses = {"ce": F.cross_entropy(step.logits, step.targets)}
+        """The objective's loss, cross-entropy as `ce` say, then each active term under its name."""
+        losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
         losses |= {term.name: term(step) for term in self.terms() if term.active}
         return losses
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Sum of cross-entropy and the terms, each recorded."""
+        """Sum of the objective's loss and the terms, each recorded."""
         step = self.step(batch)
         losses = self.losses(step)
         self.note(step, losses)
@@ -271,7 +275,7 @@ class ClientModule(L.LightningModule):
     @property
     def loss_names(self) -> list[str]:
         """Names that `losses` gives, in every step or in some."""
-        return ["ce", *(term.name for term in self.terms() if term.active)]
+        return [self.objective.term, *(term.name for term in self.terms() if term.active)]
 
     @property
     def steps(self) -> int:
@@ -279,22 +283,21 @@ class ClientModule(L.LightningModule):
         return self._losses.steps
 
     def train_losses(self) -> dict[str, float]:
-        """Mean over this fit's steps of the cross-entropy (`ce`), each term and their sum (`loss`)."""
+        """Mean over this fit's steps of the objective's loss (`ce`, say), each term and their sum (`loss`)."""
         return self._losses.means()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log `val_loss` and `val_acc`."""
+        """Log what the objective measures: `val_loss`, and `val_acc` of classes."""
         self._log_evaluation("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log `test_loss` and `test_acc`."""
+        """Log what the objective measures: `test_loss`, and `test_acc` of classes."""
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         x, y = batch
-        logits = self(x)
-        accuracy = multiclass_accuracy(logits, y, num_classes=logits.shape[1], average="micro")
-        self.log_dict({f"{stage}_loss": F.cross_entropy(logits, y), f"{stage}_acc": accuracy}, batch_size=len(y))
+        sums = self.objective.sums(self(x).float(), y)
+        self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
 
     def configure_optimizers(self) -> Any:
         """The optimizer over the `trainables`, at this round's learning rate, and its scheduler."""
@@ -362,7 +365,7 @@ def fine_tune(
     epochs: int,
     learns: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Train a client's module by cross-entropy outside of its fit, in batches of the fit's size, shuffled each epoch.
+    """Train a client's module outside of its fit, by its objective's loss, in such batches, shuffled each epoch.
 
     Args:
         module: It is changed in place, and left in eval mode.
@@ -379,7 +382,7 @@ def fine_tune(
         for _ in range(epochs):
             for chosen in torch.randperm(len(y)).split(module.batch_size):
                 if len(chosen) > normed:  # BatchNorm has no variance of one
-                    descend(optimizer, F.cross_entropy(module(x[chosen]), y[chosen]))
+                    descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
     learn_only(module.backbone, lambda name: True, among)
     module.eval()
 

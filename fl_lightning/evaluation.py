@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.metrics import Row
+from fl_lightning.measures import Measure, Running
+from fl_lightning.metrics import Row, is_lower_better
+from fl_lightning.objectives import Classification, Objective
 from fl_lightning.seeding import Stream, generator
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """A model's result on one set of samples.
 
     Args:
-        acc: Share classified correctly, in [0, 1].
-        loss: Mean cross-entropy.
         n: Number of samples, or of episodes.
-        interval: Half the width of the accuracy's 95 % interval, where the score is a mean over episodes.
+        values: What was measured, by name: the `loss`, what the objective has beside it (`acc`, the share that is
+            classified correctly, or `mae`), and the metrics that were asked for and are defined on these samples.
     """
 
-    acc: float
-    loss: float
     n: int
-    interval: float | None = None
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,9 @@ class Evaluation:
         max_clients: With `received`, score no more than so many, drawn once by the run's seed; all by default.
         targets: Accuracies for which R_acc, the first round reaching it, is reported: of the global model or, for
             methods without one, of the clients' mean.
+        metrics: Metrics of torchmetrics beside loss and accuracy, for the global model and every client: names
+            (`MulticlassAUROC`, or `AUROC` for the one of the objective), or mappings of `class_path`, `init_args` and
+            `name`, what it is to be called. The number of classes, labels or outputs is filled in.
 
     Raises:
         ConfigError: A target is outside (0, 1], or `max_clients` below 1.
@@ -56,6 +58,7 @@ class Evaluation:
     personal_on_global: bool = False
     max_clients: int | None = None
     targets: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+    metrics: list[str | dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.max_clients is not None and self.max_clients < 1:
@@ -71,37 +74,81 @@ class Evaluation:
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
 
 
-def evaluate(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
-    """Score a module on batches, in the mode and on the device it is in."""
+def evaluate(
+    module: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    objective: Objective = Classification(),
+    measures: Sequence[Measure] = (),
+) -> Score:
+    """Score a module on batches, in the mode and on the device it is in.
+
+    Args:
+        module: Maps inputs to outputs.
+        batches: Inputs and labels.
+        objective: What the outputs are for.
+        measures: What is measured beside what the objective measures.
+
+    Raises:
+        ConfigError: A metric fails.
+    """
     parts = []  # on the device until the end: reading a number there waits for it
+    names: Iterable[str] = ()
+    running = [measure.begun() for measure in measures]
     n = 0
     for x, y in batches:
-        logits = module(x).detach().float()
-        correct = (logits.argmax(dim=1) == y).sum()
-        parts.append(torch.stack([correct.float(), F.cross_entropy(logits, y, reduction="sum")]))
+        outputs = module(x).detach().float()
+        sums = objective.sums(outputs, y)
+        names = sums
+        parts.append(torch.stack(list(sums.values())))
+        for each in running:
+            each.update(*objective.predictions(outputs, y))
         n += len(y)
     if not n:
         raise ValueError("nothing to evaluate on: no batch")
-    correct, loss = torch.stack(parts).cpu().double().sum(dim=0)
-    return Score(float(correct) / n, float(loss) / n, n)
+    means = torch.stack(parts).cpu().double().sum(dim=0) / n
+    return Score(n, dict(zip(names, means.tolist(), strict=True)) | measured(running))
+
+
+def measured(running: Sequence[Running]) -> dict[str, float]:
+    """What metrics come to, by name; those that are not defined on what they have seen are left out."""
+    values = {each.name: each.value() for each in running}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def client_summary(scores: Sequence[Score]) -> Row:
-    """Over clients: mean accuracy, mean weighted by test samples, standard deviation, worst decile, mean loss.
+    """Over clients, of each metric: mean, mean weighted by test samples, standard deviation, worst decile.
 
-    The standard deviation is the population's; the worst decile is the mean over the worst tenth of the clients,
-    rounded up.
+    Of the loss the mean alone. The standard deviation is the population's; the worst decile is the mean over the worst
+    tenth of the clients, rounded up. A client for which a metric is not defined does not count in it.
     """
-    if not scores:
-        return {}
-    acc, loss, n = (np.array(values, dtype=np.float64) for values in zip(*(score[:3] for score in scores), strict=True))
-    worst = np.sort(acc)[: math.ceil(len(acc) / 10)]
+    names = dict.fromkeys(name for score in scores for name in score.values)
+    row: Row = {}
+    for name in names:
+        values, n = np.array([(s.values[name], s.n) for s in scores if name in s.values], dtype=np.float64).T
+        row[f"client/{name}_mean"] = float(values.mean())
+        if name != "loss":
+            sign = -1 if is_lower_better(name) else 1
+            worst = sign * np.sort(sign * values)[: math.ceil(len(values) / 10)]
+            row[f"client/{name}_weighted"] = float(np.average(values, weights=n))
+            row[f"client/{name}_std"] = float(values.std())
+            row[f"client/{name}_worst_decile"] = float(worst.mean())
+    return row
+
+
+def personal_means(scores: Sequence[Score]) -> Row:
+    """Each metric's mean over clients' models on the global test set; not the loss."""
+    names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
+    held = {name: [score.values[name] for score in scores if name in score.values] for name in names}
+    return {f"personal_on_global/{name}_mean": sum(values) / len(values) for name, values in held.items()}
+
+
+def own_series(scores: Mapping[int, Score]) -> Row:
+    """Each client's metrics as series of its own; not the loss."""
     return {
-        "client/acc_mean": float(acc.mean()),
-        "client/acc_weighted": float(np.average(acc, weights=n)),
-        "client/acc_std": float(acc.std()),
-        "client/acc_worst_decile": float(worst.mean()),
-        "client/loss_mean": float(loss.mean()),
+        f"client_{client}/{name}": value
+        for client, score in scores.items()
+        for name, value in score.values.items()
+        if name != "loss"
     }
 
 

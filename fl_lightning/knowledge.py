@@ -23,10 +23,12 @@ class SharedKnowledge(nn.Module):
 
     A loss term or an aggregator that needs some names it in its `knowledge`; whoever binds them makes it travel. On
     a client an instance holds the tensors last downloaded, as buffers, so it moves to the GPU with its module.
-    Subclasses set `name` (the section of the message) and override the methods below.
+    Subclasses set `name` (the section of the message), and `needs_classes` where it is of classes, and override the
+    methods below.
     """
 
     name: str
+    needs_classes: bool = False
 
     @property
     def observes(self) -> bool:
@@ -107,6 +109,8 @@ class ClassMeans(SharedKnowledge):
         known: `(C,)` bool.
         tracked: Sums by class, `(C, d)`, and samples a class, `(C,)`, of what was seen in training.
     """
+
+    needs_classes = True
 
     def __init__(self, seen: Seen = "after") -> None:
         super().__init__()

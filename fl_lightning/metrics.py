@@ -13,7 +13,12 @@ from pathlib import Path
 Row = dict[str, float]
 """One round's metrics by name."""
 
+WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
+"""Series of what is measured of models: whose they are."""
+
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
+
+LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|fairness|rates|ranked_probability_score)"
 
 _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 
@@ -76,6 +81,19 @@ def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
     return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
 
 
+def is_lower_better(name: str) -> bool:
+    """Whether less of a metric is better, as its name says: a loss, an error, a distance."""
+    return re.fullmatch(LOWER, name) is not None
+
+
+def measured(rows: Sequence[Row]) -> list[str]:
+    """Names of what was measured of models over a run, `acc` first; not the losses."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = [re.fullmatch(r"client/(.+)_worst_decile|global/(.+)|personal_on_global/(.+)_mean", name) for name in names]
+    metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
+    return sorted(metrics.keys() - {"loss", "acc_interval"}, key=lambda name: (name != "acc", name))
+
+
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
     """R_acc: the first round in which a metric reached a target, or None; with `lower` from above."""
     values = ((row["round"], row.get(name, math.nan)) for row in rows)
@@ -83,15 +101,17 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lowe
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """A run's figures: best and last accuracies, R_acc for each target, bytes in all.
+    """A run's figures: best and last of what was measured, R_acc for each target, bytes in all.
 
     R_acc is the global model's or, for methods without one, that of the clients' mean.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
-    for name in ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean"):
-        summary |= {f"{name}_{what}": value for what, value in best_and_last(rows, name).items()}
+    for metric in measured(rows):
+        for name in (series.format(metric) for series in WHOSE):
+            figures = best_and_last(rows, name, lower=is_lower_better(metric))
+            summary |= {f"{name}_{what}": value for what, value in figures.items()}
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
-    for target in targets:
+    for target in targets if "acc" in measured(rows) or not measured(rows) else ():
         summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))

@@ -31,7 +31,7 @@ from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
-from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
+from fl_lightning.evaluation import Evaluation, Score, client_summary, own_series, personal_means, train_metrics
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WarningsTxt, begin_logging, end_round, few_enough, split_series
@@ -167,6 +167,7 @@ class FederatedOrchestrator:
             "lr_scheduler": lr_scheduler,
             "compile": compile,
             "channels_last": channels_last,
+            "metrics": evaluation.metrics,
         }
         self._settings: dict[str, Any] = {}
         self._taken_up: Seal | None = None
@@ -320,19 +321,15 @@ class FederatedOrchestrator:
         scores = {r.client: r.local for r in results if r.local}
         if self.evaluation.clients == "received":
             scores = self._received_scores()
-        personal = [r.on_global.acc for r in results if r.on_global]
-        metrics = self._global_metrics() | client_summary(list(scores.values()))
-        if personal:
-            metrics["personal_on_global/acc_mean"] = sum(personal) / len(personal)
-        metrics |= {f"client_{client}/acc": score.acc for client, score in scores.items()}
-        return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
+        personal = [r.on_global for r in results if r.on_global]
+        metrics = self._global_metrics() | client_summary(list(scores.values())) | personal_means(personal)
+        return metrics | own_series(scores) | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
 
     def _global_metrics(self) -> Row:
         if not self.algorithm.one_model:
             return {}
         score = self.worker.score(self.state["model"])
-        metrics = {"global/acc": score.acc, "global/loss": score.loss}
-        return metrics if score.interval is None else metrics | {"global/acc_interval": score.interval}
+        return {f"global/{name}": value for name, value in score.values.items()}
 
     def _received_scores(self) -> dict[int, Score]:
         """Score on each client's own test split the model it would start the next round from."""
@@ -404,7 +401,7 @@ class FederatedOrchestrator:
         """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
         scores = self._received_scores() if self.algorithm.server else self._scores(repeat(Message()))
         metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
-        return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
+        return metrics | own_series(scores)
 
     def client_module(self, client: int) -> ClientModule:
         """A client's module as it stands: what the server would send it or, without one, what it trained last."""

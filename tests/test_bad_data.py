@@ -333,7 +333,7 @@ def test_the_files_of_another_dataset_are_refused_for_what_they_hold(
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for ours, theirs in zip(IDX, EMNIST_FILES, strict=True):
         (tmp_path / theirs.replace("letters", "balanced")).rename(tmp_path / "MNIST" / "raw" / ours)
-    assert "MNIST: y_train: label 46 is out of range for num_classes 10" in refusal(MNIST(str(tmp_path)))
+    assert "MNIST: y_train holds label 46, which is out of range for num_classes 10" in refusal(MNIST(str(tmp_path)))
     write_cifar(tmp_path, 100, monkeypatch)
     write_cifar(tmp_path / "ten", 10, monkeypatch)
     (tmp_path / "ten" / "cifar-10-batches-py" / "test_batch").replace(tmp_path / "cifar-100-python" / "test")
@@ -365,7 +365,7 @@ def half(labels: np.ndarray) -> np.ndarray:
     [
         ("train_labels", half, "train_labels needs one whole number a sample, got float64 of shape (54, 1)"),
         ("test_labels", lambda y: y.astype(float), "test_labels needs one whole number a sample, got float64"),
-        ("train_labels", lambda y: y + 246, "y_train: label 254 is out of range for num_classes 9"),
+        ("train_labels", lambda y: y + 246, "y_train holds label 254, which is out of range for num_classes 9"),
         ("test_labels", lambda y: y.astype(int) - 1, "y_test holds label -1"),
         (
             "train_labels",
@@ -432,7 +432,7 @@ def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
         ('"1","a","b","c"\n', "row 41 (too many values to unpack"),
         ("\n", "row 41 (not enough values to unpack"),
         ('"1","a","cut', "is no readable csv file (unexpected end of data)"),
-        ('"5","a","b"\n', "scenario.dataset: AGNews: y_train: label 4 is out of range for num_classes 4"),
+        ('"5","a","b"\n', "scenario.dataset: AGNews: y_train holds label 4, which is out of range for num_classes 4"),
         ('"0","a","b"\n', "scenario.dataset: AGNews: y_train holds label -1"),
     ],
 )
@@ -523,9 +523,9 @@ def labels(at_seven: int) -> torch.Tensor:
 
 
 WRONG = {
-    "label above": ({"y_train": labels(255)}, "y_train: label 255 is out of range for num_classes 10"),
-    "label one above": ({"y_train": labels(10)}, "y_train: label 10 is out of range for num_classes 10"),
-    "test label above": ({"y_test": labels(10)}, "y_test: label 10 is out of range for num_classes 10"),
+    "label above": ({"y_train": labels(255)}, "y_train holds label 255, which is out of range for num_classes 10"),
+    "label one above": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
+    "test label above": ({"y_test": labels(10)}, "y_test holds label 10, which is out of range for num_classes 10"),
     "negative label": ({"y_test": labels(-1)}, "y_test holds label -1; labels count from 0"),
     "half labels": ({"y_train": labels(0) / 2}, "y_train needs one whole number a sample, got float32 of shape (20,)"),
     "short labels": (
@@ -568,7 +568,7 @@ WRONG = {
         "num_classes is 1, not between 2 and",
     ),
     "too many classes": ({"num_classes": 10**9}, "num_classes is 1000000000, not between 2 and 10,000,000"),
-    "no class": ({"num_classes": 0}, "y_train: label 9 is out of range for num_classes 0"),
+    "no class": ({"num_classes": 0}, "y_train holds label 9, which is out of range for num_classes 0"),
     "classes in part": ({"num_classes": 10.0}, "num_classes is 10.0, no whole number"),
     "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
     "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
@@ -764,7 +764,10 @@ FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
 DATASET = [*FIT, "--scenario.dataset"]
 ARRAYS = [*DATASET, "Arrays", "--scenario.dataset.path"]
 KINDS = {
-    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train: label 255 is out of"),
+    "label out of range": (
+        [*DATASET, "own_data.MyData"],
+        "scenario.dataset: MyData: y_train holds label 255, which is out of",
+    ),
     "damaged file": ([*DATASET, "MNIST"], ": data/MNIST/raw/train-images-idx3-ubyte: is no readable idx file"),
     "pipe among the files": ([*DATASET, "FashionMNIST"], "t10k-labels-idx1-ubyte: is a pipe, it needs to be a file"),
     "pipe": ([*ARRAYS, "pipe.npz"], "scenario.dataset.path: pipe.npz: is a pipe, it needs to be a file"),

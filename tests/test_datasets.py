@@ -344,7 +344,7 @@ def test_bad_arrays_are_refused_by_name(case: str, tmp_path: Path) -> None:
 
 
 def test_labels_beyond_num_classes_are_refused(tmp_path: Path) -> None:
-    assert "label 2 is out of range for num_classes 2" in message_of(Arrays(str(saved(tmp_path)), 2))
+    assert "label 2, which is out of range for num_classes 2" in message_of(Arrays(str(saved(tmp_path)), 2))
 
 
 @pytest.mark.parametrize("num_classes", [-1, 0, 1])

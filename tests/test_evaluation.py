@@ -41,15 +41,15 @@ def test_a_score_is_that_of_a_plain_loop_however_the_samples_are_batched(sizes: 
     score = evaluate(nn.Identity(), batches(*sizes))
     rows = list(zip(LOGITS.tolist(), TARGETS.tolist(), strict=True))
     assert score.n == 23
-    assert score.acc == sum(logits.index(max(logits)) == target for logits, target in rows) / 23
-    assert score.loss == pytest.approx(statistics.fmean(cross_entropy(*row) for row in rows), rel=1e-6)
+    assert score.values["acc"] == sum(logits.index(max(logits)) == target for logits, target in rows) / 23
+    assert score.values["loss"] == pytest.approx(statistics.fmean(cross_entropy(*row) for row in rows), rel=1e-6)
 
 
 def test_the_loss_of_half_precision_logits_is_summed_in_single_precision() -> None:
     logits = LOGITS.bfloat16()
     score = evaluate(nn.Identity(), [(logits, TARGETS)])
     expected = statistics.fmean(map(cross_entropy, logits.double().tolist(), TARGETS.tolist()))
-    assert score.loss == pytest.approx(expected, rel=1e-6)
+    assert score.values["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_sums_over_many_batches_keep_their_digits() -> None:
@@ -57,8 +57,8 @@ def test_sums_over_many_batches_keep_their_digits() -> None:
     target = torch.tensor([0])
     score = evaluate(nn.Identity(), [(large, target), *[(small, target)] * 999])
     each = F.cross_entropy(small, target).item()
-    assert score.loss == pytest.approx(math.fsum([2**20, *[each] * 999]) / 1000, rel=1e-12)
-    assert score.acc == 0.999
+    assert score.values["loss"] == pytest.approx(math.fsum([2**20, *[each] * 999]) / 1000, rel=1e-12)
+    assert score.values["acc"] == 0.999
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -90,21 +90,21 @@ scores = st.builds(Score, acc=st.floats(0, 1), loss=st.floats(0, 10), n=st.integ
 
 @given(st.lists(scores, min_size=1, max_size=25))
 def test_client_figures_are_those_of_a_plain_loop(clients: list[Score]) -> None:
-    accs = [score.acc for score in clients]
+    accs = [score.values["acc"] for score in clients]
     worst = sorted(accs)[: max(1, -(-len(accs) // 10))]
     expected = {
         "client/acc_mean": statistics.fmean(accs),
         "client/acc_weighted": statistics.fmean(accs, [score.n for score in clients]),
         "client/acc_std": statistics.pstdev(accs),
         "client/acc_worst_decile": statistics.fmean(worst),
-        "client/loss_mean": statistics.fmean(score.loss for score in clients),
+        "client/loss_mean": statistics.fmean(score.values["loss"] for score in clients),
     }
     assert client_summary(clients) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize(("clients", "worst"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
 def test_the_worst_decile_is_rounded_up_to_whole_clients(clients: int, worst: int) -> None:
-    ranked = [Score(acc=k / 32, loss=0.0, n=1) for k in reversed(range(clients))]
+    ranked = [Score(1, {"acc": k / 32, "loss": 0.0}) for k in reversed(range(clients))]
     assert client_summary(ranked)["client/acc_worst_decile"] == statistics.fmean(k / 32 for k in range(worst))
 
 
@@ -288,7 +288,7 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
     }
     expected = {client: scored_in_a_fresh_module(run, task) for client, task in tasks.items()}
     row, series = run.csv.rows[-1], client_series(tmp_path, 2)
-    assert {f"client_{k}/acc": own.acc for k, (own, _) in expected.items()}.items() <= series.items()
+    assert {f"client_{k}/acc": own.values["acc"] for k, (own, _) in expected.items()}.items() <= series.items()
     assert client_summary([own for own, _ in expected.values()]).items() <= row.items()
     rng = random.Random(0)
     for client in rng.sample(range(6), 6) + rng.sample(range(6), 6):

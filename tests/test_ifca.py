@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
 from fl_lightning.algorithms.base import reinitialised
 from fl_lightning.algorithms.clustered.ifca import best_cluster, mean_loss
+from fl_lightning.client import ClientModule
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.message import Message, Upload
@@ -140,7 +141,7 @@ def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
     batches = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (5, 1)]
     network = torch.nn.Linear(4, 3)
     wanted = sum(-network(x).log_softmax(1)[range(len(y)), y].sum() for x, y in batches) / 6
-    assert math.isclose(mean_loss(network, batches).item(), wanted.item(), rel_tol=1e-6)
+    assert math.isclose(mean_loss(ClientModule(network), batches).item(), wanted.item(), rel_tol=1e-6)
     run = experiment(tmp_path, IFCA(clusters=2), model=NormMLP, clients_per_round=6)
     run.fit()
     module = run.client_module(2)

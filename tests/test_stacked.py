@@ -103,7 +103,7 @@ def assert_equal_rounds(one, other, tolerance):
             assert_close(result.memory[section], stacked.memory[section], tolerance)
         assert list(result.losses) == list(stacked.losses)
         assert stacked.losses == pytest.approx(result.losses, rel=10 * tolerance, abs=tolerance)
-        assert stacked.local.acc == pytest.approx(result.local.acc, abs=0.04)
+        assert stacked.local.values["acc"] == pytest.approx(result.local.values["acc"], abs=0.04)
 
 
 def compare(tmp_path, algorithm=None, tolerance=1e-5, **options):

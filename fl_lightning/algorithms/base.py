@@ -46,9 +46,11 @@ class Aggregator:
 
     Attributes:
         leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
+        needs_classes: Whether what it tells apart is classes.
     """
 
     leaves: tuple[str, ...] = ()
+    needs_classes: bool = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -186,6 +188,7 @@ class Algorithm:
         validation: Share of a client's training data that it does not train on, for `prepare` to look at.
         whole: Whether a client's model as trained is what it uploads of it, with its personal part and, of what is in
             neither, what it started from. Callbacks that look at what clients train need that.
+        needs_classes: Whether the method itself compares classes, beside its terms, shared knowledge and aggregator.
         module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
         samples: How many training samples each client holds, by id, as a server can ask before round 1; the
             orchestrator sets it before it asks for the initial state.
@@ -199,6 +202,7 @@ class Algorithm:
     personal: tuple[str, ...] = ()
     validation: float = 0.0
     whole: bool = True
+    needs_classes: bool = False
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
 
@@ -227,6 +231,12 @@ class Algorithm:
     def knowledge(self) -> list[SharedKnowledge]:
         """Every piece of shared knowledge that the loss terms and the aggregator ask for."""
         return unique_knowledge([*(p for term in self.loss_terms for p in term.knowledge), *self.aggregator.knowledge])
+
+    @property
+    def of_classes(self) -> Iterator[str]:
+        """Names of the parts of the method that need classes, and so keep it from another objective."""
+        parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
+        return (type(part).__name__ for part in parts if part.needs_classes)
 
     def client_module(
         self,

@@ -18,7 +18,8 @@ from fl_lightning.data.loaders import Batches
 from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
-from fl_lightning.evaluation import Score, evaluate
+from fl_lightning.evaluation import Score
+from fl_lightning.objectives import Objective, described, objective_of
 
 MOST_CLASSES = 10_000_000
 """More are a slip: the last layer of any network would fill a machine's memory."""
@@ -31,14 +32,15 @@ class LoadedData:
     Args:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
             are token ids `(n, length)`, `int64`, padded with 0.
-        y_train: Training labels `(n,)`, `int64` in `[0, num_classes)`.
+        y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; or several labels a sample, `(n, L)`
+            whole numbers of 0 and 1; or numbers to be regressed, `(n,)` or `(n, T)`, `float32`.
         x_test: Test inputs, of the same shape and type.
         y_test: Test labels.
-        num_classes: Number of classes, `C`, 2 or more.
+        num_classes: Number of classes, `C`, 2 or more; else of the network's outputs, `L` or `T`.
         prepare: Turns a batch as stored into what the network takes, on the batch's device.
         augment: Random change of a prepared training batch, on its device, or None.
         cut: Makes a client's training batches; takes the arguments of `Batches`.
-        evaluate: Scores a shared module on the prepared batches of the global test set.
+        evaluate: Scores a shared module on the prepared batches of the global test set in its own way, or None.
     """
 
     x_train: Tensor
@@ -49,7 +51,7 @@ class LoadedData:
     prepare: BatchTransform
     augment: BatchTransform | None = None
     cut: Callable[..., Batches] = Batches
-    evaluate: Callable[..., Score] = evaluate
+    evaluate: Callable[..., Score] | None = None
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -68,8 +70,11 @@ class Dataset(ABC):
             ConfigError: Files are missing or damaged; the message says which files go where.
         """
 
-    def checked(self) -> LoadedData:
+    def checked(self, objective: Objective | None = None) -> LoadedData:
         """Load the data, and see that it is what `LoadedData` says: a scenario takes it from here.
+
+        Args:
+            objective: What the labels are for; found from them if None.
 
         Raises:
             ConfigError: It cannot be loaded, or something in it is not as it should be.
@@ -77,7 +82,7 @@ class Dataset(ABC):
         with own_code(self.blamed):
             data = self.load()
         try:
-            check(data)
+            check(data, objective)
         except ValueError as error:
             raise ConfigError(f"{self.blamed}: {error}") from error
         return data
@@ -103,8 +108,12 @@ def own_code(who: str) -> Iterator[None]:
         raise ConfigError(f"{who}: {type(error).__name__}: {one_line(error)}; --debug shows where") from error
 
 
-def check(data: LoadedData) -> None:
+def check(data: LoadedData, objective: Objective | None = None) -> None:
     """See that a dataset is what `LoadedData` says, in one pass over its labels, and over inputs other than `uint8`.
+
+    Args:
+        data: The dataset.
+        objective: What the labels are for; found from the training labels if None.
 
     Raises:
         ValueError: Says what is wrong first.
@@ -114,7 +123,7 @@ def check(data: LoadedData) -> None:
     if not isinstance(data.num_classes, int | np.integer) or isinstance(data.num_classes, bool):
         raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, no whole number")
     for name in ("prepare", "cut", "evaluate"):
-        if not callable(getattr(data, name)):
+        if not callable(getattr(data, name)) and (name, data.evaluate) != ("evaluate", None):
             raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
     for name in ("x_train", "y_train", "x_test", "y_test"):
         values = getattr(data, name)
@@ -122,9 +131,13 @@ def check(data: LoadedData) -> None:
             raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor")
         if values.layout != torch.strided or values.device.type != "cpu":
             raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, in main memory")
+    objective = objective or objective_of(data.y_train)
     for split in ("train", "test"):
         x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
-        _check_labels(f"y_{split}", y, data.num_classes)
+        try:
+            objective.check(y, data.num_classes)
+        except ValueError as error:
+            raise ValueError(f"y_{split} {error}") from error
         _check_inputs(f"x_{split}", x)
         if len(x) != len(y) or not len(x):
             raise ValueError(f"x_{split} has {len(x)} rows and y_{split} {len(y)}: they need as many, and at least one")
@@ -133,26 +146,15 @@ def check(data: LoadedData) -> None:
         raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
     if data.x_train.dtype != data.x_test.dtype:
         raise ValueError("x_train and x_test need one type: uint8 is scaled to 0-1, floating point is not")
-    if not 2 <= data.num_classes <= MOST_CLASSES:
-        raise ValueError(f"num_classes is {data.num_classes}, not between 2 and {MOST_CLASSES:,}")
-
-
-def _check_labels(name: str, y: Tensor, num_classes: int) -> None:
-    if y.dtype != torch.int64 or y.ndim != 1:
-        also = "" if y.is_floating_point() or y.ndim != 1 else "; make it int64"
-        raise ValueError(f"{name} needs one whole number a sample, got {_kind(y)}{also}")
-    low, high = map(int, y.aminmax()) if len(y) else (0, -1)
-    if low < 0:
-        raise ValueError(f"{name} holds label {low}; labels count from 0")
-    if high >= num_classes:
-        raise ValueError(f"{name}: label {high} is out of range for num_classes {num_classes}")
+    if not objective.fewest <= data.num_classes <= MOST_CLASSES:
+        raise ValueError(f"num_classes is {data.num_classes}, not between {objective.fewest} and {MOST_CLASSES:,}")
 
 
 def _check_inputs(name: str, x: Tensor) -> None:
     if x.ndim < 2 or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs a row a sample: (n, ...)")
     if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
-        raise ValueError(f"{name} is {_kind(x)}; it needs uint8 or float32, or int64 for token ids (n, length)")
+        raise ValueError(f"{name} is {described(x)}; it needs uint8 or float32, or int64 for token ids (n, length)")
     if x.dtype == torch.uint8 or not len(x):
         return
     low, high = x.aminmax()  # a NaN makes both NaN
@@ -160,10 +162,6 @@ def _check_inputs(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} holds NaN or Inf, or numbers too large for float32")
     if x.dtype == torch.int64 and low < 0:
         raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
-
-
-def _kind(values: Tensor) -> str:
-    return f"{str(values.dtype).removeprefix('torch.')} of shape {tuple(values.shape)}"
 
 
 class FileDataset(Dataset):

@@ -266,4 +266,4 @@ def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]],
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)
     accuracies, losses = episode_scores(torch.cat(features), torch.cat(labels), task).T
     acc, interval = mean_and_interval(accuracies)
-    return Score(acc, float(losses.mean()), task.episodes, interval)
+    return Score(task.episodes, {"acc": acc, "loss": float(losses.mean()), "acc_interval": interval})

@@ -11,7 +11,13 @@ from fl_lightning.errors import ConfigError
 
 
 class Partition(ABC):
-    """A rule that deals samples out to clients: the `scenario.partition` of a config."""
+    """A rule that deals samples out to clients: the `scenario.partition` of a config.
+
+    Attributes:
+        needs_classes: Whether it tells samples apart by their class, and so is for classification alone.
+    """
+
+    needs_classes: bool = False
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -62,6 +68,7 @@ class Dirichlet(Partition):
         ConfigError: `alpha` is not above 0 and at most 1e6, or `min_samples` below 1.
     """
 
+    needs_classes = True
     draws, hopeless = 1000, 100
 
     def __init__(
@@ -141,6 +148,8 @@ class Shards(Partition):
         ConfigError: `per_client` is below 1.
     """
 
+    needs_classes = True
+
     def __init__(self, per_client: int = 2) -> None:
         if per_client < 1:
             raise ConfigError(f"scenario.partition.per_client: {per_client} is below 1")
@@ -181,6 +190,8 @@ class QuantitySkew(Partition):
 
 
 class _FewClasses(Partition):
+    needs_classes = True
+
     def __init__(self, classes_per_client: int = 2) -> None:
         if classes_per_client < 1:
             raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning.data.datasets import Dataset, LoadedData, own_code
 from fl_lightning.data.partitions import Partition, by_class, check_shares, deal
 from fl_lightning.errors import ConfigError
+from fl_lightning.objectives import Classification, Objective, objective_of
 from fl_lightning.seeding import Stream, generator
 
 HASHED = 1 << 24
@@ -43,14 +44,17 @@ class FederatedData:
         data: The whole dataset; its test split is the global test set. Where clients are tested on a share of that
             (`local_test: official`), its samples also follow the training samples in `x_train` and `y_train`.
         shards: One a client, by client id.
+        objective: What the labels are for.
     """
 
     data: LoadedData
     shards: list[Shard]
+    objective: Objective = field(default_factory=Classification)
 
     def class_counts(self, part: str = "train") -> np.ndarray:
-        """Samples a client and class, `(clients, C)`, of the local `train` or `test` shares."""
-        y, classes = self.data.y_train, self.data.num_classes
+        """Samples a client and class, `(clients, C)`, of `train` or `test` shares; without classes `(clients, 1)`."""
+        classes = self.objective.stratum_count(self.data.num_classes)
+        y = self.objective.strata(self.data.y_train)
         held = [getattr(shard, part) for shard in self.shards]
         owner = torch.arange(len(held)).repeat_interleave(torch.tensor([len(own) for own in held]))
         cells = torch.bincount(owner * classes + y[torch.cat(held)], minlength=len(held) * classes)
@@ -106,6 +110,8 @@ class Scenario:
             the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
         train_samples: Use only so many of the training samples, or a share of them between 0 and 1 (rounded up),
             drawn by the seed in the proportions of the classes; all by default. The test set stays whole.
+        objective: What the labels are for: `Classification`, `MultiLabel`, `Regression`, or a class of your own; found
+            from the labels by default.
 
     Raises:
         ConfigError: `clients` is below 1, `train_samples` neither a whole number from 1 on nor a share, `local_test`
@@ -118,6 +124,7 @@ class Scenario:
     local_test: float | Literal["official"] = 0.25
     long_tail: float | None = None
     train_samples: int | float | None = None
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -139,18 +146,30 @@ class Scenario:
             ConfigError: The data cannot be read or are not what they should be, the partition cannot be met, or a
                 client ends up with no training sample.
         """
-        data = self.dataset.checked()
+        data = self.dataset.checked(self.objective)
+        objective = self.objective or objective_of(data.y_train)
+        if not objective.classes:
+            self._refuse_classes(objective)
         # Keys of their own beside the partition's: the same samples for every way to deal them out.
         if self.train_samples is not None:
-            data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1))
+            data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
         if self.long_tail is not None:
             data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
-        parts = self._deal(data.y_train.numpy(), generator(seed, Stream.PARTITION))
+        labels = objective.strata(data.y_train).numpy()
+        parts = self._deal(labels, generator(seed, Stream.PARTITION))
         if self.local_test == "official":
-            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT))
-        labels = data.y_train.numpy()
+            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT), objective)
         shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(parts)]
-        return FederatedData(data, shards)
+        return FederatedData(data, shards, objective)
+
+    def _refuse_classes(self, objective: Objective) -> None:
+        """Refuse what deals classes out, where the labels are none."""
+        labels = f"the labels are no classes but for {type(objective).__name__}"
+        if self.partition.needs_classes:
+            kind = type(self.partition).__name__
+            raise ConfigError(f"scenario.partition: {kind} deals classes out, and {labels}; take IID or QuantitySkew")
+        if self.long_tail is not None:
+            raise ConfigError(f"scenario.long_tail: it thins classes out, and {labels}; leave it out")
 
     def _deal(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         if self.clients > len(labels):
@@ -183,13 +202,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def keep_some(data: LoadedData, n: int | float, rng: np.random.Generator) -> LoadedData:
+def keep_some(
+    data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
+) -> LoadedData:
     """The dataset with n of its training samples, or that share of them, in the proportions of the classes.
 
     Raises:
         ConfigError: It has fewer.
     """
-    labels = data.y_train.numpy()
+    labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
     if n > len(labels):
@@ -235,26 +256,30 @@ def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedDa
 # --- Local test data -------------------------------------------------------------------------------------------------
 
 
-def share_official_test(data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator) -> FederatedData:
+def share_official_test(
+    data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective = Classification()
+) -> FederatedData:
     """Deal the official test set out in the proportions of the training data, class by class.
 
     Args:
         data: The loaded dataset.
         parts: Each client's training samples.
         rng: The only source of chance.
+        objective: What the labels are for.
 
     Returns:
         Shards that train on all of `parts`. They index one table, so the test samples follow the training samples.
     """
-    y_train, y_test = data.y_train.numpy(), data.y_test.numpy()
-    held = np.stack([np.bincount(y_train[part], minlength=data.num_classes) for part in parts])
+    y_train, y_test = (objective.strata(y).numpy() for y in (data.y_train, data.y_test))
+    classes = objective.stratum_count(data.num_classes)
+    held = np.stack([np.bincount(y_train[part], minlength=classes) for part in parts])
     present, sizes = np.unique(y_test, return_counts=True)
     counts = np.stack([apportion(size, held[:, j], rng) for j, size in zip(present, sizes, strict=True)], axis=1)
     tests = deal(y_test, counts, rng)
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
     n = len(y_train)
     shards = [Shard(torch.from_numpy(own), torch.from_numpy(test + n)) for own, test in zip(parts, tests, strict=True)]
-    return FederatedData(replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:]), shards)
+    return FederatedData(replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:]), shards, objective)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

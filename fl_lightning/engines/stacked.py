@@ -66,7 +66,7 @@ class StackedEngine(Engine):
         check_module(clients[0])
         classes = worker.data.data.num_classes
         for client in clients:
-            client.class_counts, client.trainer = torch.ones(classes), trainer
+            client.class_counts, client.trainer = torch.ones(worker.data.objective.stratum_count(classes)), trainer
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.on_fit_start()

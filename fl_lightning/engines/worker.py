@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +38,7 @@ from fl_lightning.engines.device import channels_last, compile_backbone, residen
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
 from fl_lightning.evaluation import Score, evaluate
+from fl_lightning.measures import Measure, measures_of, tried
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
 from fl_lightning.seeding import Stream, derive, generator, seed_everything
@@ -116,6 +117,7 @@ class Worker:
             as the algorithm says if None.
         compile: Compile the backbone, once for all clients and rounds.
         channels_last: Lay images and convolutions out with their channels side by side.
+        metrics: Metrics beside what the objective measures, as `Evaluation.metrics` names them.
         eval_batch_size: Samples a batch where nothing is trained; by default 128 on a CPU, whose caches hold no
             more of a convolution's activations, and 512 elsewhere.
     """
@@ -131,6 +133,7 @@ class Worker:
     optimizer_state: OptimizerState | None = None
     compile: bool = False
     channels_last: bool = False
+    metrics: Sequence[str | dict[str, Any]] = ()
     eval_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +146,21 @@ class Worker:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = self.model(in_shape=loaded.in_shape, num_classes=loaded.num_classes)
-        return self.algorithm.client_module(backbone, self.optimizer, self.lr_scheduler)
+        module = self.algorithm.client_module(backbone, self.optimizer, self.lr_scheduler)
+        module.objective = self.data.objective
+        return module
+
+    @cached_property
+    def measures(self) -> list[Measure]:
+        """What is measured beside what the objective measures."""
+        return measures_of(self.metrics, self.data.objective, self.data.data.num_classes)
+
+    @cached_property
+    def score_names(self) -> list[str]:
+        """Names of what is measured of a model."""
+        loaded, objective = self.data.data, self.data.objective
+        sums = objective.sums(torch.zeros(1, loaded.num_classes), loaded.y_train[:1])
+        return [*sums, *(measure.name for measure in self.measures)]
 
     @cached_property
     def min_batch(self) -> int:
@@ -173,6 +190,11 @@ class Worker:
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
         """
+        objective, outputs = self.data.objective, self.data.data.num_classes
+        if not objective.classes and (part := next(self.algorithm.of_classes, None)):
+            labels = f"the labels are no classes but for {type(objective).__name__}"
+            raise ConfigError(f"algorithm: {part} compares classes, and {labels}; take one that does not, as FedAvg")
+        measures = self.measures
         with blame("trainer"):
             check_options(self.trainer)
             trainer = self.setup
@@ -189,19 +211,17 @@ class Worker:
         with blame("lr_scheduler"):
             module.configure_optimizers()
         with blame("algorithm"):
-            module.class_counts = torch.ones(self.data.data.num_classes)
+            module.class_counts = torch.ones(objective.stratum_count(outputs))
             module.trainer = trainer
             for term in module.terms():
                 term.begin(module)
         with blame("model"), self.inference(module):
-            x, _ = next(iter(self._ordered(None)))
+            x, y = next(iter(self._ordered(None)))
             logits = module(x)
-        classes = self.data.data.num_classes
-        if logits.shape != (len(x), classes):
-            raise ConfigError(
-                f"model: puts out {tuple(logits.shape[1:])} a sample, the dataset has {classes} classes; "
-                f"it needs one number a class"
-            )
+        if logits.shape != (len(x), outputs):
+            what = "classes; it needs one number a class" if objective.classes else "numbers to be put out"
+            raise ConfigError(f"model: puts out {tuple(logits.shape[1:])} a sample, the dataset has {outputs} {what}")
+        tried(measures, objective, logits, y)
 
     @cached_property
     def _blueprint(self) -> Blueprint[ClientModule]:
@@ -253,7 +273,14 @@ class Worker:
         """Score shared weights on the global test set."""
         module = self.shared_module(weights)
         with self.inference(module):
-            return self.data.data.evaluate(module, self.test_batches())
+            return self._scored_globally(module)
+
+    def _scored_globally(self, module: ClientModule) -> Score:
+        own = self.data.data.evaluate
+        return own(module, self.test_batches()) if own else self._scored(module, self.test_batches())
+
+    def _scored(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+        return evaluate(module, batches, self.data.objective, self.measures)
 
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task."""
@@ -270,8 +297,9 @@ class Worker:
         """A module as initialised, made the client's as it starts on a task; torch's generators are the client's."""
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.batch_size
-        labels = self.data.data.y_train[self.held(task.client)[0]]
-        module.class_counts = torch.bincount(labels, minlength=self.data.data.num_classes)
+        objective, data = self.data.objective, self.data.data
+        strata = objective.strata(data.y_train[self.held(task.client)[0]])
+        module.class_counts = torch.bincount(strata, minlength=objective.stratum_count(data.num_classes))
         module.optimizer_state = task.memory.get("optimizer", {})
         self.algorithm.receive(module, task.download, task.memory)
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
@@ -323,9 +351,9 @@ class Worker:
             if task.evaluate or task.evaluate_globally:
                 self.algorithm.personalize(module, self.training_batches(task.client))
             if task.evaluate and len(shard.test):
-                local = evaluate(module, self._ordered(shard.test))
+                local = self._scored(module, self._ordered(shard.test))
             if task.evaluate_globally:
-                on_global = self.data.data.evaluate(module, self.test_batches())
+                on_global = self._scored_globally(module)
         if upload and (bad := first_non_finite(upload.tensors)):
             raise NonFiniteError(f"the upload's {bad!r} is NaN or Inf: lower the learning rate")
         return Result(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import (
     Aggregator,
@@ -33,9 +32,9 @@ CHOICE = "choice"
 """The section of a module's notes that tells which cluster it has chosen."""
 
 
-def mean_loss(module: nn.Module, batches: Batches) -> Tensor:
-    """`F_i(θ)`: the mean cross-entropy over all of a client's samples, in the mode the module is in; a scalar."""
-    sums = [(F.cross_entropy(module(x).float(), y, reduction="sum"), len(y)) for x, y in batches]
+def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
+    """`F_i(θ)`: the objective's mean loss over all of a client's samples, in the mode the module is in; a scalar."""
+    sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
     losses, counts = zip(*sums, strict=True)
     return torch.stack(losses).double().sum() / sum(counts)
 

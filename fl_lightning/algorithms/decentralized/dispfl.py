@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Batches, Buffers, State
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
@@ -257,7 +256,7 @@ def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     for x, y in batches:
         with torch.enable_grad():
-            loss = F.cross_entropy(module(x), y, reduction="sum")
+            loss = module.objective.loss(module(x), y, "sum")
             parts = torch.autograd.grad(loss, [parameters[name] for name in trained], materialize_grads=True)
         for name, part in zip(trained, parts, strict=True):
             sums[name] += part

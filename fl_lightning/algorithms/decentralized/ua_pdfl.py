@@ -79,6 +79,7 @@ class UnitRepresentation(SharedKnowledge):
         reference: As the authors' code: `I^Aux` is averaged by samples, over the peers only.
     """
 
+    needs_classes = True
     name = "unit"
 
     def __init__(self, value: float = 1.0, reference: bool = False) -> None:

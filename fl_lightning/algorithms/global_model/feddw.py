@@ -70,6 +70,7 @@ class SoftLabels(SharedKnowledge):
             identity's row, and `Ω` is the mean of the old one and that average.
     """
 
+    needs_classes = True
     name = "soft_labels"
 
     def __init__(self, reference: bool = False) -> None:

@@ -83,6 +83,8 @@ class PrototypeAveraging(Aggregator):
         ConfigError: `rho` is not within [0, 1].
     """
 
+    needs_classes = True
+
     def __init__(self, rho: float = 0.9) -> None:
         check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")
         self.rho = rho

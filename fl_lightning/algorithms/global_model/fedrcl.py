@@ -116,6 +116,8 @@ class RelaxedContrastive(LossTerm):
         ConfigError: A value is outside its range, or a fit begins and the model has not those levels.
     """
 
+    needs_classes = True
+
     def __init__(
         self,
         w_s: float = 1.0,

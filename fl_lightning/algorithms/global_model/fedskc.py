@@ -79,6 +79,7 @@ class StructuralKnowledge(SharedKnowledge):
         reference: As the authors' code: no sigmoid, and the logits seen while training the last local epoch.
     """
 
+    needs_classes = True
     name = "structural"
 
     def __init__(self, similar_clients: int = 1, reference: bool = False) -> None:

@@ -83,6 +83,8 @@ class ClassifierVariance(LossTerm):
         (0.5, 0.0)
     """
 
+    needs_classes = True
+
     def __init__(self, lam: float = 2.5) -> None:
         super().__init__()
         check_number("algorithm.lam", lam, "[0, inf)", "the paper uses 2.5")

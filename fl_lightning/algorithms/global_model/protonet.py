@@ -35,6 +35,8 @@ class Prototypical(LossTerm):
         0.6931
     """
 
+    needs_classes = True
+
     def __init__(self, shots: int = 5, weight: float = 1.0) -> None:
         super().__init__()
         check_number("algorithm.loss_terms.shots", shots, "[1, inf)")

@@ -81,6 +81,7 @@ class WeightDistribution(LossTerm):
         0.7071
     """
 
+    needs_classes = True
     name = "wdr"
 
     def __init__(self, lam: float = 10.0, reference: bool = False) -> None:
@@ -137,6 +138,7 @@ def class_models(state: State) -> Tensors:
 class ClassShares(SharedKnowledge):
     """The true class shares, for the ablation that aggregates by them: they go up, and nothing comes back."""
 
+    needs_classes = True
     name = "class_shares"
 
     def initial(self, num_classes: int) -> Tensors:
@@ -169,6 +171,7 @@ class ClassWise(Aggregator):
         ConfigError: The model has no classification layer in a part called `head`.
     """
 
+    needs_classes = True
     leaves = ("weights",)
 
     def __init__(self, distribution: Distribution = "weights") -> None:

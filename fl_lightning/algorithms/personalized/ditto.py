@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, WeightedMean, Weighting, to_cpu
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
@@ -56,7 +55,7 @@ class BesideShared(ClientModule):
 
     def own_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """`f(v) + λ/2 ||v - w^t||²` on a batch."""
-        loss = F.cross_entropy(self.own(x), y)
+        loss = self.objective.loss(self.own(x), y)
         if not self.lam:
             return loss
         return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
@@ -144,7 +143,7 @@ class FedALA(Algorithm):
         while len(losses) < passes and not settled(losses, self.threshold):
             for chosen in drawn.split(module.batch_size):
                 model = {name: value.requires_grad_() for name, value in mixed(local, received, weights).items()}
-                loss = F.cross_entropy(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
+                loss = module.objective.loss(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
                 gradients = torch.autograd.grad(loss, list(model.values()))
                 weights = stepped(weights, dict(zip(model, gradients, strict=True)), local, received, self.eta)
             losses.append(loss.item())

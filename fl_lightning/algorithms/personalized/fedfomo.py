@@ -174,7 +174,7 @@ class FedFomo(Algorithm):
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)
-            return evaluate(module, batches).loss
+            return evaluate(module, batches, module.objective).values["loss"]
 
         with torch.no_grad():
             before, (start, *ends) = loss(previous), flatten([previous, *models])

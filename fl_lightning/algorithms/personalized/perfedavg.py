@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, WeightedMean, Weighting
 from fl_lightning.client import ClientModule, LossTerm, Step
@@ -130,7 +129,7 @@ def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
     optimizer.zero_grad()
     with torch.enable_grad():
         for x, y in batches:
-            F.cross_entropy(module(x), y, reduction="sum").backward()
+            module.objective.loss(module(x), y, "sum").backward()
             n += len(y)
     for group in optimizer.param_groups:
         group["lr"] /= n

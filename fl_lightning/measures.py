@@ -1,0 +1,194 @@
+"""Metrics of torchmetrics by name, with the number of classes filled in: `evaluation.metrics`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torchmetrics.classification
+import torchmetrics.regression
+from torch import Tensor
+from torchmetrics import Metric
+
+from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.metrics import is_lower_better
+from fl_lightning.objectives import Objective
+
+TASKS = ("Multiclass", "Multilabel", "Binary")
+TAKEN = {"acc", "loss", "mae"}
+KEY = "evaluation.metrics"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric that is measured beside what the objective measures.
+
+    Args:
+        name: What it is called: `f1_score`, as in `global/f1_score`.
+        make: Makes the metric afresh.
+    """
+
+    name: str
+    make: Callable[[], Metric]
+
+    def begun(self) -> Running:
+        """The metric before it has seen anything."""
+        return Running(self.name, self.make())
+
+
+class Running:
+    """A metric that sees one batch after another.
+
+    Args:
+        name: What it is called.
+        metric: The metric.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self.name, self._metric = name, metric
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """See a batch, on whatever device it is."""
+        with _torchmetrics(self.name):
+            self._metric.to(predictions.device).update(predictions, targets)
+
+    def value(self) -> float:
+        """What it comes to; NaN where it is not defined. Of several outputs, their mean.
+
+        Raises:
+            ConfigError: It is no single number.
+        """
+        with _torchmetrics(self.name):
+            value = self._metric.compute()
+        of_outputs = (getattr(self._metric, "num_outputs", 1),)
+        if not isinstance(value, Tensor) or (value.numel() != 1 and value.shape != of_outputs):
+            kind = type(self._metric).__name__
+            raise ConfigError(f"{KEY}: {kind} gives no single number; {_mend_for(kind)}")
+        return float(value.double().mean())
+
+
+def _mend_for(kind: str) -> str:
+    if kind.endswith("ConfusionMatrix"):
+        return "the callback ConfusionMatrix draws one"
+    return "set an average of it, as macro, or take another metric"
+
+
+@contextmanager
+def _torchmetrics(name: str) -> Iterator[None]:
+    """Put what goes wrong in a metric down to it; that a class is missing from a client's data is no news."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{KEY}: {name}: {one_line(error)}") from error
+
+
+def measures_of(specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int) -> list[Measure]:
+    """The metrics that a config names.
+
+    Args:
+        specs: Names, or mappings of `class_path`, `init_args` and `name`.
+        objective: What the outputs are for.
+        outputs: How many outputs, and so classes or labels, there are.
+
+    Raises:
+        ConfigError: One is none, cannot be made with these arguments, or has a name that cannot be taken.
+    """
+    measures = [_measure(spec, objective, outputs) for spec in specs]
+    names = [measure.name for measure in measures]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{KEY}: {twice[0]!r} is there twice; give one of them another name")
+    return measures
+
+
+def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) -> Measure:
+    given: Mapping[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
+    path, options, name = given.get("class_path"), given.get("init_args") or {}, given.get("name")
+    if odd := set(given) - {"class_path", "init_args", "name"}:
+        raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path, init_args and name")
+    if not isinstance(path, str) or not isinstance(options, Mapping):
+        raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
+    kind = _metric_class(path, objective)
+    arguments = inspect.signature(kind).parameters
+    if unknown := [option for option in options if option not in arguments and option not in METRIC_OPTIONS]:
+        near = get_close_matches(unknown[0], arguments, 1)
+        mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(n for n in arguments if n != 'kwargs')}"
+        raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}; {mend}")
+    counted = {objective.count: outputs} if objective.count in arguments else {}
+    make = partial(kind, **counted | dict(options))
+    with _torchmetrics(kind.__name__):
+        higher = make().higher_is_better
+    return Measure(_name(kind, name, higher), make)
+
+
+METRIC_OPTIONS = frozenset({"sync_on_compute", "compute_on_cpu", "compute_with_cache"})
+
+
+def _metric_class(path: str, objective: Objective) -> type[Metric]:
+    if "." in path:
+        return _imported(path)
+    home = torchmetrics.classification if objective.kind else torchmetrics.regression
+    fitting = {name: vars(home)[name] for name in home.__all__ if name.startswith(objective.kind)}
+    bare = path.removeprefix(_task(path))
+    for name in (path, f"{objective.kind}{path}"):
+        if name in fitting:
+            return fitting[name]
+    lowered = {name.lower(): name for name in fitting}
+    near = get_close_matches(f"{objective.kind}{bare}".lower(), lowered, 1)
+    mend = f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(fitting)}"
+    raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}; {mend}")
+
+
+def _task(name: str) -> str:
+    """What a metric's name says of the kind of labels, if anything."""
+    return next((task for task in TASKS if name.startswith(task)), "")
+
+
+def _imported(path: str) -> type[Metric]:
+    module, _, name = path.rpartition(".")
+    try:
+        kind = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{KEY}: there is no class {path!r}: {one_line(error)}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Metric)):
+        raise ConfigError(f"{KEY}: {path} is no torchmetrics.Metric")
+    return kind
+
+
+def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
+    """What a metric is called; whoever reads the measurements can tell from that alone which way is better."""
+    called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
+    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
+        raise ConfigError(f"{KEY}: name: {called!r} is no name of its own, of letters, digits and _")
+    if higher_is_better is not None and is_lower_better(called) == higher_is_better:
+        better, end = ("more", "_score") if higher_is_better else ("less", "_error")
+        raise ConfigError(f"{KEY}: {called!r} does not say that {better} of it is better; name it {called}{end}, say")
+    return called
+
+
+def snake_case(name: str) -> str:
+    """A class's name as a metric's: `f1_score` of `F1Score`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def tried(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
+    """Try metrics on one batch.
+
+    Raises:
+        ConfigError: One does not take it, or gives no single number.
+    """
+    for measure in measures:
+        running = measure.begun()
+        running.update(*objective.predictions(outputs.detach().float(), targets))
+        running.value()
