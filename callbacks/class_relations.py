@@ -33,6 +33,7 @@ class ClassRelations(RoundFigure):
     """
 
     name = "class_relations"
+    needs_classes = True
 
     def check(self, run: FederatedOrchestrator) -> None:
         """Refuse what has no matrices to compare.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.callbacks.monitor import ACCURACIES, Monitor, round_metrics
+from fl_lightning.callbacks.monitor import ACCURACIES, LOSSES, Monitor, round_metrics
 
 from fl_lightning.errors import ConfigError, check_positive
 
@@ -18,8 +18,8 @@ class EarlyStopping(Monitor):
     """Ends the run when a round metric has not improved for a number of evaluations.
 
     Args:
-        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`. A round
-            without it does not count.
+        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
+            there is no accuracy, the loss. A round without it does not count.
         mode: Whether more (`max`) or less (`min`) of it is better.
         patience: How many evaluations without an improvement end the run.
         min_delta: What counts as an improvement, at least; 0 or more.
@@ -50,7 +50,7 @@ class EarlyStopping(Monitor):
             ConfigError: It is no metric, or none is named and no round will have an accuracy.
         """
         super().check(run)
-        if self.monitor is None and not {*ACCURACIES}.intersection(round_metrics(run)):
+        if self.monitor is None and not {*ACCURACIES, *LOSSES}.intersection(round_metrics(run)):
             mend = "name another as monitor, or hold data back to test on (scenario.local_test)"
             raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}; {mend}")
 

@@ -42,6 +42,7 @@ class RoundFigure(RoundCallback):
     Attributes:
         name: Of the figure and its folder; of several in one run, the second's is `<name>-2`.
         looks_at_clients: Whether it looks at the models that clients have trained, by `trained_model`.
+        needs_classes: Whether it draws classes.
 
     Raises:
         ConfigError: `every` is below 1, or two of a run's figures would log the same numbers.
@@ -50,6 +51,7 @@ class RoundFigure(RoundCallback):
     name: str
     _written: str = ""
     looks_at_clients: bool = False
+    needs_classes: bool = False
 
     def __init__(self, every: int | None = None) -> None:
         check_positive(f"callbacks: {type(self).__name__}.", every=every)
@@ -60,13 +62,16 @@ class RoundFigure(RoundCallback):
         """Refuse what cannot be measured or written; warn of what was written and is no longer so.
 
         Raises:
-            ConfigError: Clients' models are not to be known, another figure logs the same, or a link stands where the
-                files go.
+            ConfigError: Clients' models are not to be known, there are no classes to draw, another figure logs the
+                same, or a link stands where the files go.
         """
         owner = f"callbacks: {type(self).__name__}"
         if self.looks_at_clients and not run.algorithm.whole:
             method = type(run.algorithm).__name__
             raise ConfigError(f"{owner}: {method} does not let a client's model out as it was trained; leave it out")
+        if self.needs_classes and not run.data.objective.classes:
+            labels = f"the labels are no classes but for {type(run.data.objective).__name__}"
+            raise ConfigError(f"{owner}: it draws classes, and {labels}; leave it out")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
             if twice := {*self.metrics(run)}.intersection(other.metrics(run)):

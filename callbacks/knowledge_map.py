@@ -35,6 +35,7 @@ class KnowledgeMap(RoundFigure):
     """
 
     name = "knowledge_map"
+    needs_classes = True
     looks_at_clients = True
 
     def __init__(self, every: int | None = None, client: int = 0, samples: int = 500) -> None:

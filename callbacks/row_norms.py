@@ -36,6 +36,7 @@ class RowNorms(RoundFigure):
     """
 
     name = "row_norms"
+    needs_classes = True
     looks_at_clients = True
 
     def __init__(self, every: int | None = None) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 import torchmetrics.classification
 import torchmetrics.regression
 from torch import Tensor
@@ -41,7 +42,9 @@ class Measure:
 
     def begun(self) -> Running:
         """The metric before it has seen anything."""
-        return Running(self.name, self.make())
+        metric = self.make()
+        over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
+        return RunningAUROC(self.name, metric) if over_classes else Running(self.name, metric)
 
 
 class Running:
@@ -73,6 +76,36 @@ class Running:
             kind = type(self._metric).__name__
             raise ConfigError(f"{KEY}: {kind} gives no single number; {_mend_for(kind)}")
         return float(value.double().mean())
+
+
+class RunningAUROC(Running):
+    """AUROC over the classes, or labels, of which there are samples and others: to torchmetrics it is 0 for the rest.
+
+    A client's few samples often lack a class, of which nothing can be said.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        super().__init__(name, metric)
+        self._weighted, metric.average = metric.average == "weighted", "none"
+        self._held: Tensor | int = 0
+        self._n = 0
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """See a batch, and count each class's samples."""
+        super().update(predictions, targets)
+        held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=predictions.shape[1])
+        self._held, self._n = self._held + held, self._n + len(targets)
+
+    def value(self) -> float:
+        """The mean over the classes that have one; NaN where none has."""
+        assert isinstance(self._held, Tensor)
+        with _torchmetrics(self.name):
+            by_class = self._metric.compute().double()
+        weights = (self._held if self._weighted else 1) * ((self._held > 0) & (self._held < self._n)).double()
+        return float((by_class * weights).sum() / weights.sum())
+
+
+AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
 
 
 def _mend_for(kind: str) -> str:

@@ -15,7 +15,7 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, engines, models
+from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, engines, models, objectives
 from fl_lightning.catalogue import FAMILIES
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.errors import ConfigError
@@ -122,7 +122,7 @@ def test_a_printed_config_holds_what_the_file_says(here, capsys):
     assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
     assert printed["callbacks"][0]["init_args"]["patience"] == 5
     scored = {"clients": "received", "personal_on_global": False, "max_clients": None}
-    assert printed["evaluation"] == scored | {"targets": [0.25]}
+    assert printed["evaluation"] == scored | {"targets": [0.25], "metrics": []}
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
@@ -155,6 +155,7 @@ LISTED = {
     "datasets": (data, data.Dataset, {"Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "Arrays"}),
     "models": (models, models.Backbone, {"MLP", "CNN", "ResNet8"}),
     "partitions": (data, data.Partition, {"IID", "Dirichlet", "Pathological"}),
+    "objectives": (objectives, objectives.Objective, {"Classification", "MultiLabel", "Regression"}),
     "engines": (engines, engines.Engine, {"AutoEngine", "ProcessesEngine", "SequentialEngine", "StackedEngine"}),
     "callbacks": (callbacks, callbacks.RoundCallback, {"Checkpointing", "EarlyStopping", "RoundProgress"}),
 }

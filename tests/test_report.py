@@ -54,7 +54,7 @@ def test_a_run_ends_with_its_figures() -> None:
     assert cells(table) == [
         ["global acc", "0.6123", "0.7000", "5"],
         ["client acc, weighted", "0.3750", "0.4375", "4"],
-        ["personal on global", "0.2500", "0.5000", "2"],
+        ["personal on global acc", "0.2500", "0.5000", "2"],
         ["R_0.5 (global)", "round 3", "", ""],
         ["R_0.9 (global)", "not reached", "", ""],
         ["bytes up", "12.3 MB", "", ""],

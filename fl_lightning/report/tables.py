@@ -20,18 +20,11 @@ MOST_CLIENTS, ENDS = 100, 20
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The table a run ends with: accuracies last and best, R_acc, and bytes."""
+    """The table a run ends with: what was measured last and at best, R_acc, and bytes."""
     table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds")
-    names = {
-        "global/acc": "global acc",
-        "client/acc_mean": "client acc",
-        "client/acc_weighted": "client acc, weighted",
-        "personal_on_global/acc_mean": "personal on global",
-    }
-    for name, label in names.items():
-        if f"{name}_last" in summary:
-            figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
-            table.add_row(label, *figures, str(summary[f"{name}_best_round"]))
+    for name in (key.removesuffix("_last") for key in summary if key.endswith("_last")):
+        figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
+        table.add_row(label_of(name), *figures, str(summary[f"{name}_best_round"]))
     table.add_section()
     whose = "global" if "global/acc_last" in summary else "clients"
     for name, value in summary.items():
@@ -41,6 +34,15 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
     return table
+
+
+def label_of(name: str) -> str:
+    """What a series of models' figures is called on a screen: `client acc, weighted` of `client/acc_weighted`."""
+    whose, _, metric = name.partition("/")
+    metric = metric.removesuffix("_mean")
+    if weighted := metric.endswith("_weighted"):
+        metric = metric.removesuffix("_weighted")
+    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
 
 
 def test_table(metrics: Row) -> Table:
@@ -77,10 +79,11 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write who holds what as CSV: client, split, and one column a class."""
+    """Write who holds what as CSV: client, split, and one column a class, or `samples` where there are none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["client", "split", *(f"class_{j}" for j in range(data.data.num_classes))])
+    columns = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
+    writer.writerow(["client", "split", *columns])
     for split in ("train", "test"):
         for client, row in enumerate(data.class_counts(split).tolist()):
             writer.writerow([client, split, *row])

@@ -1,0 +1,289 @@
+"""Metrics of torchmetrics beside loss and accuracy, against scikit-learn on the same predictions."""
+
+import re
+
+import commands
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from experiments import experiment, same_bytes, untimed
+from fl_lightning.callbacks import Checkpointing, EarlyStopping
+from sklearn.metrics import f1_score, mean_squared_error, r2_score, roc_auc_score
+from test_objectives import made
+
+from fl_lightning.algorithms import Local
+from fl_lightning.data import Digits, Pathological, Scenario
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.measures import measures_of, snake_case
+from fl_lightning.metrics import is_lower_better
+from fl_lightning.objectives import Classification, MultiLabel, Regression
+
+F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
+
+
+def measured(run_dir, *metrics, algorithm=None, **options):
+    run = experiment(run_dir, algorithm, evaluation=Evaluation("received", metrics=list(metrics)), **options)
+    run.fit()
+    return run
+
+
+def predictions(run, module, x):
+    with run.worker.inference(module):
+        return module(run.data.data.prepare(x)).softmax(dim=1).numpy()
+
+
+def test_f1_and_auroc_are_scikit_learns_for_the_global_model(tmp_path):
+    run = measured(tmp_path, *F1_AND_AUROC, rounds=2)
+    data, last = run.data.data, run.csv.rows[-1]
+    shares = predictions(run, run.worker.shared_module(run.state["model"]), data.x_test)
+    y = data.y_test.numpy()
+    assert last["global/f1_score"] == pytest.approx(f1_score(y, shares.argmax(1), average="macro"), abs=1e-6)
+    assert last["global/auroc"] == pytest.approx(roc_auc_score(y, shares, multi_class="ovr"), abs=1e-6)
+    assert last["global/acc"] == pytest.approx((shares.argmax(1) == y).mean(), abs=1e-9)
+
+
+def test_f1_and_auroc_are_scikit_learns_for_each_client(tmp_path):
+    run = measured(tmp_path, *F1_AND_AUROC, rounds=2)
+    series, seen = run.test(), {"f1_score": [], "auroc": []}
+    for client, shard in enumerate(run.data.shards):
+        shares = predictions(run, run.client_module(client), run.data.data.x_train[shard.test])
+        y = run.data.data.y_train[shard.test].numpy()
+        held = sorted({*y} | {*shares.argmax(1)})
+        f1 = f1_score(y, shares.argmax(1), labels=held, average="macro", zero_division=0)
+        there = [c for c in range(10) if 0 < (y == c).sum() < len(y)]
+        auroc = np.mean([roc_auc_score(y == c, shares[:, c]) for c in there]) if there else None
+        for name, value in (("f1_score", f1), ("auroc", auroc)):
+            if value is None:
+                assert f"client_{client}/{name}" not in series
+            else:
+                seen[name].append((value, len(y)))
+                assert series[f"client_{client}/{name}"] == pytest.approx(value, abs=1e-6)
+    for name, found in seen.items():
+        values, sizes = zip(*found, strict=True)
+        assert series[f"client/{name}_mean"] == pytest.approx(np.mean(values), abs=1e-6)
+        assert series[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), abs=1e-6)
+        assert series[f"client/{name}_std"] == pytest.approx(np.std(values), abs=1e-6)
+        assert series[f"client/{name}_worst_decile"] == pytest.approx(min(values), abs=1e-6)
+
+
+def test_metrics_of_labels_and_of_numbers(tmp_path):
+    run = measured(tmp_path / "labels", "F1Score", "MultilabelAUROC", scenario=made("several labels"))
+    data = run.data.data
+    with torch.no_grad():
+        shares = run.worker.shared_module(run.state["model"])(data.x_test).sigmoid().numpy()
+    y, last = data.y_test.numpy(), run.csv.rows[-1]
+    assert last["global/f1_score"] == pytest.approx(f1_score(y, shares > 0.5, average="macro"), abs=1e-6)
+    assert last["global/auroc"] == pytest.approx(roc_auc_score(y, shares, average="macro"), abs=1e-6)
+
+    for kind in ("one number", "three numbers"):
+        run = measured(tmp_path / kind, "R2Score", "MeanSquaredError", scenario=made(kind))
+        data, last = run.data.data, run.csv.rows[-1]
+        with torch.no_grad():
+            outputs = run.worker.shared_module(run.state["model"])(data.x_test).view_as(data.y_test).numpy()
+        assert last["global/r2_score"] == pytest.approx(r2_score(data.y_test.numpy(), outputs), abs=1e-5)
+        wanted = mean_squared_error(data.y_test.numpy(), outputs)
+        assert last["global/mean_squared_error"] == pytest.approx(wanted, rel=1e-5)
+        assert last["global/mean_squared_error"] == pytest.approx(last["global/loss"], rel=1e-5)
+
+
+def test_what_is_measured_beside_it_changes_nothing_else(tmp_path):
+    plain, more = measured(tmp_path / "plain"), measured(tmp_path / "more", *F1_AND_AUROC)
+    assert same_bytes(plain.state["model"], more.state["model"])
+    for one, other in zip(untimed(plain.csv.rows), untimed(more.csv.rows), strict=True):
+        assert one == {name: value for name, value in other.items() if not re.search("f1_score|auroc", name)}
+
+
+@pytest.mark.parametrize("engine", ["stacked", "processes"])
+def test_engines_measure_the_same(tmp_path, engine):
+    rows = [
+        untimed(measured(tmp_path / name, *F1_AND_AUROC, engine=name, rounds=2).csv.rows)
+        for name in ("sequential", engine)
+    ]
+    for one, other in zip(*rows, strict=True):
+        assert one == (pytest.approx(other, abs=0.05) if engine == "stacked" else other)
+
+
+def test_methods_without_a_global_model_measure_their_clients(tmp_path):
+    run = measured(tmp_path, "MulticlassF1Score", algorithm=Local())
+    assert "client/f1_score_mean" in run.csv.rows[-1]
+    assert not any(name.startswith("global/") for name in run.csv.rows[-1])
+
+
+def test_models_of_clients_are_measured_on_the_global_test_set_too(tmp_path):
+    how = Evaluation(personal_on_global=True, metrics=["MulticlassF1Score"])
+    run = experiment(tmp_path, evaluation=how, rounds=1, clients_per_round=1)
+    run.fit()
+    last = run.csv.rows[-1]
+    assert last["personal_on_global/f1_score_mean"] == last["global/f1_score"]  # of one client the mean is its model
+
+
+def test_metrics_are_watched_and_summed_up(tmp_path):
+    watchers = [
+        EarlyStopping("client/f1_score_mean", patience=9),
+        Checkpointing(monitor="global/calibration_error", mode="min"),
+    ]
+    names = ["MulticlassF1Score", "CalibrationError"]
+    run = experiment(tmp_path, rounds=5, callbacks=watchers, evaluation=Evaluation(metrics=names))
+    summary = run.fit()
+    f1, errors = ([row[f"global/{name}"] for row in run.csv.rows] for name in ("f1_score", "calibration_error"))
+    assert (summary["global/f1_score_best"], summary["global/f1_score_last"]) == (max(f1), f1[-1])
+    assert summary["global/calibration_error_best"] == min(errors)
+    assert summary["global/calibration_error_best_round"] == errors.index(min(errors)) + 1
+    assert {f"client/f1_score_{how}_best" for how in ("mean", "weighted")} <= summary.keys()
+    assert errors.index(min(errors)) + 1 in run.checkpoints.rounds()
+    assert watchers[0].best == max(row["client/f1_score_mean"] for row in run.csv.rows)
+
+
+def test_the_worst_of_an_error_is_told_as_such(tmp_path):
+    watcher = EarlyStopping("global/calibration_error")
+    run = experiment(tmp_path, callbacks=[watcher], evaluation=Evaluation(metrics=["CalibrationError"]))
+    with pytest.warns(UserWarning, match="max takes the worst global/calibration_error for the best; set mode min"):
+        run.fit()
+
+
+def test_a_config_names_metrics_and_the_final_table_shows_them(tmp_path):
+    words = ["--evaluation.metrics", "[MulticlassF1Score, {class_path: AUROC, init_args: {average: weighted}}]"]
+    outcome = commands.tiny(tmp_path / "run", *words)
+    last = commands.rows(tmp_path / "run")[-1]
+    assert {"global/f1_score", "global/auroc", "client/f1_score_mean", "client/auroc_weighted"} <= last.keys()
+    assert "global f1_score" in outcome.out
+    assert commands.summary(tmp_path / "run")["global/auroc_last"] == float(last["global/auroc"])
+    resumed = commands.run("test", tmp_path / "run")
+    assert resumed.code == 0, resumed.err
+    assert "global/f1_score" in resumed.out
+
+
+def test_metrics_can_be_added_on_the_command_line(tmp_path):
+    commands.tiny(tmp_path / "run", "--evaluation.metrics+=MulticlassF1Score", "--evaluation.metrics+=CohenKappa")
+    assert {"global/f1_score", "global/cohen_kappa"} <= commands.rows(tmp_path / "run")[-1].keys()
+
+
+# --- Names and arguments ---
+
+
+@pytest.mark.parametrize("objective", [Classification(), MultiLabel(), Regression()])
+def test_names_say_which_way_is_better(objective):
+    """What reads metrics.csv knows names alone; here they are held against torchmetrics' own word."""
+    home = torchmetrics.classification if objective.kind else torchmetrics.regression
+    judged = 0
+    for name in home.__all__:
+        kind = getattr(home, name)
+        if name.startswith(objective.kind) and isinstance(getattr(kind, "higher_is_better", None), bool):
+            assert is_lower_better(snake_case(name.removeprefix(objective.kind))) != kind.higher_is_better, name
+            judged += 1
+    assert judged > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "snake"),
+    [("F1Score", "f1_score"), ("AUROC", "auroc"), ("FBetaScore", "f_beta_score"), ("KLDivergence", "kl_divergence")],
+)
+def test_names_in_snake_case(name, snake):
+    assert snake_case(name) == snake
+
+
+def test_arguments_are_filled_in_and_overridden():
+    (one,) = measures_of([{"class_path": "MulticlassF1Score", "init_args": {"average": "micro"}}], Classification(), 7)
+    metric = one.make()
+    assert (metric.num_classes, metric.average) == (7, "micro")
+    (named,) = measures_of([{"class_path": "F1Score", "name": "f1_macro"}], MultiLabel(), 3)
+    assert (named.name, named.make().num_labels) == ("f1_macro", 3)
+    assert measures_of(["MeanSquaredError"], Regression(), 2)[0].make().num_outputs == 2
+
+
+class Halved(torchmetrics.Metric):
+    """A metric of a user's own: half of the share that is right."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, preds, target) -> None:
+        self.right += (preds.argmax(dim=1) == target).sum()
+        self.n += len(target)
+
+    def compute(self):
+        return self.right / self.n / 2
+
+
+def test_a_metric_of_ones_own(tmp_path):
+    run = measured(tmp_path, f"{__name__}.Halved")
+    assert run.csv.rows[-1]["global/halved"] == pytest.approx(run.csv.rows[-1]["global/acc"] / 2, rel=1e-6)
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "MulticlasF1Score",
+            "torchmetrics has no 'MulticlasF1Score' for Classification; did you mean MulticlassF1Score",
+        ),
+        ("f1score", "torchmetrics has no 'f1score' for Classification; did you mean MulticlassF1Score?"),
+        ("MultilabelF1Score", "has no 'MultilabelF1Score' for Classification; did you mean MulticlassF1Score?"),
+        ("MeanSquaredError", "torchmetrics has no 'MeanSquaredError' for Classification; "),
+        ("no_such.Metric", "there is no class 'no_such.Metric'"),
+        ("torch.nn.Linear", "torch.nn.Linear is no torchmetrics.Metric"),
+        ("ConfusionMatrix", "MulticlassConfusionMatrix gives no single number; the callback ConfusionMatrix draws one"),
+        ("MulticlassROC", "MulticlassROC gives no single number"),
+        (
+            {"class_path": "F1Score", "init_args": {"average": "none"}},
+            "MulticlassF1Score gives no single number; set an average of it, as macro",
+        ),
+        (
+            {"class_path": "F1Score", "init_args": {"avrage": "macro"}},
+            "MulticlassF1Score has no option 'avrage'; did you mean average?",
+        ),
+        ({"class_path": "F1Score", "init_args": {"average": "mean"}}, "MulticlassF1Score: "),
+        ({"class_path": "F1Score", "nme": "f1"}, "'nme' is none of class_path, init_args and name"),
+        ({"init_args": {}}, "it needs the name of a metric, or a class_path with its init_args"),
+        ({"class_path": "F1Score", "name": "f1/macro"}, "name: 'f1/macro' is no name of its own"),
+        ({"class_path": "F1Score", "name": "acc"}, "name: 'acc' is no name of its own"),
+        (
+            {"class_path": "F1Score", "name": "f1_error"},
+            "'f1_error' does not say that more of it is better; name it f1_error_score, say",
+        ),
+        (
+            {"class_path": "HammingDistance", "name": "hamming"},
+            "'hamming' does not say that less of it is better; name it hamming_error, say",
+        ),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path, spec, message):
+    with pytest.raises(ConfigError, match=f"^evaluation.metrics: .*{re.escape(message)}") as refused:
+        experiment(tmp_path / "run", evaluation=Evaluation(metrics=[spec])).fit()
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_of_one_name_are_refused():
+    specs = ["F1Score", {"class_path": "F1Score", "init_args": {"average": "micro"}}]
+    with pytest.raises(ConfigError, match=r"evaluation.metrics: 'f1_score' is there twice; give one of them another"):
+        measures_of(specs, Classification(), 10)
+
+
+@pytest.mark.parametrize("average", ["macro", "weighted"])
+def test_auroc_is_over_the_classes_that_have_one(average):
+    (one,) = measures_of([{"class_path": "AUROC", "init_args": {"average": average}}], Classification(), 4)
+    shares = torch.rand(40, 4, generator=torch.Generator().manual_seed(2)).softmax(dim=1)
+    y = torch.tensor([0, 1, 1, 2] * 10)
+    running = one.begun()
+    for batch in (slice(15), slice(15, 40)):
+        running.update(shares[batch], y[batch])
+    own = [roc_auc_score(y == c, shares[:, c]) for c in range(3)]
+    assert running.value() == pytest.approx(np.average(own, weights=[1, 2, 1] if average == "weighted" else None))
+
+
+def test_a_client_with_one_class_has_no_auroc(tmp_path):
+    scenario = Scenario(Digits(), Pathological(1), 10)
+    run = measured(tmp_path, "MulticlassAUROC", scenario=scenario, rounds=1)
+    last = run.csv.rows[-1]
+    assert "global/auroc" in last
+    assert not any(name.startswith("client") and "auroc" in name for name in last)

@@ -1,0 +1,378 @@
+"""Labels that are no classes: several labels a sample, and numbers, from the loss to the files a run leaves."""
+
+import copy
+import csv
+import re
+from functools import partial
+
+import commands
+import numpy as np
+import pytest
+import torch
+from experiments import experiment, same_bytes, untimed, weights_after
+from fl_lightning.callbacks import ClassRelations, EarlyStopping
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC, FedUV
+from fl_lightning.catalogue import classes
+from fl_lightning.data import IID, Dataset, Dirichlet, LoadedData, QuantitySkew, Scenario
+from fl_lightning.data.partitions import Pathological, Shards
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError
+from fl_lightning.models import MLP, Head
+from fl_lightning.objectives import Classification, MultiLabel, Objective, Regression, objective_of
+
+DIMENSIONS, LABELS, SEED = 5, 3, 3
+WITHOUT_CLASSES = ["several labels", "one number", "three numbers"]
+
+
+class Made(Dataset):
+    """Labels or numbers made of random inputs by a fixed map."""
+
+    def __init__(self, kind: str, n: int = 240) -> None:
+        self.kind, self.n = kind, n
+
+    def load(self) -> LoadedData:
+        rng = torch.Generator().manual_seed(0)
+        x = torch.randn(self.n + 60, DIMENSIONS, generator=rng)
+        y = x @ torch.randn(DIMENSIONS, LABELS, generator=rng) + 0.1
+        if self.kind == "several labels":
+            y = (y > 0).long()
+        elif self.kind == "one number":
+            y = y[:, 0]
+        outputs = 1 if y.ndim == 1 else LABELS
+        return LoadedData(x[: self.n], y[: self.n], x[self.n :], y[self.n :], outputs, Normalize())
+
+
+def made(kind: str, partition=None, **options) -> Scenario:
+    return Scenario(Made(kind), partition or IID(), 6, **options)
+
+
+def by_hand(scenario: Scenario, loss, mu: float = 0.0, rounds: int = 3):
+    """FedAvg, or FedProx, as a plain loop over clients, epochs and batches."""
+
+    def spawned(*key):
+        return np.random.SeedSequence(SEED, spawn_key=key)
+
+    data = scenario.build(SEED)
+    x, y = data.data.x_train, data.data.y_train
+    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0] >> 1))
+    model = MLP(in_shape=(DIMENSIONS,), num_classes=data.data.num_classes, hidden=(16,))
+    for round in range(1, rounds + 1):
+        chosen = np.random.default_rng(spawned(3, round)).choice(6, 4, replace=False)
+        sums, total = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in model.state_dict().items()}, 0
+        for client in sorted(chosen.tolist()):
+            local, start = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
+            optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0] >> 1)
+            shuffle = torch.Generator().manual_seed(order_seed)
+            own = data.shards[client].train
+            for _ in range(2):
+                for batch in own[torch.randperm(len(own), generator=shuffle)].split(32):
+                    optimizer.zero_grad()
+                    value = loss(local(x[batch]), y[batch])
+                    if mu:
+                        far = [(p - s).square().sum() for p, s in zip(local.parameters(), start, strict=True)]
+                        value = value + mu / 2 * torch.stack(far).sum()
+                    value.backward()
+                    optimizer.step()
+            for name, weight in local.state_dict().items():
+                sums[name] += len(own) * weight.double()
+            total += len(own)
+        model.load_state_dict({name: (value / total).float() for name, value in sums.items()})
+    return model, data
+
+
+LOSSES = {
+    "several labels": lambda outputs, y: F.binary_cross_entropy_with_logits(outputs, y.float()),
+    "one number": lambda outputs, y: F.mse_loss(outputs.squeeze(1), y),
+    "three numbers": F.mse_loss,
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+def test_fedavg_equals_a_plain_loop_bit_for_bit(tmp_path, kind):
+    model, data = by_hand(made(kind), LOSSES[kind])
+    run = experiment(tmp_path, FedAvg(), scenario=made(kind), seed=SEED)
+    run.fit()
+    assert same_bytes(run.state["model"], dict(model.state_dict()))
+    outputs, y = model(data.data.x_test).detach(), data.data.y_test
+    last = run.csv.rows[-1]
+    assert last["global/loss"] == pytest.approx(float(LOSSES[kind](outputs, y)), rel=1e-6)
+    if kind == "several labels":
+        assert last["global/acc"] == pytest.approx(float(((outputs > 0) == (y > 0)).float().mean()), rel=1e-6)
+    else:
+        assert last["global/mae"] == pytest.approx(float((outputs - y.view_as(outputs)).abs().mean()), rel=1e-6)
+        assert not any("acc" in name for name in last)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+def test_fedprox_equals_a_plain_loop(tmp_path, kind):
+    model, _ = by_hand(made(kind), LOSSES[kind], mu=0.7)
+    after = weights_after(tmp_path, FedProx(mu=0.7), scenario=made(kind), seed=SEED)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+def test_each_clients_figures_are_those_of_its_own_samples(tmp_path, kind):
+    run = experiment(tmp_path, scenario=made(kind), seed=SEED, clients_per_round=None)
+    run.fit()
+    name = "acc" if kind == "several labels" else "mae"
+    test, values, sizes = run.test(), [], []
+    for client, shard in enumerate(run.data.shards):
+        x, y = run.data.data.x_train[shard.test], run.data.data.y_train[shard.test]
+        with torch.no_grad():
+            outputs = run.client_module(client)(x)
+        right = ((outputs > 0) == (y > 0)).float() if name == "acc" else (outputs - y.view_as(outputs)).abs()
+        values.append(float(right.mean()))
+        sizes.append(len(y))
+        assert test[f"client_{client}/{name}"] == pytest.approx(values[-1], rel=1e-6)
+    assert test[f"client/{name}_weighted"] == pytest.approx(np.average(values, weights=sizes), rel=1e-6)
+    assert test[f"client/{name}_worst_decile"] == pytest.approx(min(values) if name == "acc" else max(values), rel=1e-6)
+
+
+def test_the_best_round_is_the_one_of_the_lowest_error(tmp_path):
+    run = experiment(tmp_path, scenario=made("one number"), rounds=6, callbacks=[EarlyStopping(patience=9)])
+    summary = run.fit()
+    errors = [row["global/mae"] for row in run.csv.rows]
+    losses = [row["global/loss"] for row in run.csv.rows]
+    assert summary["global/mae_best"] == min(errors)
+    assert summary["global/mae_best_round"] == errors.index(min(errors)) + 1
+    assert {f"client/mae_{how}_best" for how in ("mean", "weighted")} <= summary.keys()
+    assert not any(name.startswith("R_") for name in summary)
+    watcher = next(each for each in run.callbacks if isinstance(each, EarlyStopping))
+    assert -watcher.best == min(losses)
+    assert max(run.checkpoints.rounds()) == 6
+    assert losses.index(min(losses)) + 1 in run.checkpoints.rounds()
+
+
+@pytest.mark.parametrize("engine", ["stacked", "processes"])
+@pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+def test_every_engine_learns_them(tmp_path, kind, engine):
+    rows = []
+    for name in ("sequential", engine):
+        run = experiment(tmp_path / name, scenario=made(kind), engine=name, rounds=2)
+        run.fit()
+        rows.append(untimed(run.csv.rows))
+    for one, other in zip(*rows, strict=True):
+        assert one == (pytest.approx(other, rel=1e-4) if engine == "stacked" else other)
+
+
+def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):
+    whole = experiment(tmp_path / "whole", scenario=made("three numbers"), rounds=4)
+    whole.fit()
+    experiment(tmp_path / "half", scenario=made("three numbers"), rounds=2).fit()
+    half = experiment(tmp_path / "half", scenario=made("three numbers"), rounds=4)
+    half.fit(resume=True)
+    assert same_bytes(half.state["model"], whole.state["model"])
+
+
+def test_who_holds_what_is_told_in_samples(tmp_path):
+    run = experiment(tmp_path, scenario=made("one number", QuantitySkew(min_samples=5)), rounds=1)
+    run.fit()
+    rows = list(csv.DictReader((tmp_path / "partition.csv").read_text().splitlines()))
+    assert list(rows[0]) == ["client", "split", "samples"]
+    held = {(int(row["client"]), row["split"]): int(row["samples"]) for row in rows}
+    assert held == {
+        (k, split): len(getattr(shard, split)) for k, shard in enumerate(run.data.shards) for split in ("train", "test")
+    }
+
+
+@pytest.mark.parametrize("options", [{"local_test": "official"}, {"train_samples": 100}, {"train_samples": 0.5}])
+def test_the_scenarios_options_work_without_classes(options):
+    data = made("several labels", **options).build(SEED)
+    held = [len(shard.train) + len(shard.test) for shard in data.shards]
+    if "train_samples" in options:
+        assert sum(held) == (100 if options["train_samples"] == 100 else 120)
+    else:
+        tests = torch.cat([shard.test for shard in data.shards])
+        assert len(tests) == 60
+        assert torch.equal(data.data.y_train[tests].unique(), torch.tensor([0, 1]))
+        assert {int(i) for i in tests} == set(range(240, 300))
+
+
+# --- Each objective by itself ---
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (torch.tensor([0, 1, 2]), Classification),
+        (torch.tensor([[0, 1], [1, 1]]), MultiLabel),
+        (torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), MultiLabel),
+        (torch.tensor([[True, False]]), MultiLabel),
+        (torch.tensor([0.5]), Regression),
+        (torch.tensor([[0.0, 1.0]]), Regression),
+    ],
+)
+def test_the_objective_is_found_from_the_labels(labels, kind):
+    assert type(objective_of(labels)) is kind
+
+
+@pytest.mark.parametrize(
+    ("objective", "targets", "by_sample"),
+    [
+        (Classification(), torch.tensor([0, 2, 1]), lambda o, y: -o.log_softmax(1)[range(3), y]),
+        (
+            MultiLabel(),
+            torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.uint8),
+            lambda o, y: -(torch.where(y > 0, o.sigmoid(), 1 - o.sigmoid())).log().mean(1),
+        ),
+        (Regression(), torch.randn(3, 3), lambda o, y: (o - y).square().mean(1)),
+        (Regression("l1"), torch.randn(3, 3), lambda o, y: (o - y).abs().mean(1)),
+        (
+            Regression("huber"),
+            torch.randn(3, 3),
+            lambda o, y: torch.where((o - y).abs() < 1, (o - y).square() / 2, (o - y).abs() - 0.5).mean(1),
+        ),
+    ],
+)
+def test_losses_are_means_and_sums_over_samples(objective, targets, by_sample):
+    outputs = torch.randn(3, 3, generator=torch.Generator().manual_seed(1)) * 2
+    wanted = by_sample(outputs, targets)
+    torch.testing.assert_close(objective.loss(outputs, targets), wanted.mean(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(objective.loss(outputs, targets, "sum"), wanted.sum(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(objective.sums(outputs, targets)["loss"], wanted.sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_smoothed_labels_are_for_training_alone():
+    outputs, y = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0])
+    logs = outputs.log_softmax(1)[0]
+    smooth = Classification(label_smoothing=0.3)
+    torch.testing.assert_close(smooth.loss(outputs, y), -(0.7 * logs[0] + 0.1 * logs.sum()))
+    torch.testing.assert_close(smooth.sums(outputs, y)["loss"], -logs[0])
+
+
+def test_objectives_are_equal_by_what_they_hold():
+    assert Regression("l1") == Regression("l1") != Regression()
+    assert Classification() == Classification() != MultiLabel()
+    assert hash(Regression("l1")) == hash(Regression("l1"))
+
+
+def test_all_objectives_are_listed():
+    assert {Classification, MultiLabel, Regression} == set(classes("objectives"))
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize("algorithm", [FedSKC(), FedDW(), FedUV(), UAPDFL()])
+def test_a_method_of_classes_refuses_other_labels(tmp_path, algorithm):
+    part = next(algorithm.of_classes)
+    wanted = f"^algorithm: {part} compares classes, and the labels are no classes but for Regression; take one that"
+    with pytest.raises(ConfigError, match=wanted):
+        experiment(tmp_path / "run", algorithm, scenario=made("one number")).fit()
+    assert not (tmp_path / "run").exists()
+
+
+PLAIN = {
+    *("APPLE", "Algorithm", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedAdagrad"),
+    *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
+    *("HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer", "PerFedAvg", "SCAFFOLD"),
+}
+"""Methods that take every objective: each is run on numbers below."""
+
+
+def test_every_method_is_known_to_need_classes_or_not():
+    needing = {cls.__name__ for cls in classes("algorithms") if any(cls().of_classes)}
+    assert {cls.__name__ for cls in classes("algorithms")} - needing == PLAIN - {"Algorithm", "PeerAlgorithm"} | (
+        {"PeerAlgorithm"} & {cls.__name__ for cls in classes("algorithms")}
+    )
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in classes("algorithms") if cls.__name__ in PLAIN], ids=lambda cls: cls.__name__
+)
+def test_methods_without_classes_learn_numbers(tmp_path, cls):
+    model = partial(MLP, hidden=(16,), head=Head(prediction=8)) if cls is FedSiamDA else partial(MLP, hidden=(16,))
+    slow = partial(torch.optim.SGD, lr=0.05)
+    run = experiment(tmp_path, cls(), scenario=made("one number"), model=model, rounds=2, optimizer=slow)
+    run.fit()
+    name = "global/loss" if cls().one_model else "client/loss_mean"
+    assert 0 < run.csv.rows[-1][name] < run.csv.rows[0][name] * 1.5
+
+
+@pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological()])
+def test_a_partition_of_classes_refuses_other_labels(partition):
+    wanted = f"scenario.partition: {type(partition).__name__} deals classes out, and the labels are no classes but for"
+    with pytest.raises(ConfigError, match=wanted):
+        made("several labels", partition).build(0)
+
+
+def test_a_long_tail_needs_classes():
+    with pytest.raises(ConfigError, match=r"scenario.long_tail: it thins classes out, and the labels are no classes"):
+        made("one number", long_tail=10).build(0)
+
+
+def test_a_figure_of_classes_refuses_other_labels(tmp_path):
+    with pytest.raises(ConfigError, match=r"ClassRelations: it draws classes, and the labels are no classes"):
+        experiment(tmp_path / "run", scenario=made("one number"), callbacks=[ClassRelations()]).fit()
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (Classification(), "y_train needs one whole number a sample, got float32 of shape (240,)"),
+        (MultiLabel(), "y_train needs 1 labels a sample, of 0 and 1, got float32 of shape (240,)"),
+    ],
+)
+def test_labels_that_are_not_for_the_objective_are_refused(objective, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        made("one number", objective=objective).build(0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "labels", "outputs", "message"),
+    [
+        (MultiLabel(), torch.tensor([[0, 2]]), 2, "holds other numbers than 0 and 1"),
+        (MultiLabel(), torch.tensor([[0, 1]]), 3, "needs 3 labels a sample"),
+        (Regression(), torch.tensor([float("nan")]), 1, "holds NaN or Inf"),
+        (Regression(), torch.tensor([1]), 1, "needs float32 numbers, got int64"),
+        (Regression(), torch.zeros(4, 2), 1, "needs 1 numbers a sample, got float32 of shape (4, 2)"),
+        (Regression(), torch.zeros(4), 2, "needs 2 numbers a sample, got float32 of shape (4,)"),
+    ],
+)
+def test_wrong_labels_are_told(objective, labels, outputs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        objective.check(labels, outputs)
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"scenario.objective.label_smoothing: 1 is outside \[0, 1\)"):
+        Classification(label_smoothing=1)
+    with pytest.raises(ConfigError, match=r"scenario.objective.criterion: 'rmse' is none of mse, l1, huber"):
+        Regression("rmse")
+
+
+class Median(Objective):
+    """An objective of a user's own: the pinball loss of the median."""
+
+    term = "pinball"
+
+    def loss(self, outputs, targets, reduction="mean"):
+        loss = (outputs[:, 0] - targets).abs() / 2
+        return loss.mean() if reduction == "mean" else loss.sum()
+
+    def check(self, labels, outputs):
+        """All are welcome."""
+
+
+def test_an_objective_of_ones_own_is_learnt_and_measured(tmp_path):
+    run = experiment(tmp_path, scenario=made("one number", objective=Median()))
+    run.fit()
+    last, module = run.csv.rows[-1], run.worker.shared_module(run.state["model"])
+    with torch.no_grad():
+        loss = Median().loss(module(run.data.data.x_test), run.data.data.y_test)
+    assert last["global/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert {"client/train_pinball", "client/loss_mean"} <= last.keys()
+
+
+def test_a_config_names_the_objective(tmp_path):
+    words = ["--scenario.objective", "Classification", "--scenario.objective.label_smoothing", "0.5"]
+    commands.tiny(tmp_path / "run", "--algorithm", "FedAvg", *words)
+    assert "label_smoothing: 0.5" in (tmp_path / "run" / "config.yaml").read_text()
+    config = ["--config", tmp_path / "run.yaml", "--run_dir", tmp_path / "other"]
+    refused = commands.run("fit", *config, "--scenario.objective", "MultiLabel")
+    assert refused.code == 2
+    assert "y_train needs 10 labels a sample, of 0 and 1, got int64" in refused.err
