@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Score(NamedTuple):
     """A model's result on one set of samples.
 
-    Args:
+    Attributes:
         acc: Share classified correctly, in [0, 1].
         loss: Mean cross-entropy.
         n: Number of samples, or of episodes.
