@@ -45,7 +45,7 @@ def options(kind: type[Algorithm]) -> str:
     lines = ["| option | default | |", "|---|---|---|"]
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name != "self" and not (name in COMMON and parameter.default in (None, "average")):
-            text = " ".join(described[name].split()).replace("|", "\\|")
+            text = " ".join(described[name].split()).replace("||", "‖").replace("|", "\\|")
             lines.append(f"| `{name}` | {shown(parameter.default)} | {text} |")
     down, up = bytes_of(kind)
     travels = f"Bytes a round, each participant: down {down}, up {up}."

@@ -93,7 +93,7 @@ class Run:
 class Tables(NamedTuple):
     """Runs as tables; `run`, the folder's path, says in each which run a row is of.
 
-    Args:
+    Attributes:
         runs: A row a run: `run`, `finished`, its settings by their whole keys, lists as JSON, and the figures of its
             summary, of which `rounds` is how many it has.
         rounds: A row a run and round: `run`, `round` and the round's metrics.

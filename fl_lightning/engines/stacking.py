@@ -37,7 +37,7 @@ _HIDDEN = {kind: vars(kind()).keys() - {"training"} for kind in (nn.Module, L.Li
 class Outcome(NamedTuple):
     """What a training step computes; stacked, each has a first dimension of clients.
 
-    Args:
+    Attributes:
         loss: The sum of the losses.
         losses: Cross-entropy and each active term, by name.
         logits: `(B, C)`.

@@ -110,7 +110,7 @@ class BiLSTM(Backbone):
 class Words(NamedTuple):
     """A batch of texts.
 
-    Args:
+    Attributes:
         vectors: `(B, length, d)`, zero at padding.
         real: `(B, length)` bool, False at padding.
     """

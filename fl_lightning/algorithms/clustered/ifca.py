@@ -52,7 +52,7 @@ def section(cluster: int) -> str:
 class ClusterFold(NamedTuple):
     """A round's uploads, summed up.
 
-    Args:
+    Attributes:
         everybody: The mean of all.
         members: The mean of each cluster that somebody chose.
         choices: Each participant and the cluster it chose.

@@ -59,7 +59,7 @@ def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: floa
 class Seen(NamedTuple):
     """What the server keeps of a round's uploads.
 
-    Args:
+    Attributes:
         mean: The clients' weights, all the same.
         sums: `Σ_k n_kc μ_kc`, `(C, d)`, float64.
         counts: `Σ_k n_kc`, `(C,)`, float64.

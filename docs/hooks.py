@@ -1,0 +1,141 @@
+"""What the site has beside the pages of this folder: README, CONTRIBUTING, CHANGELOG, the examples and the reference.
+
+MkDocs calls the functions by their names, mkdocstrings loads `Callbacks`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
+PLACES = WHOLE | EXAMPLES  # a file of the repository, and its page
+
+# Of the package itself, the modules that a program, a method or a callback of one's own meets; of the others, all.
+CORE = (
+    "orchestrator",
+    "experiment",
+    "client",
+    "knowledge",
+    "message",
+    "state",
+    "graphs",
+    "evaluation",
+    "metrics",
+    "runs",
+)
+PACKAGES = (
+    "fl_lightning",
+    "fl_lightning.algorithms",
+    "fl_lightning.algorithms.global_model",
+    "fl_lightning.algorithms.personalized",
+    "fl_lightning.algorithms.clustered",
+    "fl_lightning.algorithms.decentralized",
+    "fl_lightning.data",
+    "fl_lightning.models",
+    "fl_lightning.engines",
+    "fl_lightning.callbacks",
+)
+FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+class Callbacks(griffe.Extension):
+    """The package `fl_lightning.callbacks`, whose folder lies beside that of `fl_lightning`."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        """Put it where it is imported from."""
+        if pkg.path == "fl_lightning":
+            pkg.set_member("callbacks", loader.load("callbacks"))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the pages of the examples and of the reference in the navigation."""
+    pages = {
+        "Examples": [{Path(source).name: target} for source, target in EXAMPLES.items()],
+        "Reference": ["api/index.md", *({name.removeprefix("fl_lightning."): f"api/{name}.md"} for name in PACKAGES)],
+    }
+    for entry in config.nav or []:
+        entry.update({title: pages[title] for title in entry if title in pages})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made."""
+    made = {target: (ROOT / source).read_text() for source, target in WHOLE.items()}
+    made |= {target: listing(ROOT / source) for source, target in EXAMPLES.items()}
+    made |= reference()
+    for target, content in made.items():
+        files.append(File.generated(config, target, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Make of links between files of the repository links between pages of the site."""
+    here = page.file.src_uri
+    home = next((source for source, target in PLACES.items() if target == here), f"docs/{here}")
+
+    def moved(link: re.Match[str]) -> str:
+        source = posixpath.normpath(posixpath.join(posixpath.dirname(home), link[1]))
+        target = PLACES.get(source) or posixpath.relpath(source, "docs")
+        return posixpath.relpath(target, posixpath.dirname(here) or ".")
+
+    return "".join(part if FENCE.match(part) else LINK.sub(moved, part) for part in FENCE.split(markdown))
+
+
+def listing(path: Path) -> str:
+    """A page that shows a file."""
+    language = {".py": "python", ".yaml": "yaml"}[path.suffix]
+    return f"# {path.parent.name}/{path.name}\n\n```{language}\n{path.read_text()}```\n"
+
+
+def reference() -> dict[str, str]:
+    """The pages of the reference, one a package, and the one before them."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks))
+    whole = loader.load("fl_lightning")
+    loader.resolve_aliases()
+    assert isinstance(whole, griffe.Module)
+    packages = {
+        name: whole if name == "fl_lightning" else whole[name.removeprefix("fl_lightning.")] for name in PACKAGES
+    }
+    rows = [f"| [`{name}`]({name}.md) | {first_line(package)} |" for name, package in packages.items()]
+    names = [
+        f"| [`{name}`][{whole[name].canonical_path}] | {first_line(whole[name])} |" for name in whole.exports or []
+    ]
+    overview = [
+        "# Reference",
+        "",
+        "Made from the docstrings. What `from fl_lightning import ...` takes:",
+        "",
+        "| name | what |",
+        "|---|---|",
+        *sorted(names, key=str.lower),
+        "",
+        "A page a package, module by module:",
+        "",
+        "| package | what |",
+        "|---|---|",
+        *rows,
+    ]
+    pages = {f"api/{name}.md": package_page(name, package) for name, package in packages.items()}
+    return pages | {"api/index.md": "\n".join(overview)}
+
+
+def package_page(name: str, package: griffe.Module) -> str:
+    """What a package exports, and its modules."""
+    modules = CORE if name == "fl_lightning" else sorted(one for one in package.modules if not package[one].is_package)
+    return "\n\n".join([f"# {name}", first_line(package), *(f"::: {name}.{module}" for module in modules)])
+
+
+def first_line(thing: griffe.Object | griffe.Alias) -> str:
+    """What it is, in one sentence."""
+    return thing.docstring.value.partition("\n")[0] if thing.docstring else ""

@@ -1,0 +1,244 @@
+"""The documentation as a site: links and anchors lead somewhere, pages for newcomers do what they say, it builds."""
+
+import csv
+import importlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from markdown_it import MarkdownIt
+
+import fl_lightning
+from fl_lightning.cli import main
+from fl_lightning.config import with_config_paths
+from fl_lightning.experiment import experiment_parser
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+REDUCED = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
+
+
+def anchors(page):
+    """What a code host calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert max(Counter(slugs).values()) == 1, f"{page.name}: two headings of one name"
+    return slugs
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            to = (page.parent / path).resolve() if path else page
+            assert to.is_file(), target
+            assert to.is_relative_to(ROOT), target
+            assert not anchor or anchor in anchors(to), target
+
+
+def test_a_page_for_newcomers_is_a_session(here, capsys):
+    """getting-started.md, all of its commands in one folder in their order, and its config by itself."""
+    blocks = FENCE.findall((ROOT / "docs" / "getting-started.md").read_text())
+    commands = 0
+    for language, title, text in blocks:
+        if title:
+            Path(title).write_text(text)
+        elif language in ("bash", "text"):
+            for line in text.splitlines():
+                if line.startswith("fl-lightning "):
+                    run(line)
+                    commands += 1
+    capsys.readouterr()
+    assert commands == 17
+    assert Path("report.html").stat().st_size > 1_000_000
+    assert len(Path("runs/first/avg-0/metrics.csv").read_text().splitlines()) == 3, (
+        "a header, the round, and that of --resume"
+    )
+
+
+def run(line):
+    """A documented command, in few steps."""
+    words = shlex.split(line)[1:]
+    asks = {"--print_config", "--algorithm.help"} & set(words)
+    if asks:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert not end.value.code, line
+        return
+    if "--resume" in words:
+        words[words.index("--rounds") + 1] = "2"
+    elif words[0] == "fit":
+        words += REDUCED
+    assert main(words) == 0, line
+
+
+def session(page, monkeypatch):
+    """Write a page's files and run its commands in the working folder, in their order."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    for language, title, text in FENCE.findall((ROOT / "docs" / page).read_text()):
+        for path in Path().glob("*.py"):  # a file grows by each snippet of its name
+            monkeypatch.delitem(sys.modules, path.stem, raising=False)
+        importlib.invalidate_caches()
+        if title:
+            with Path(title).open("a") as file:
+                file.write(text)
+        elif language == "text":
+            for line in text.splitlines():
+                run(line)
+
+
+def columns():
+    """The headers of the measurements of all runs below the working folder."""
+    return [path.read_text().splitlines()[0].split(",") for path in sorted(Path().glob("runs/*/*/metrics.csv"))]
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
+def test_an_algorithm_of_ones_own_is_what_the_page_says(here, monkeypatch, capsys):
+    session("your-algorithm.md", monkeypatch)
+    measured = ["client/train_modest" in header for header in columns()]
+    assert sorted(measured) == [False, True, True], "with the median alone, the term alone, and the method"
+    runpy.run_path("run_mine.py", run_name="__main__")
+    assert Path("runs/mine/final/model.pt").is_file()
+    tests = vars(importlib.import_module("test_mine"))
+    names = [name for name in tests if name.startswith("test_")]
+    assert len(names) == 4
+    for name in names:
+        arguments = [here / name] if "tmp_path" in tests[name].__code__.co_varnames else []
+        tests[name](*arguments)
+    capsys.readouterr()
+
+
+def test_measures_of_ones_own_are_what_the_page_says(here, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(here)
+    snippets = FENCE.findall((ROOT / "docs" / "your-metric.md").read_text())
+    for _, title, text in snippets:
+        if title.endswith(".py"):
+            Path(title).write_text(text)
+    metric = importlib.import_module("mine_metric").WorstRecall(num_classes=4)
+    metric.update(torch.eye(4)[[0, 1, 1, 2]], torch.tensor([0, 0, 1, 2]))
+    assert metric.compute() == 0.5, "class 3 does not occur, half of class 0 is taken for class 1"
+    (command,) = [text for language, _, text in snippets if language == "text" and "spread.Spread" in text]
+    run(command)
+    (header,) = columns()
+    row = Path(next(Path().glob("runs/*/*/metrics.csv"))).read_text().splitlines()[1].split(",")
+    (client,) = Path().glob("runs/*/*/clients.csv")
+    with client.open(newline="") as file:
+        accuracies = [float(line["acc"]) for line in csv.DictReader(file)]
+    assert float(row[header.index("client/acc_spread")]) == pytest.approx(max(accuracies) - min(accuracies))
+    capsys.readouterr()
+
+
+def spans():
+    """The options in the right-hand columns of coming-from.md, a line of them for each code span."""
+    for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines():
+        if line.startswith("| "):
+            yield from re.findall(r"`(?:fl-lightning fit )?(--(?!resume)[^`]+)`", line.split(" | ")[1])
+
+
+def test_every_option_that_a_habit_is_translated_to_is_one():
+    lines = list(spans())
+    assert len(lines) > 50
+    for line in lines:
+        words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
+        experiment_parser().parse_args(with_config_paths(shlex.split(words)))
+
+
+class Read(HTMLParser):
+    """What a reader gets of an HTML page: its text, and how many of each element it has."""
+
+    ELEMENTS = ("h1", "h2", "h3", "ul", "ol", "li", "table", "tr", "td", "pre", "code", "em", "strong", "img")
+    FETCH = ("script", "link", "img", "iframe", "source", "audio", "video", "object", "embed")
+
+    def __init__(self, html, within=None):
+        super().__init__()
+        self.within, self.inside = within, within is None
+        self.counts, self.text, self.ids, self.fetched = Counter(), "", set(), []
+        self.feed(html)
+        self.text = re.sub(r"[\s¶]+", " ", self.text).strip()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.inside = self.inside or tag == self.within
+        self.ids.add(given.get("id"))
+        if tag in self.FETCH:
+            self.fetched += [given[name] for name in ("src", "href", "data") if name in given]
+        if self.inside and tag in self.ELEMENTS:
+            self.counts[tag] += 1
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != self.within
+
+    def handle_data(self, data):
+        self.text += data if self.inside else ""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; a warning is an error."""
+    pytest.importorskip("mkdocstrings", reason="pip install 'fl-lightning[docs]'")
+    pytest.importorskip("material", reason="pip install 'fl-lightning[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def built(site, page):
+    """The page of the site that a file became, less the names above snippets, which are in the text too."""
+    folder = site if page.name == "README.md" else site / page.stem.lower()
+    html = (folder / "index.html").read_text()
+    return Read(re.sub(r'<span class="filename">.*?</span>', "", html), within="article")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
+    """Markdown has dialects: a list that the one takes for a list is a paragraph to the other."""
+    there, site_page = Read(MarkdownIt("commonmark").enable("table").render(page.read_text())), built(site, page)
+    assert site_page.counts == there.counts
+    assert site_page.text == there.text
+    assert set(anchors(page)) <= site_page.ids
+
+
+def test_a_browser_fetches_nothing_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 35
+    for page in pages:
+        assert not [target for target in Read(page.read_text()).fetched if re.match(r"(https?:)?//", target)], page
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", styles)
+
+
+def test_the_reference_has_all_that_can_be_imported(site):
+    start = (site / "api" / "index.html").read_text()
+    for name in fl_lightning.__all__:
+        target = re.search(rf'href="([^"]+)#[^"]+"[^>]*><code>{name}</code>', start)
+        assert target, name
+        assert (site / "api" / target[1]).is_dir()
+
+
+def test_the_navigation_has_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0])
+    sections = [pages for entry in nav for pages in entry.values() if isinstance(pages, list)]
+    listed = {page for pages in sections for entry in pages for page in entry.values()}
+    assert {page.name for page in DOCS} <= listed
