@@ -48,7 +48,7 @@ def experiment_parser() -> ArgumentParser:
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
     logger = {"class_path": "fl_lightning.loggers.WandbRoundLogger"}
-    parser.set_defaults({"trainer.devices": 1, "logger": logger, "run_dir": None})
+    parser.set_defaults({"trainer.devices": 1, "logger": logger})
     return parser
 
 
@@ -57,7 +57,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
     objects = instantiate(given, parser)
     parameters = inspect.signature(FederatedOrchestrator).parameters
     options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
-    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
+    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=run_dir)
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
@@ -66,8 +66,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
         if not isinstance(value := given[group], Namespace):
             held = "null" if value is None else repr(value)
             raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
-    keys = {key: value for key, value in vars(given).items() if key != "run_dir"}  # a new one is made where it is null
-    refuse_nulls(Namespace(**keys), FederatedOrchestrator)
+    refuse_nulls(given, FederatedOrchestrator)
     with plainly(parser):
         return parser.instantiate(given)
 

@@ -41,20 +41,20 @@ from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.run_folder import (
     alone,
+    fresh,
     missing,
     refuse_lost_checkpoints,
     refuse_occupied,
     refuse_strange,
     undone_on_failure,
 )
+from fl_lightning.runs import Figures, Run
 from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
 from fl_lightning.trust import sign
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
-
-Summary = dict[str, Any]
 
 
 class FederatedOrchestrator:
@@ -92,7 +92,8 @@ class FederatedOrchestrator:
         logger: A Lightning logger beside `metrics.csv`.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
         callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
-        run_dir: The folder the run leaves everything in; `runs/<config>/<time>-<id>` from the command line.
+        run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
+            command line `runs/<config>/<time>-<id>`. It is made when the run begins.
 
     Attributes:
         round: The last finished round.
@@ -130,7 +131,7 @@ class FederatedOrchestrator:
         logger: Logger | None = None,
         log_clients: bool | None = None,
         callbacks: list[RoundCallback] | None = None,
-        run_dir: str = "runs/run",
+        run_dir: str | Path | None = None,
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
         per_round = scenario.clients if clients_per_round is None else clients_per_round
@@ -148,7 +149,8 @@ class FederatedOrchestrator:
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
+        self.logger, self.log_clients = logger, log_clients
+        self.run_dir = Path(run_dir) if run_dir else fresh(type(algorithm).__name__)
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
         self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
@@ -180,7 +182,7 @@ class FederatedOrchestrator:
         config: dict[str, Any] | None = None,
         name: str | None = None,
         group: str | None = None,
-    ) -> Summary:
+    ) -> Run:
         """Run the rounds, or go on after the last checkpoint.
 
         Args:
@@ -190,7 +192,7 @@ class FederatedOrchestrator:
             group: What to call its setting, of which runs with other seeds have it too.
 
         Returns:
-            The run's figures, as in `final/summary.json`.
+            The run, with its `summary`, `history` and `run_dir`.
 
         Raises:
             ConfigError: Something in the experiment cannot work, another process is at the folder, or the config or the
@@ -223,7 +225,7 @@ class FederatedOrchestrator:
                     self._notify("on_round_metrics", metrics)
                     self._log(metrics)
                     self._end_round(metrics)
-                return self._finish()
+                return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
 
     @property
     def is_over(self) -> bool:
@@ -524,7 +526,7 @@ class FederatedOrchestrator:
             if self.logger:
                 self.logger.finalize(status)
 
-    def _finish(self) -> Summary:
+    def _finish(self) -> Figures:
         self.writer.wait()
         summary = summarize(self.csv.rows, self.evaluation.targets)
         if self.algorithm.one_model:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from fl_lightning.naming import run_names
 from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
+from fl_lightning.run_folder import fresh
 from fl_lightning.seal import MAY_CHANGE
 from fl_lightning.trust import let_in, run_config
 
@@ -47,11 +46,11 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         run_dir = Path(given.resume)
         config_file(run_dir)
     else:
-        run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
+        run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
     orchestrator = build(given, parser, run_dir)
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
-    summary = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(summary))
+    run = orchestrator.fit(bool(given.resume), config, name, group)
+    Console().print(summary_table(run.summary))
     print(f"run: {run_dir}")
     return 0
 
@@ -108,8 +107,3 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 def config_name(configs: Sequence[Any] | None) -> str:
     """The name of the last config file, which a run is named after."""
     return Path(str(configs[-1])).stem if configs else "run"
-
-
-def new_run_dir(configs: Sequence[Any] | None) -> Path:
-    """`runs/<config>/<time>-<id>`, new."""
-    return Path("runs") / config_name(configs) / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
