@@ -11,6 +11,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 
+from fl_lightning import HOMES
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import plainly, refuse_nulls
 from fl_lightning.config import strict
@@ -33,6 +34,9 @@ TRAINER_KEYS = {
     "benchmark",
     "detect_anomaly",
 }
+
+NOTED_BARE = ("FedAvg", "FedSKC")
+"""The algorithms that runs have noted without the module they are in."""
 
 WATCHERS = ("engine", "logger", "callbacks")
 """Keys of a run that change nothing about what a checkpoint of it holds."""
@@ -73,8 +77,20 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
-    config = yaml.safe_load(parser.dump(given, skip_unset=False))
+    config = _by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
+
+
+def _by_home(value: Any) -> Any:
+    """A config with our classes by the modules they are in, as runs have always noted them: seals go by that."""
+    if isinstance(value, dict):
+        return {key: _by_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_by_home(each) for each in value]
+    root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
+    if root != "fl_lightning" or name in NOTED_BARE or name not in HOMES:
+        return value
+    return f"{root}.{HOMES[name]}.{name}"
 
 
 def run_keys() -> set[str]:

@@ -409,7 +409,13 @@ class FederatedOrchestrator:
         return metrics | {f"client_{client}/acc": score.acc for client, score in scores.items()}
 
     def client_module(self, client: int) -> ClientModule:
-        """A client's module as it stands: what the server would send it or, without one, what it trained last."""
+        """A client's module as it stands: what the server would send it or, without one, what it trained last.
+
+        Raises:
+            ConfigError: There is no such client.
+        """
+        if not 0 <= client < len(self.data.shards):
+            raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
         held = self.download(self.round + 1, client) if self.algorithm.server else Message()
         return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {})))
 
