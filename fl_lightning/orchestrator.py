@@ -15,6 +15,7 @@ from io import BytesIO
 from itertools import repeat
 from pathlib import Path
 from signal import Signals
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ import yaml
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
+from fl_lightning import trial
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
-from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.client import ClientModule, LRScales
-from fl_lightning.data import Scenario
+from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
@@ -149,17 +151,13 @@ class FederatedOrchestrator:
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        self.logger, self.log_clients = logger, log_clients
-        self.run_dir = Path(run_dir) if run_dir else fresh(type(algorithm).__name__)
+        self.logger, self.log_clients, self.client_store = logger, log_clients, client_store
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
-        self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
-        self.csv = MetricsCsv(self.run_dir / "metrics.csv")
-        self.warned = WarningsTxt(self.run_dir / "warnings.txt", lambda: self.round + 1)
         self.round = 0
         self.state: State = {}
         self.writer = Writer()
-        self.memory = ClientStore(self.run_dir, client_store, self.writer)
+        self._lie_in(Path(run_dir) if run_dir else fresh(type(algorithm).__name__))
         self._worker_options: dict[str, Any] = {
             "model": model,
             "batch_size": batch_size,
@@ -173,6 +171,14 @@ class FederatedOrchestrator:
         self._settings: dict[str, Any] = {}
         self._taken_up: Seal | None = None
         self._signals = DeferredSignals()
+        self._tried = False
+
+    def _lie_in(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
+        self.csv = MetricsCsv(run_dir / "metrics.csv")
+        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: self.round + 1)
+        self.memory = ClientStore(run_dir, self.client_store, self.writer)
 
     # --- The loop ---
 
@@ -182,6 +188,7 @@ class FederatedOrchestrator:
         config: dict[str, Any] | None = None,
         name: str | None = None,
         group: str | None = None,
+        fast: bool = False,
     ) -> Run:
         """Run the rounds, or go on after the last checkpoint.
 
@@ -190,6 +197,9 @@ class FederatedOrchestrator:
             config: The resolved config: the run's `config.yaml`, what a resume is compared with, and the logger's.
             name: What to call the run, for the logger.
             group: What to call its setting, of which runs with other seeds have it too.
+            fast: Only try it all out: one round of two clients with two batches each and some of the test data, last
+                round's figures included, in a folder that is removed; no logger, no checkpoints. An orchestrator that
+                was tried out is spent, so build another one for the run itself.
 
         Returns:
             The run, with its `summary`, `history` and `run_dir`.
@@ -201,7 +211,15 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
-        with self.warned, ExitStack() as held:
+        with ExitStack() as held:
+            if self._tried:
+                raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
+            if fast:
+                if resume:
+                    raise ConfigError("fast: a run is tried out from its start; leave out either this or resume")
+                self._tried, config = True, None
+                self._lie_in(Path(held.enter_context(TemporaryDirectory(prefix="fl-lightning-"))))
+            held.enter_context(self.warned)
             if resume:
                 held.enter_context(alone(self.run_dir))
                 self.load(config=config)
@@ -211,6 +229,8 @@ class FederatedOrchestrator:
             self._notify("check")
             if isinstance(self.logger, WandbRoundLogger):
                 self.logger.check(self.run_dir)
+            if fast:
+                self._cut_down()
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -226,6 +246,18 @@ class FederatedOrchestrator:
                     self._log(metrics)
                     self._end_round(metrics)
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
+
+    def _cut_down(self) -> None:
+        """Make what was checked a round that tries everything in little time."""
+        self.rounds, self.clients_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
+        self.engine.fits = self.clients_per_round
+        self.min_clients, self.on_client_failure, self.logger = 1, "raise", None
+        scored = min(self.evaluation.max_clients or trial.CLIENTS, trial.CLIENTS)
+        self.evaluation = replace(self.evaluation, max_clients=scored)
+        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
+        options = self._worker_options
+        options["trainer"] = options["trainer"] | {"max_epochs": 1, "limit_train_batches": trial.BATCHES}
+        self._build(trial.few(self.data, trial.enough(options["batch_size"], self.algorithm.validation)))
 
     @property
     def is_over(self) -> bool:
@@ -448,8 +480,8 @@ class FederatedOrchestrator:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
-    def _build(self) -> None:
-        self.data = self.scenario.build(self.seed)
+    def _build(self, data: FederatedData | None = None) -> None:
+        self.data = data or self.scenario.build(self.seed)
         self._data_digest = self.data.digest()
         self.scored = self.evaluation.chosen(self.scenario.clients, self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
@@ -545,7 +577,8 @@ class FederatedOrchestrator:
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
-        return Interrupted(signum, f"{done}; go on with: fl-lightning fit --resume {self.run_dir}")
+        rest = "nothing is left" if self._tried else f"go on with: fl-lightning fit --resume {self.run_dir}"
+        return Interrupted(signum, f"{done}; {rest}")
 
     @staticmethod
     def _warn(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
 from fl_lightning.run_folder import fresh
 from fl_lightning.seal import MAY_CHANGE
+from fl_lightning.trial import tried
 from fl_lightning.trust import let_in, run_config
 
 
@@ -36,11 +38,14 @@ def parser() -> ArgumentParser:
     parser = experiment_parser()
     parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
     parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
+    parser.add_argument("--fast", action="store_true", help="Try it all out in one short round that leaves nothing.")
     return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run an experiment, or go on with one, and print the table it ends with."""
+    """Run an experiment, or go on with one, and print the table it ends with; or only try one out."""
+    if given.fast and given.resume:
+        raise ConfigError("--fast: a run is tried out from its start; leave out either this or --resume")
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
@@ -48,6 +53,11 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     else:
         run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
     orchestrator = build(given, parser, run_dir)
+    if given.fast:
+        started = time.monotonic()
+        orchestrator.fit(fast=True)
+        print(tried(orchestrator, time.monotonic() - started))
+        return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
     Console().print(summary_table(run.summary))
