@@ -256,7 +256,7 @@ class FederatedOrchestrator:
         self.evaluation = replace(self.evaluation, max_clients=scored)
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
         options = self._worker_options
-        options["trainer"] = options["trainer"] | {"max_epochs": 1, "limit_train_batches": trial.BATCHES}
+        options["trainer"] = trial.short(options["trainer"])
         self._build(trial.few(self.data, trial.enough(options["batch_size"], self.algorithm.validation)))
 
     @property

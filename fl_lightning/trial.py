@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ TESTED = 256
 def enough(batch_size: int, validation: float) -> int:
     """Training samples that a client needs for its batches, beside the share that it holds back."""
     return math.ceil(BATCHES * batch_size / (1 - validation))
+
+
+def short(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's options for that many steps; its epochs stay, since methods go by them."""
+    steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
+    limits = {"max_steps": BATCHES if steps == -1 else min(steps, BATCHES), "limit_train_batches": BATCHES}
+    return {**trainer, **limits, "max_epochs": 1 if epochs is None and steps == -1 else epochs}
 
 
 def few(data: FederatedData, train: int) -> FederatedData:
