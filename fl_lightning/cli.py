@@ -22,6 +22,7 @@ from fl_lightning.terminal import forget_stdout, prepare, tell
 COMMANDS = {
     "fit": "Run an experiment, or go on with one.",
     "test": "Evaluate a run's checkpoint again.",
+    "export": "Write a run's model to a file.",
     "watch": "Follow a running experiment in the terminal.",
     "partition": "Show and draw which client holds what.",
     "compare": "Set groups of runs side by side.",

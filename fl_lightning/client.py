@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fl_lightning.errors import ConfigError, NonFiniteError, blame, check_number
 from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.lazy import load
 from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
 
@@ -148,7 +149,8 @@ class ClientModule(L.LightningModule):
     `test_*`.
 
     Args:
-        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`.
+        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`. Or what a checkpoint
+            of `fl-lightning export` says of it, from which it is built: `load_from_checkpoint(path)` is all it takes.
         loss_terms: Terms added to the cross-entropy, each with a name of its own.
         knowledge: Shared knowledge that must travel beside what the terms ask for.
         optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
@@ -165,7 +167,7 @@ class ClientModule(L.LightningModule):
             `prepare`, `upload` or `remember`. Training steps do not look at it.
 
     Raises:
-        ConfigError: Two loss terms have one name.
+        ConfigError: Two loss terms have one name, or a checkpoint names a network of somebody's own.
 
     Example:
         >>> from fl_lightning.models import MLP
@@ -176,7 +178,7 @@ class ClientModule(L.LightningModule):
 
     def __init__(
         self,
-        backbone: nn.Module,
+        backbone: nn.Module | Mapping[str, Any],
         loss_terms: Sequence[LossTerm] = (),
         knowledge: Sequence[SharedKnowledge] = (),
         optimizer: OptimizerFactory | None = None,
@@ -186,7 +188,7 @@ class ClientModule(L.LightningModule):
         names = [term.name for term in loss_terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
-        self.backbone = backbone
+        self.backbone = backbone if isinstance(backbone, nn.Module) else load("fl_lightning.export").rebuilt(backbone)
         self.loss_terms = nn.ModuleList(loss_terms)
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer

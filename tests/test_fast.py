@@ -3,6 +3,7 @@
 import os
 import tempfile
 from dataclasses import replace
+from multiprocessing.util import get_temp_dir
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ def folders(tmp_path, monkeypatch):
     temporary.mkdir()
     (here / "tiny.yaml").write_text(TINY)
     monkeypatch.chdir(here)
+    get_temp_dir()  # what multiprocessing keeps as long as this process lasts lies elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     yield here
     assert not list(temporary.iterdir())
