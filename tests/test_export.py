@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from commands import TINY, contents, run, tiny
@@ -21,18 +20,26 @@ NORMED = TINY.replace("class_path: MLP, init_args: {hidden: [8]}", "class_path: 
     "algorithm: FedSKC", "algorithm: {class_path: FedAvg, init_args: {buffers: local}}"
 )
 OWN = """
+import torch
 from torch import nn
-from fl_lightning.models import Backbone
+from fl_lightning import Backbone, Dataset, LoadedData, Normalize
+
+class Coloured(Dataset):
+    def load(self):
+        x = torch.randint(256, (60, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        prepare = Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.1])
+        return LoadedData(x[:45], torch.arange(45) % 3, x[45:], torch.arange(15) % 3, 3, prepare)
 
 class Normed(Backbone):
     def __init__(self, in_shape, num_classes):
-        super().__init__(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout(0.5)), nn.Linear(64, num_classes), 64)
+        encoder = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout(0.5))
+        super().__init__(encoder, nn.Linear(64, num_classes), 64)
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three finished runs: of a shipped model, of one that is the user's own, and of a method without a global model."""
+    """Three finished runs: of a shipped model, of one of the user's own, and of a method without a global model."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "own_export.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:
@@ -207,21 +214,12 @@ def test_a_network_of_torchvisions_is_rebuilt():
 # --- Preparation, precision, layout ---
 
 
-def arrays(path, kind):
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (60, 3, 8, 8)).astype(kind)
-    y = np.arange(60) % 3
-    np.savez(path, x_train=x[:45], y_train=y[:45], x_test=x[45:], y_test=y[45:])
-
-
 @pytest.mark.parametrize("suffix", [".onnx", ".ts"])
 def test_samples_as_they_are_stored(suffix, tmp_path, folder):
     """Normalised by the file itself, with the dataset's own means."""
     if not (folder / "stored").exists():
-        arrays(folder / "x.npz", np.uint8)
-        data = "{class_path: Arrays, init_args: {path: x.npz, mean: [0.4, 0.5, 0.6], std: [0.2, 0.3, 0.1]}}"
-        text = TINY.replace("dataset: Digits", f"dataset: {data}").replace("min_samples: 20", "min_samples: 4")
-        tiny(folder / "stored", "--rounds", "1", text=text)
+        text = TINY.replace("dataset: Digits", "dataset: own_export.Coloured")
+        tiny(folder / "stored", "--rounds", "1", "--scenario.partition.min_samples", "2", text=text)
     path, out = export(tmp_path, suffix, "--prepare", name="stored")
     assert "it takes samples as they are stored, uint8 (batch, 3, 8, 8), and gives float32 (batch, 3)" in out
     whole = open_run("stored")
@@ -335,7 +333,7 @@ def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     needs(".onnx")
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
-    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\); take one of .pt, .ts, ."):
+    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\); take one of .pt, .ts"):
         write(network, tmp_path / "m.onnx")
     write(network, tmp_path / "m.ts")
     ids[2, 3:] = 0
