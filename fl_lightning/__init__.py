@@ -5,32 +5,49 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.lazy import load
 
 if TYPE_CHECKING:  # the same names, for who reads the code without running it
-    from fl_lightning import runs
+    from fl_lightning import runs as runs
     from fl_lightning.algorithms import *
     from fl_lightning.callbacks import *
-    from fl_lightning.callbacks import RoundFigure
-    from fl_lightning.client import ClientModule, LossTerm, Step
+    from fl_lightning.callbacks import RoundFigure as RoundFigure
+    from fl_lightning.client import ClientModule as ClientModule
+    from fl_lightning.client import LossTerm as LossTerm
+    from fl_lightning.client import Step as Step
     from fl_lightning.data import *
-    from fl_lightning.data.transforms import CropFlip, Normalize
+    from fl_lightning.data.transforms import CropFlip as CropFlip
+    from fl_lightning.data.transforms import Normalize as Normalize
     from fl_lightning.engines import *
     from fl_lightning.errors import (
-        CheckpointError,
-        ClientFailure,
-        ConfigError,
-        FLError,
-        Interrupted,
-        NonFiniteError,
-        TooFewClients,
+        CheckpointError as CheckpointError,
     )
-    from fl_lightning.evaluation import Evaluation, Score
-    from fl_lightning.experiment import open_run
-    from fl_lightning.knowledge import SharedKnowledge
-    from fl_lightning.message import Message, Upload
+    from fl_lightning.errors import (
+        ClientFailure as ClientFailure,
+    )
+    from fl_lightning.errors import (
+        ConfigError as ConfigError,
+    )
+    from fl_lightning.errors import (
+        FLError as FLError,
+    )
+    from fl_lightning.errors import (
+        Interrupted as Interrupted,
+    )
+    from fl_lightning.errors import (
+        NonFiniteError as NonFiniteError,
+    )
+    from fl_lightning.errors import (
+        TooFewClients as TooFewClients,
+    )
+    from fl_lightning.evaluation import Evaluation as Evaluation
+    from fl_lightning.evaluation import Score as Score
+    from fl_lightning.experiment import open_run as open_run
+    from fl_lightning.knowledge import SharedKnowledge as SharedKnowledge
+    from fl_lightning.message import Message as Message
+    from fl_lightning.message import Upload as Upload
     from fl_lightning.models import *
-    from fl_lightning.orchestrator import FederatedOrchestrator
-    from fl_lightning.runs import Run
-    from fl_lightning.state import weighted_mean
-    from fl_lightning.wandb_logger import WandbRoundLogger
+    from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator
+    from fl_lightning.runs import Run as Run
+    from fl_lightning.state import weighted_mean as weighted_mean
+    from fl_lightning.wandb_logger import WandbRoundLogger as WandbRoundLogger
 
 __version__ = "0.1.0"
 
