@@ -175,6 +175,9 @@ def test_nothing_is_signed(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (folders / "ours_fast.py").write_text("from fl_lightning import FedAvg\nclass Ours(FedAvg):\n    pass\n")
     assert run(*FAST, "--algorithm", "ours_fast.Ours").code == 0
+    watch = Watch()
+    experiment(tmp_path / "run", callbacks=[watch]).fit(config={"model": {"class_path": "ours_fast.Net"}}, fast=True)
+    assert not {".signature", "config.yaml"} & watch.left.keys()
     assert not (tmp_path / "config").exists()
 
 
@@ -221,9 +224,11 @@ def test_of_the_data_a_little_is_looked_at(tmp_path):
     Counting.seen = 0
     scenario = Scenario(Digits(), Dirichlet(0.3, min_samples=10), 40)
     options = {"model": Counting, "evaluation": Evaluation("received"), "clients_per_round": None}
-    experiment(tmp_path, scenario=scenario, **options).fit(fast=True)
+    made = experiment(tmp_path, scenario=scenario, **options)
+    made.fit(fast=True)
+    assert len(made.scored) == 2
     # the first batch of a check, twice, the global test set, and what two clients hold back
-    assert 256 <= Counting.seen <= 2 * 128 + 256 + 2 * 256
+    assert 256 <= Counting.seen <= 2 * 128 + 256 + 2 * 40
 
 
 def test_a_sorted_test_set_keeps_its_classes():
