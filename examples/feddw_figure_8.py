@@ -46,8 +46,8 @@ def final_matrices(
             checkpoint_every=rounds,
             run_dir=f"{folder}/run",
         )
-        summary = run.fit()
-        return ClassRelations().measure(run), summary["global/acc_last"]
+        done = run.fit()
+        return ClassRelations().measure(run), done.summary["global/acc_last"]
 
 
 def main(data: str | None = None, out: str | None = None, rounds: int = 10, mu: float = 10.0) -> dict[str, float]:

@@ -4,54 +4,111 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.lazy import load
 
-if TYPE_CHECKING:
-    from fl_lightning import runs
-    from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, FedSKC
-    from fl_lightning.client import ClientModule, LossTerm, Step
-    from fl_lightning.data import Scenario
-    from fl_lightning.experiment import open_run
-    from fl_lightning.knowledge import SharedKnowledge
-    from fl_lightning.message import Message, Upload
-    from fl_lightning.orchestrator import FederatedOrchestrator
+if TYPE_CHECKING:  # the same names, for who reads the code without running it
+    from fl_lightning import runs as runs
+    from fl_lightning.algorithms import *
+    from fl_lightning.callbacks import *
+    from fl_lightning.callbacks import RoundFigure as RoundFigure
+    from fl_lightning.client import ClientModule as ClientModule
+    from fl_lightning.client import LossTerm as LossTerm
+    from fl_lightning.client import Step as Step
+    from fl_lightning.data import *
+    from fl_lightning.data.transforms import CropFlip as CropFlip
+    from fl_lightning.data.transforms import Normalize as Normalize
+    from fl_lightning.engines import *
+    from fl_lightning.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from fl_lightning.errors import (
+        ClientFailure as ClientFailure,
+    )
+    from fl_lightning.errors import (
+        ConfigError as ConfigError,
+    )
+    from fl_lightning.errors import (
+        FLError as FLError,
+    )
+    from fl_lightning.errors import (
+        Interrupted as Interrupted,
+    )
+    from fl_lightning.errors import (
+        NonFiniteError as NonFiniteError,
+    )
+    from fl_lightning.errors import (
+        TooFewClients as TooFewClients,
+    )
+    from fl_lightning.evaluation import Evaluation as Evaluation
+    from fl_lightning.evaluation import Score as Score
+    from fl_lightning.experiment import open_run as open_run
+    from fl_lightning.knowledge import SharedKnowledge as SharedKnowledge
+    from fl_lightning.message import Message as Message
+    from fl_lightning.message import Upload as Upload
+    from fl_lightning.models import *
+    from fl_lightning.objectives import *
+    from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator
+    from fl_lightning.runs import Run as Run
+    from fl_lightning.state import weighted_mean as weighted_mean
+    from fl_lightning.wandb_logger import WandbRoundLogger as WandbRoundLogger
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Aggregator",
-    "Algorithm",
-    "ClientModule",
-    "FedAvg",
-    "FedSKC",
-    "FederatedOrchestrator",
-    "LossTerm",
-    "Message",
-    "Scenario",
-    "SharedKnowledge",
-    "Step",
-    "Upload",
-    "open_run",
-    "runs",
-]
-
-_HOMES = {
-    "algorithms": ("Aggregator", "Algorithm", "FedAvg", "FedSKC"),
-    "client": ("ClientModule", "LossTerm", "Step"),
-    "data": ("Scenario",),
-    "experiment": ("open_run",),
-    "knowledge": ("SharedKnowledge",),
-    "message": ("Message", "Upload"),
-    "orchestrator": ("FederatedOrchestrator",),
+_NAMES = {
+    "algorithms": """
+        AdaptiveServer Adjacency Affinities Aggregator Algorithm APPLE CFL ClassifierVariance ClassShares ClassWise
+        ClusterMeans Complete ControlVariates Cores CriticalFL CwFedAvg DFedAvgM DisPFL DistillingWeights Ditto
+        DualAggregation EntryMean ErdosRenyi FedAdagrad FedAdam FedALA FedAMP FedAvg FedAvgM FedBABU FedDistill
+        FedDistillPlus FedDW FedFomo FedNH FedPer FedProto FedProx FedRCL FedRep FedSiamDA FedSKC FedUV FedYogi
+        GlobalDiscrepancy GlobalPeriodReview Graph HeurFedAMP HistoryContrast HypersphericalUniformity IFCA
+        LastUploads Local LocalContrastive LogitDistillation MeanLogits ModelContrast MOON PeerAlgorithm
+        PeerCriticalFL PeerFedPer PerFedAvg PrototypeAlignment PrototypeAveraging Prototypes Prototypical Proximal
+        RelaxedContrastive Ring SCAFFOLD ServerMomentum ServerStep SiameseAlignment SoftLabels Splits State
+        StructuralKnowledge Torus UAPDFL UnitAlignment UnitRepresentation WeightDistribution WeightedMean
+    """,
+    "callbacks": """
+        AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
+        EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
+    """,
+    "client": "ClientModule LossTerm Step",
+    "data": """
+        AGNews Arrays CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
+        FederatedData FewShot IID IMDB LoadedData MNIST Partition PathMNIST Pathological QuantitySkew Scenario Shard
+        Shards SVHN TinyImageNet
+    """,
+    "data.transforms": "CropFlip Normalize",
+    "engines": """
+        AutoEngine Engine engine_of EngineName ProcessesEngine RayEngine Result SequentialEngine StackedEngine Task
+        Worker
+    """,
+    "errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
+    "evaluation": "Evaluation Score",
+    "experiment": "open_run",
+    "knowledge": "SharedKnowledge",
+    "message": "Message Upload",
+    "models": """
+        Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
+        MobileNetV2 ModelFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder
+    """,
+    "objectives": "Classification MultiLabel Objective Regression",
+    "orchestrator": "FederatedOrchestrator",
+    "runs": "Run",
+    "state": "weighted_mean",
+    "wandb_logger": "WandbRoundLogger",
 }
+"""What can be imported from here, by the module that has it."""
+
+HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+"""The module that each public name is imported from when it is first used: torch takes seconds."""
+
+__all__ = sorted({"runs", *HOMES})
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used."""
-    if name == "runs":
-        return load(f"{__name__}.runs")
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
+    """A public name, or a module that has some, imported when it is first used."""
+    if name in _NAMES:
+        return load(f"{__name__}.{name}")
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(load(f"{__name__}.{home}"), name)
+    globals()[name] = getattr(load(f"{__name__}.{HOMES[name]}"), name)
     return globals()[name]
 
 

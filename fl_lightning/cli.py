@@ -26,6 +26,7 @@ COMMANDS = {
     "partition": "Show and draw which client holds what.",
     "compare": "Set groups of runs side by side.",
     "report": "Draw runs as one HTML page.",
+    "export": "Write a run's model to a file.",
     "sweep": "Carry a W&B sweep file out here, without a server.",
     "reproduce": "Run a paper's table, and show it beside the paper's.",
     "list": "List what can be named in a config.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fl_lightning.errors import ConfigError, NonFiniteError, blame, check_number
 from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.lazy import load
 from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
 from fl_lightning.objectives import Classification, Objective
@@ -149,12 +150,14 @@ class ClientModule(L.LightningModule):
     `test_*`.
 
     Args:
-        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`.
+        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`. Or what a checkpoint
+            of `fl-lightning export` says of it, from which it is built: `load_from_checkpoint(path)` is all it takes.
         loss_terms: Terms added to the objective's loss, each with a name of its own.
         knowledge: Shared knowledge that must travel beside what the terms ask for.
         optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
         lr_scheduler: Builds a scheduler from the optimizer, stepped once an epoch of the local fit.
-        objective: What the outputs are for; classification by default, and so cross-entropy.
+        objective: What the outputs are for; classification by default, and so cross-entropy. Or what such a checkpoint
+            says of it.
 
     Attributes:
         round: The round, from 1; terms that change over rounds read it.
@@ -167,7 +170,7 @@ class ClientModule(L.LightningModule):
             `prepare`, `upload` or `remember`. Training steps do not look at it.
 
     Raises:
-        ConfigError: Two loss terms have one name.
+        ConfigError: Two loss terms have one name, or a checkpoint names a network of somebody's own.
 
     Example:
         >>> from fl_lightning.models import MLP
@@ -178,23 +181,25 @@ class ClientModule(L.LightningModule):
 
     def __init__(
         self,
-        backbone: nn.Module,
+        backbone: nn.Module | Mapping[str, Any],
         loss_terms: Sequence[LossTerm] = (),
         knowledge: Sequence[SharedKnowledge] = (),
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        objective: Objective | None = None,
+        objective: Objective | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         names = [term.name for term in loss_terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
-        self.backbone = backbone
+        self.backbone = backbone if isinstance(backbone, nn.Module) else load("fl_lightning.export").rebuilt(backbone)
         self.loss_terms = nn.ModuleList(loss_terms)
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
-        self.objective = objective or Classification()
+        if isinstance(objective, Mapping):
+            objective = load("fl_lightning.export").rebuilt_objective(objective)
+        self.objective: Objective = objective or Classification()
         self.round = 1
         self.lr_scale = 1.0
         self.batch_size = 64

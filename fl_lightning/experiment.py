@@ -11,6 +11,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 
+from fl_lightning import HOMES
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.cli_errors import plainly, refuse_nulls
 from fl_lightning.config import strict
@@ -34,6 +35,9 @@ TRAINER_KEYS = {
     "detect_anomaly",
 }
 
+NOTED_BARE = ("FedAvg", "FedSKC")
+"""The algorithms that runs have noted without the module they are in."""
+
 WATCHERS = ("engine", "logger", "callbacks")
 """Keys of a run that change nothing about what a checkpoint of it holds."""
 
@@ -48,7 +52,7 @@ def experiment_parser() -> ArgumentParser:
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
     logger = {"class_path": "fl_lightning.loggers.WandbRoundLogger"}
-    parser.set_defaults({"trainer.devices": 1, "logger": logger, "run_dir": None})
+    parser.set_defaults({"trainer.devices": 1, "logger": logger})
     return parser
 
 
@@ -57,7 +61,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
     objects = instantiate(given, parser)
     parameters = inspect.signature(FederatedOrchestrator).parameters
     options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
-    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=str(run_dir))
+    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=run_dir)
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
@@ -66,16 +70,27 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
         if not isinstance(value := given[group], Namespace):
             held = "null" if value is None else repr(value)
             raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
-    keys = {key: value for key, value in vars(given).items() if key != "run_dir"}  # a new one is made where it is null
-    refuse_nulls(Namespace(**keys), FederatedOrchestrator)
+    refuse_nulls(given, FederatedOrchestrator)
     with plainly(parser):
         return parser.instantiate(given)
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
-    config = yaml.safe_load(parser.dump(given, skip_unset=False))
+    config = _by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
+
+
+def _by_home(value: Any) -> Any:
+    """A config with our classes by the modules they are in, as runs have always noted them: seals go by that."""
+    if isinstance(value, dict):
+        return {key: _by_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_by_home(each) for each in value]
+    root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
+    if root != "fl_lightning" or name in NOTED_BARE or name not in HOMES:
+        return value
+    return f"{root}.{HOMES[name]}.{name}"
 
 
 def run_keys() -> set[str]:

@@ -15,6 +15,7 @@ from io import BytesIO
 from itertools import repeat
 from pathlib import Path
 from signal import Signals
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ import yaml
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
+from fl_lightning import trial
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
-from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import by_name, with_defaults
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.client import ClientModule, LRScales
-from fl_lightning.data import Scenario
+from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
@@ -41,20 +43,20 @@ from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
 from fl_lightning.run_folder import (
     alone,
+    fresh,
     missing,
     refuse_lost_checkpoints,
     refuse_occupied,
     refuse_strange,
     undone_on_failure,
 )
+from fl_lightning.runs import Figures, Run
 from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
 from fl_lightning.trust import sign
 from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
-
-Summary = dict[str, Any]
 
 
 class FederatedOrchestrator:
@@ -92,7 +94,8 @@ class FederatedOrchestrator:
         logger: A Lightning logger beside `metrics.csv`.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
         callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
-        run_dir: The folder the run leaves everything in; `runs/<config>/<time>-<id>` from the command line.
+        run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
+            command line `runs/<config>/<time>-<id>`. It is made when the run begins.
 
     Attributes:
         round: The last finished round.
@@ -130,7 +133,7 @@ class FederatedOrchestrator:
         logger: Logger | None = None,
         log_clients: bool | None = None,
         callbacks: list[RoundCallback] | None = None,
-        run_dir: str = "runs/run",
+        run_dir: str | Path | None = None,
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
         per_round = scenario.clients if clients_per_round is None else clients_per_round
@@ -148,16 +151,13 @@ class FederatedOrchestrator:
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
+        self.logger, self.log_clients, self.client_store = logger, log_clients, client_store
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
-        self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
-        self.csv = MetricsCsv(self.run_dir / "metrics.csv")
-        self.warned = WarningsTxt(self.run_dir / "warnings.txt", lambda: self.round + 1)
         self.round = 0
         self.state: State = {}
         self.writer = Writer()
-        self.memory = ClientStore(self.run_dir, client_store, self.writer)
+        self._lie_in(Path(run_dir) if run_dir else fresh(type(algorithm).__name__))
         self._worker_options: dict[str, Any] = {
             "model": model,
             "batch_size": batch_size,
@@ -172,6 +172,14 @@ class FederatedOrchestrator:
         self._settings: dict[str, Any] = {}
         self._taken_up: Seal | None = None
         self._signals = DeferredSignals()
+        self._tried = False
+
+    def _lie_in(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
+        self.csv = MetricsCsv(run_dir / "metrics.csv")
+        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: self.round + 1)
+        self.memory = ClientStore(run_dir, self.client_store, self.writer)
 
     # --- The loop ---
 
@@ -181,7 +189,8 @@ class FederatedOrchestrator:
         config: dict[str, Any] | None = None,
         name: str | None = None,
         group: str | None = None,
-    ) -> Summary:
+        fast: bool = False,
+    ) -> Run:
         """Run the rounds, or go on after the last checkpoint.
 
         Args:
@@ -189,9 +198,12 @@ class FederatedOrchestrator:
             config: The resolved config: the run's `config.yaml`, what a resume is compared with, and the logger's.
             name: What to call the run, for the logger.
             group: What to call its setting, of which runs with other seeds have it too.
+            fast: Only try it all out: one round of two clients with two batches each and some of the test data, last
+                round's figures included, in a folder that is removed; no logger, no checkpoints. An orchestrator that
+                was tried out is spent, so build another one for the run itself.
 
         Returns:
-            The run's figures, as in `final/summary.json`.
+            The run, with its `summary`, `history` and `run_dir`.
 
         Raises:
             ConfigError: Something in the experiment cannot work, another process is at the folder, or the config or the
@@ -200,7 +212,15 @@ class FederatedOrchestrator:
             ClientFailure: A client failed and `on_client_failure` is `raise`.
             Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
         """
-        with self.warned, ExitStack() as held:
+        with ExitStack() as held:
+            if self._tried:
+                raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
+            if fast:
+                if resume:
+                    raise ConfigError("fast: a run is tried out from its start; leave out either this or resume")
+                self._tried, config = True, None
+                self._lie_in(Path(held.enter_context(TemporaryDirectory(prefix="fl-lightning-"))))
+            held.enter_context(self.warned)
             if resume:
                 held.enter_context(alone(self.run_dir))
                 self.load(config=config)
@@ -210,6 +230,8 @@ class FederatedOrchestrator:
             self._notify("check")
             if isinstance(self.logger, WandbRoundLogger):
                 self.logger.check(self.run_dir)
+            if fast:
+                self._cut_down()
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -224,7 +246,19 @@ class FederatedOrchestrator:
                     self._notify("on_round_metrics", metrics)
                     self._log(metrics)
                     self._end_round(metrics)
-                return self._finish()
+                return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
+
+    def _cut_down(self) -> None:
+        """Make what was checked a round that tries everything in little time."""
+        self.rounds, self.clients_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
+        self.engine.fits = self.clients_per_round
+        self.min_clients, self.on_client_failure, self.logger = 1, "raise", None
+        scored = min(self.evaluation.max_clients or trial.CLIENTS, trial.CLIENTS)
+        self.evaluation = replace(self.evaluation, max_clients=scored)
+        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
+        options = self._worker_options
+        options["trainer"] = trial.short(options["trainer"])
+        self._build(trial.few(self.data, trial.enough(options["batch_size"], self.algorithm.validation)))
 
     @property
     def is_over(self) -> bool:
@@ -404,7 +438,13 @@ class FederatedOrchestrator:
         return metrics | own_series(scores)
 
     def client_module(self, client: int) -> ClientModule:
-        """A client's module as it stands: what the server would send it or, without one, what it trained last."""
+        """A client's module as it stands: what the server would send it or, without one, what it trained last.
+
+        Raises:
+            ConfigError: There is no such client.
+        """
+        if not 0 <= client < len(self.data.shards):
+            raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
         held = self.download(self.round + 1, client) if self.algorithm.server else Message()
         return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {})))
 
@@ -437,8 +477,8 @@ class FederatedOrchestrator:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
-    def _build(self) -> None:
-        self.data = self.scenario.build(self.seed)
+    def _build(self, data: FederatedData | None = None) -> None:
+        self.data = data or self.scenario.build(self.seed)
         self._data_digest = self.data.digest()
         self.scored = self.evaluation.chosen(self.scenario.clients, self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
@@ -521,7 +561,7 @@ class FederatedOrchestrator:
             if self.logger:
                 self.logger.finalize(status)
 
-    def _finish(self) -> Summary:
+    def _finish(self) -> Figures:
         self.writer.wait()
         summary = summarize(self.csv.rows, self.evaluation.targets)
         if self.algorithm.one_model:
@@ -534,7 +574,8 @@ class FederatedOrchestrator:
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
-        return Interrupted(signum, f"{done}; go on with: fl-lightning fit --resume {self.run_dir}")
+        rest = "nothing is left" if self._tried else f"go on with: fl-lightning fit --resume {self.run_dir}"
+        return Interrupted(signum, f"{done}; {rest}")
 
     @staticmethod
     def _warn(message: str) -> None:

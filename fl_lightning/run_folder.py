@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -26,6 +28,11 @@ LEFT = ("config.yaml", "partition.csv", "metrics.csv", "clients.csv", "warnings.
 
 WRITTEN = (*LEFT, "checkpoints", "wandb", LOCK, OWNER, SIGNATURE)
 """All that a run writes to."""
+
+
+def fresh(name: str) -> Path:
+    """A folder for a new run, `runs/<name>/<time>-<id>`; it is not made."""
+    return Path("runs") / name / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 @contextmanager

@@ -39,18 +39,18 @@ class DamagedRun(FLError):
     """A folder that is no run, or one that cannot be read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run's folder, opened to be read.
+    """A run: what `fit` gives, and what a run's folder is when it is opened to be read.
 
     Args:
-        folder: Where it lies.
+        run_dir: The folder it lies in.
         config: Its resolved config; empty where the run was started from Python without one.
         rounds: Its metrics by round, in order, as far as they were on disk.
         final: Its figures in `final/summary.json`; None if it has not come to its end.
     """
 
-    folder: Path
+    run_dir: Path
     config: dict[str, Any]
     rounds: list[Row]
     final: Figures | None = None
@@ -74,6 +74,24 @@ class Run:
         numbers = [each for each in targets if isinstance(each, float | int)] if isinstance(targets, list) else []
         return summarize(self.rounds, numbers)
 
+    @cached_property
+    def history(self) -> pd.DataFrame:
+        """Its metrics as a table, a row a round with the round's number for its index; NaN where a round has none."""
+        import pandas as pd
+
+        rounds = pd.DataFrame(self.rounds, columns=None if self.rounds else ["round"])
+        return rounds.astype({"round": "int64"}).set_index("round")
+
+    def __repr__(self) -> str:
+        """Where it lies, how far it came and its accuracies, in a few lines, as a notebook shows them."""
+        rounds = f"{len(self.rounds)} round{'s' if len(self.rounds) != 1 else ''}"
+        lines = [f"run {self.run_dir}: {rounds}{'' if self.finished else ', not ended'}"]
+        for name in (key.removesuffix("_best_round") for key in self.summary if key.endswith("_best_round")):
+            last, best, round = (self.summary.get(f"{name}_{what}") for what in ("last", "best", "best_round"))
+            if last is not None and best is not None:  # of a file that somebody edited, one may be missing
+                lines.append(f"  {name}: {last:.4f}, at best {best:.4f} in round {round}")
+        return "\n".join(lines)
+
     def key(self, name: str) -> str:
         """A setting's whole key, given that or its end: `alpha` for `scenario.partition.alpha`.
 
@@ -82,7 +100,7 @@ class Run:
         """
         found = _meant(name, self.settings)
         if len(found) > 1:
-            raise ConfigError(f"{name}: {self.folder} has {' and '.join(found)}; give the whole key")
+            raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(found)}; give the whole key")
         return found[0] if found else name
 
     def setting(self, name: str) -> Any:
@@ -118,7 +136,7 @@ def load(paths: Paths, where: Where = ()) -> Tables:
     import pandas as pd  # it takes a second to import, and whoever only wants runs opened need not wait
 
     runs = open_runs(paths, where)
-    names: list[dict[str, Any]] = [{"run": str(run.folder)} for run in runs]
+    names: list[dict[str, Any]] = [{"run": str(run.run_dir)} for run in runs]
     rounds = pd.DataFrame([own | row | own for own, run in zip(names, runs, strict=True) for row in run.rounds])
     clients = [_clients(run) for run in runs]
     found = [table for table in clients if len(table)] or clients[:1]
@@ -305,10 +323,10 @@ def _clients(run: Run) -> pd.DataFrame:
 
     columns: dict[str, Any] = {"round": [], "client": []}
     try:
-        columns = _read(run.folder, "clients.csv", _client_columns, columns)
+        columns = _read(run.run_dir, "clients.csv", _client_columns, columns)
     except DamagedRun as error:
         warnings.warn(f"{error}; its clients are left out", stacklevel=3)
-    own = {"run": str(run.folder)}
+    own = {"run": str(run.run_dir)}
     return pd.DataFrame(own | columns | own).astype({"run": "str", "round": "int64", "client": "int64"})
 
 
@@ -332,7 +350,7 @@ def _meant(name: str, keys: Collection[str]) -> list[str]:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    own = {"run": str(run.folder), "finished": run.finished}
+    own = {"run": str(run.run_dir), "finished": run.finished}
     settings = {
         key: json.dumps(value, default=str, skipkeys=True) if isinstance(value, list | dict) else value
         for key, value in run.settings.items()

@@ -46,7 +46,7 @@ def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
     return Scenario(Digits(), Dirichlet(alpha, min_samples=10), clients)
 
 
-def experiment(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrchestrator:
+def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:
     """Three rounds of digits with four of six clients, unless told otherwise."""
     settings = {
         "scenario": digits(),
@@ -57,7 +57,7 @@ def experiment(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrches
         "batch_size": 32,
         "optimizer": SGD,
         "trainer": {"accelerator": "cpu", "max_epochs": 2},
-        "run_dir": str(run_dir),
+        "run_dir": run_dir,
     }
     settings |= options
     given = options.get("callbacks", [])

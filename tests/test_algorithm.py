@@ -182,7 +182,7 @@ def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients)
 
 def test_without_a_global_model_nothing_global_is_told(tmp_path):
     run = experiment(tmp_path, OwnModel(), callbacks=[Checkpointing(), EarlyStopping(patience=1, min_delta=1.0)])
-    summary = run.fit()
+    summary = run.fit().summary
     assert not [name for row in run.csv.rows for name in row if name.startswith("global/")]
     assert len(run.csv.rows) == 2  # stopped by the clients' mean
     best = max(row["client/acc_mean"] for row in run.csv.rows)

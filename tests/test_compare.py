@@ -238,13 +238,13 @@ def test_each_setting_and_seed_counts_once_by_its_newest_finished_run(tmp_path):
     other = write(tmp_path, seed=1, accs=[0.4])
     with pytest.warns(UserWarning, match="left out|counts") as caught:
         kept = comparable(open_runs(tmp_path))
-    assert {item.folder for item in kept} == {new, other}
+    assert {item.run_dir for item in kept} == {new, other}
     assert [str(each.message) for each in caught] == [
         f"1 run, {newest}: not finished; left out (--unfinished takes them by the rounds they have)",
         f"1 run, {old}: the same settings and seed as another run; the newest finished one counts",
     ]
     with pytest.warns(UserWarning, match="2 runs, .*: the same settings and seed"):
-        assert {item.folder for item in comparable(open_runs(tmp_path), unfinished=True)} == {new, other}
+        assert {item.run_dir for item in comparable(open_runs(tmp_path), unfinished=True)} == {new, other}
 
 
 def test_runs_without_a_config_are_left_out(tmp_path):

@@ -126,7 +126,7 @@ def test_metrics_are_watched_and_summed_up(tmp_path):
     ]
     names = ["MulticlassF1Score", "CalibrationError"]
     run = experiment(tmp_path, rounds=5, callbacks=watchers, evaluation=Evaluation(metrics=names))
-    summary = run.fit()
+    summary = run.fit().summary
     f1, errors = ([row[f"global/{name}"] for row in run.csv.rows] for name in ("f1_score", "calibration_error"))
     assert (summary["global/f1_score_best"], summary["global/f1_score_last"]) == (max(f1), f1[-1])
     assert summary["global/calibration_error_best"] == min(errors)

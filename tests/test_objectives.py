@@ -134,7 +134,7 @@ def test_each_clients_figures_are_those_of_its_own_samples(tmp_path, kind):
 
 def test_the_best_round_is_the_one_of_the_lowest_error(tmp_path):
     run = experiment(tmp_path, scenario=made("one number"), rounds=6, callbacks=[EarlyStopping(patience=9)])
-    summary = run.fit()
+    summary = run.fit().summary
     errors = [row["global/mae"] for row in run.csv.rows]
     losses = [row["global/loss"] for row in run.csv.rows]
     assert summary["global/mae_best"] == min(errors)

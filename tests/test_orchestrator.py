@@ -186,7 +186,7 @@ def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, preci
 
 def test_summary_holds_the_figures_of_the_rounds(tmp_path):
     run = experiment(tmp_path, rounds=4, evaluation=Evaluation(targets=[0.2, 1.0]))
-    summary = run.fit()
+    summary = run.fit().summary
     acc = [row["global/acc"] for row in run.csv.rows]
     assert (summary["global/acc_last"], summary["global/acc_best"]) == (acc[-1], max(acc))
     assert summary["global/acc_best_round"] == 1 + acc.index(max(acc))

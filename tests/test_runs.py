@@ -315,7 +315,7 @@ def test_each_folder_that_is_no_run_is_told_of_and_left_out(tmp_path):
     (tmp_path / "foreign").mkdir()
     with told() as lines:
         opened = open_runs([tmp_path / "runs", tmp_path / "foreign"])
-    assert [run.folder for run in opened] == [sound]
+    assert [run.run_dir for run in opened] == [sound]
     assert [line.partition(": ")[0] for line in lines] == [
         str(begun),
         str(tmp_path / "runs" / "damaged"),
@@ -340,7 +340,7 @@ def test_where_takes_keys_their_ends_and_several_values(tmp_path):
             write_run(tmp_path / f"{tau}-{seed}", changed(tau=tau, seed=seed))
 
     def names(where):
-        return [run.folder.name for run in open_runs(tmp_path, where)]
+        return [run.run_dir.name for run in open_runs(tmp_path, where)]
 
     assert names(["tau=1e-3"]) == names(["algorithm.tau=0.001"]) == ["0.001-0", "0.001-1", "0.001-2"]
     assert names({"tau": 0.08, "seed": 1}) == names(["tau=0.08", "seed=1"]) == ["0.08-1"]
@@ -482,9 +482,9 @@ def test_a_runs_own_files_are_read(tmp_path):
     from experiments import experiment
 
     run = experiment(tmp_path / "run")
-    summary = run.fit()
+    done = run.fit()
     opened = open_run_folder(tmp_path / "run")
-    assert opened.summary == summary
+    assert opened.summary == done.summary
     assert opened.rounds == run.csv.rows
     clients = load(tmp_path).clients
     assert clients.groupby("round").size().to_dict() == {1: 4, 2: 4, 3: 4}

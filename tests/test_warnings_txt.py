@@ -146,7 +146,7 @@ def test_a_disk_that_refuses_ends_no_run(failing, tmp_path, shown, monkeypatch):
 
     monkeypatch.setattr(Path, failing, refuses)
     run = experiment(tmp_path / "run", rounds=2, callbacks=[Warner()])
-    assert run.fit()["rounds"] == 2
+    assert run.fit().summary["rounds"] == 2
     assert len(shown) == 4
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from fl_lightning.naming import run_names
 from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
+from fl_lightning.run_folder import fresh
 from fl_lightning.seal import MAY_CHANGE
+from fl_lightning.trial import tried
 from fl_lightning.trust import let_in, run_config
 
 
@@ -37,21 +38,29 @@ def parser() -> ArgumentParser:
     parser = experiment_parser()
     parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
     parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
+    parser.add_argument("--fast", action="store_true", help="Try it all out in one short round that leaves nothing.")
     return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run an experiment, or go on with one, and print the table it ends with."""
+    """Run an experiment, or go on with one, and print the table it ends with; or only try one out."""
+    if given.fast and given.resume:
+        raise ConfigError("--fast: a run is tried out from its start; leave out either this or --resume")
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
         config_file(run_dir)
     else:
-        run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(given.config)
+        run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
     orchestrator = build(given, parser, run_dir)
+    if given.fast:
+        started = time.monotonic()
+        orchestrator.fit(fast=True)
+        print(tried(orchestrator, time.monotonic() - started))
+        return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
-    summary = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(summary))
+    run = orchestrator.fit(bool(given.resume), config, name, group)
+    Console().print(summary_table(run.summary))
     print(f"run: {run_dir}")
     return 0
 
@@ -108,8 +117,3 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 def config_name(configs: Sequence[Any] | None) -> str:
     """The name of the last config file, which a run is named after."""
     return Path(str(configs[-1])).stem if configs else "run"
-
-
-def new_run_dir(configs: Sequence[Any] | None) -> Path:
-    """`runs/<config>/<time>-<id>`, new."""
-    return Path("runs") / config_name(configs) / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"

@@ -480,10 +480,10 @@ def _seeds(runs: Iterable[Run]) -> list[Any]:
 
 
 def _written(run: Run) -> float:
-    return (run.folder / "metrics.csv").stat().st_mtime
+    return (run.run_dir / "metrics.csv").stat().st_mtime
 
 
 def _tell(runs: set[Run], why: str) -> None:
     if runs:
-        folders = _listed(sorted(str(run.folder) for run in runs))
+        folders = _listed(sorted(str(run.run_dir) for run in runs))
         warnings.warn(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {folders}: {why}", stacklevel=3)

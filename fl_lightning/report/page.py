@@ -235,7 +235,7 @@ def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: S
 
 def run_names(runs: Sequence[Run]) -> list[str]:
     """What to call each run: its folder's path from the folder that holds them all."""
-    folders = [run.folder.absolute() for run in runs]
+    folders = [run.run_dir.absolute() for run in runs]
     base = os.path.commonpath([folder.parent for folder in folders])
     return [str(folder.relative_to(base)) for folder in folders]
 
@@ -261,7 +261,7 @@ def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     if len(found) == 1:
         names = [str(known[0].settings.get("algorithm", "all runs"))]
     alone = [run for run in runs if not run.config]
-    return names + [run.folder.name for run in alone], [group.runs for group in found] + [[run] for run in alone]
+    return names + [run.run_dir.name for run in alone], [group.runs for group in found] + [[run] for run in alone]
 
 
 def group_name(group: Group, groups: Sequence[Group]) -> str:
@@ -329,7 +329,7 @@ def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> 
     """The last picture of each kind that a run's callbacks left, as far as they fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
-        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_pictures, run.folder) or []:
+        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_pictures, run.run_dir) or []:
             told = f"{names[i]}/figures/{name}/{file}"
             picture = _unless_unreadable(left_out, told, embedded, run, name, file)
             if picture is None:
@@ -399,7 +399,7 @@ def own_file(run: Run, *parts: str) -> Path:
         FileNotFoundError: There is none.
         ValueError: It is something else, or too large.
     """
-    path = run.folder
+    path = run.run_dir
     for part in parts:
         path = path / part
         about = path.lstat()

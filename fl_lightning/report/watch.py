@@ -105,7 +105,7 @@ def heading(look: Look, pen: Pen) -> list[Text]:
     if "seed" in settings:
         words.append(f"seed {settings['seed']}")
     told = ", ".join(filter(None, words))
-    return [pen.text(str(look.run.folder), "bold"), *([pen.text(told)] if told else [])]
+    return [pen.text(str(look.run.run_dir), "bold"), *([pen.text(told)] if told else [])]
 
 
 def progress(look: Look) -> Table:
@@ -130,7 +130,7 @@ def state(look: Look) -> str:
     if look.ended:
         return f"ended after round {done}"
     if look.silence > max(QUIET, 3 * (each or 0)) and done:
-        mend = f"if it was stopped, go on with: fl-lightning fit --resume {look.run.folder}"
+        mend = f"if it was stopped, go on with: fl-lightning fit --resume {look.run.run_dir}"
         return f"nothing has changed for {hours(look.silence)}; {mend}"
     if not done:
         return f"waits for its first round to end, for {hours(look.since_round)} so far"

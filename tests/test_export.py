@@ -1,0 +1,371 @@
+"""`export`: each format, opened again by what it is for, gives the outputs of the run's own module."""
+
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from commands import TINY, contents, run, tiny
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import ClientModule, open_run
+from fl_lightning.config import read_config
+from fl_lightning.errors import ConfigError
+from fl_lightning.export import FORMATS, Network, network_of, rebuilt, same_outputs, write
+from fl_lightning.models import MLP, BiLSTM, FromModule
+from fl_lightning.objectives import Classification, Regression
+
+NORMED = TINY.replace("class_path: MLP, init_args: {hidden: [8]}", "class_path: own_export.Normed").replace(
+    "algorithm: FedSKC", "algorithm: {class_path: FedAvg, init_args: {buffers: local}}"
+)
+OWN = """
+import torch
+from torch import nn
+from fl_lightning import Backbone, Dataset, LoadedData, Normalize
+
+class Coloured(Dataset):
+    def load(self):
+        x = torch.randint(256, (60, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        prepare = Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.1])
+        return LoadedData(x[:45], torch.arange(45) % 3, x[45:], torch.arange(15) % 3, 3, prepare)
+
+class Normed(Backbone):
+    def __init__(self, in_shape, num_classes):
+        encoder = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout(0.5))
+        super().__init__(encoder, nn.Linear(64, num_classes), 64)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three finished runs: of a shipped model, of one of the user's own, and of a method without a global model."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "own_export.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        tiny(folder / "run", "--model.head", "{projection: 12, hidden: [9], classifier: cosine}")
+        tiny(folder / "normed", text=NORMED)
+        tiny(folder / "local", "--algorithm", "Local", "--rounds", "1")
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def opened(path, x):
+    """What a file's own program makes of a batch."""
+    if path.suffix == ".onnx":
+        runtime = pytest.importorskip("onnxruntime")
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        (given,), (made,) = session.get_inputs(), session.get_outputs()
+        assert isinstance(given.shape[0], str)  # any number of samples
+        assert isinstance(made.shape[0], str)
+        return torch.from_numpy(session.run(None, {given.name: x.numpy()})[0])
+    if path.suffix == ".ts":
+        return torch.jit.load(str(path))(x)
+    if path.suffix == ".ckpt":
+        return ClientModule.load_from_checkpoint(path).eval()(x)
+    backbone = open_run("run").worker.module().backbone
+    backbone.load_state_dict(torch.load(path, weights_only=True))
+    return backbone.eval()(x)
+
+
+def needs(suffix):
+    if suffix == ".onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(package)
+
+
+def export(tmp_path, suffix, *words, name="run"):
+    needs(suffix)
+    path = tmp_path / f"model{suffix}"
+    outcome = run("export", name, "-o", path, *words)
+    assert outcome.code == 0, outcome.err
+    assert not outcome.err
+    assert list(tmp_path.iterdir()) == [path]
+    return path, outcome.out
+
+
+def batch(n=7):
+    return torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("client", [None, 2])
+def test_what_is_opened_gives_the_modules_outputs(suffix, client, tmp_path):
+    path, out = export(tmp_path, suffix, *(() if client is None else ("--client", str(client))))
+    whole = open_run("run")
+    module = whole.worker.shared_module(whole.state["model"]) if client is None else whole.client_module(client)
+    with torch.no_grad():
+        for n in (1, 7):  # not the number that was traced
+            close(opened(path, batch(n)), module.eval()(batch(n)))
+    whose = "the global model" if client is None else "client 2's model"
+    size = f"{path.stat().st_size / 1e6:.2f} MB"
+    assert out.splitlines() == [
+        f"wrote {path} ({FORMATS[suffix].name}, {size}): {whose} after round 3",
+        "it takes samples as scenario.dataset prepares them, float32 (batch, 1, 8, 8), and gives float32 (batch, 10)",
+    ]
+
+
+def test_the_state_dict_is_what_the_run_left(tmp_path):
+    path, _ = export(tmp_path, ".pt")
+    ours, left = (torch.load(each, weights_only=True) for each in (path, Path("run/final/model.pt")))
+    assert ours.keys() == left.keys()
+    assert all(torch.equal(ours[name], left[name]) for name in ours)
+
+
+@pytest.mark.parametrize("suffix", [".ts", ".onnx"])
+def test_statistics_and_dropout_are_as_in_evaluation(suffix, tmp_path):
+    """A client's own BatchNorm statistics are in it, and Dropout does nothing."""
+    path, _ = export(tmp_path, suffix, "--client", "1", name="normed")
+    module = open_run("normed").client_module(1).eval()
+    assert not torch.equal(module.backbone.encoder[1].running_mean, torch.zeros(64))
+    with torch.no_grad():
+        close(opened(path, batch()), module(batch()))
+
+
+def test_a_checkpoint_of_another_round(tmp_path):
+    path, out = export(tmp_path, ".pt", "--checkpoint", "2")
+    assert "after round 2" in out
+    weights, state = torch.load(path, weights_only=True), open_run("run", "2").state["model"]
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+    assert not all(torch.equal(weights[name], value) for name, value in open_run("run").state["model"].items())
+
+
+def test_lightning_goes_on_with_the_checkpoint(tmp_path):
+    path, _ = export(tmp_path, ".ckpt")
+    module = ClientModule.load_from_checkpoint(path)
+    assert isinstance(module.backbone, MLP)
+    x, y = batch(16), torch.arange(16) % 10
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(max_epochs=1, enable_model_summary=False, **quiet)
+        before = module.backbone.head[0].weight.clone()
+        trainer.fit(module, loader)
+        assert not torch.equal(before, module.backbone.head[0].weight)
+        fresh = ClientModule(rebuilt(torch.load(path, weights_only=True)["hyper_parameters"]["backbone"]))
+        told = trainer.test(fresh, loader, ckpt_path=path, verbose=False, weights_only=True)[0]
+    with torch.no_grad():
+        logits = ClientModule.load_from_checkpoint(path).eval()(x)
+    assert told["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+
+
+# --- A checkpoint chooses no code ---
+
+
+def test_a_network_of_ones_own_is_built_by_who_opens_it(tmp_path):
+    path, _ = export(tmp_path, ".ckpt", name="normed")
+    with pytest.raises(ConfigError, match=r"backbone: own_export.Normed is code .*load_from_checkpoint\(..., backbone"):
+        ClientModule.load_from_checkpoint(path)
+    from own_export import Normed
+
+    module = ClientModule.load_from_checkpoint(path, backbone=Normed((1, 8, 8), 10)).eval()
+    whole = open_run("normed")
+    close(module(batch()), whole.worker.shared_module(whole.state["model"]).eval()(batch()))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"class_path": "planted_export.Net"},
+        {"class_path": "FromModule", "init_args": {"module": "planted_export.make", "head": "fc"}},
+        {"class_path": "fl_lightning.models.FromModule", "init_args": {"module": "os.system", "head": "fc"}},
+    ],
+)
+def test_a_planted_network_is_not_run(described, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planted_export.py").write_text("raise SystemExit('run')")
+    described |= {"in_shape": [1, 8, 8], "num_classes": 10}
+    torch.save({"pytorch-lightning_version": "2.6.4", "state_dict": {}, "hyper_parameters": {"backbone": described}},
+               tmp_path / "bad.ckpt")  # fmt: skip
+    with pytest.raises(ConfigError, match="is code that a checkpoint may not choose"):
+        ClientModule.load_from_checkpoint(tmp_path / "bad.ckpt")
+
+
+@pytest.mark.parametrize("described", [{}, {"class_path": "MLP"}, 3, "MLP", None])
+def test_what_is_no_network_is_refused(described):
+    with pytest.raises(ConfigError, match=r"backbone: it needs a network \(an nn.Module\), got"):
+        ClientModule(described)
+
+
+def test_a_network_of_torchvisions_is_rebuilt():
+    described = {
+        "class_path": "FromModule",
+        "init_args": {"module": "torchvision.models.squeezenet1_1", "head": "classifier.1", "module_args": {}},
+    }
+    with pytest.raises(ConfigError, match="holds no linear layer"):  # it was built, and its own refusal is told
+        rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 10})
+    described["init_args"] |= {"module": "torchvision.models.resnet18", "head": "fc", "module_args": {"num_classes": 4}}
+    network = rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 4})
+    assert isinstance(network, FromModule)
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
+
+
+# --- Preparation, precision, layout ---
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".ts"])
+def test_samples_as_they_are_stored(suffix, tmp_path, folder):
+    """Normalised by the file itself, with the dataset's own means."""
+    if not (folder / "stored").exists():
+        text = TINY.replace("dataset: Digits", "dataset: own_export.Coloured")
+        tiny(folder / "stored", "--rounds", "1", "--scenario.partition.min_samples", "2", text=text)
+    path, out = export(tmp_path, suffix, "--prepare", name="stored")
+    assert "it takes samples as they are stored, uint8 (batch, 3, 8, 8), and gives float32 (batch, 3)" in out
+    whole = open_run("stored")
+    x = whole.data.data.x_test[:6]
+    assert x.dtype == torch.uint8
+    normalised = (x.float() / 255 - torch.tensor([0.4, 0.5, 0.6])[:, None, None]) / torch.tensor([0.2, 0.3, 0.1])[
+        :, None, None
+    ]
+    with torch.no_grad():
+        close(opened(path, x), whole.worker.shared_module(whole.state["model"]).eval()(normalised))
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_other_precisions_are_written_in_float32(suffix, tmp_path, folder):
+    needs(suffix)
+    if not (folder / "half").exists():
+        tiny(folder / "half", "--rounds", "1", "--trainer.precision", "bf16-true")
+    path, _ = export(tmp_path, suffix, name="half")
+    whole = open_run("half")
+    wide = whole.worker.shared_module(whole.state["model"]).float().eval()
+    if suffix == ".pt":
+        assert {value.dtype for value in torch.load(path, weights_only=True).values()} == {torch.float32}
+        return
+    with torch.no_grad():
+        close(opened(path, batch()), wide(batch()))
+
+
+def test_a_compiled_network_is_written_as_it_is_without(tmp_path, folder):
+    if not (folder / "compiled").exists():
+        tiny(folder / "compiled", "--rounds", "1", "--algorithm", "FedAvg")
+        config = (folder / "compiled" / "config.yaml").read_text()
+        assert "compile: false" in config
+    whole = open_run("compiled")
+    whole.worker.compile = True
+    network = network_of(whole, read_config(Path("compiled/config.yaml"))["model"])
+    assert not any(part._compiled_call_impl for part in network.backbone.modules())
+
+
+# --- What cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run"], "-o: which file? Its ending says the format: .pt, .onnx, .ts, .ckpt"),
+        (["run", "-o", "m.h5"], "-o: m.h5 does not end in one of .pt (state dict), .onnx (ONNX), .ts (TorchScript), "
+         ".ckpt (Lightning checkpoint)"),
+        (["run", "-o", "m"], "-o: m does not end in one of"),
+        (["run", "-o", "taken.pt"], "-o: taken.pt is there already; name another file, or remove it"),
+        (["run", "-o", "dangling.pt"], "-o: dangling.pt is there already"),
+        (["run", "-o", "taken.pt/m.pt"], "-o: taken.pt/m.pt cannot be written: "),
+        (["local", "-o", "m.pt"], "client: Local has no global model; say whose is wanted with --client, 0 to 3"),
+        (["local", "-o", "m.pt", "--client", "4"], "client: there is no client 4; the run has 0 to 3"),
+        (["local", "-o", "m.pt", "--client=-1"], "client: there is no client -1; the run has 0 to 3"),
+        (["run", "-o", "m.pt", "--client", "x"], "client: got 'x', expected int"),
+        (["run", "-o", "m.pt", "--checkpoint", "9"], "--checkpoint: no checkpoint '9'; there are last, best"),
+        (["nowhere", "-o", "m.pt"], "nowhere"),
+        (["run", "-o", "m.pt", "--prepare"], "--prepare: a state dict holds weights alone; take .onnx or .ts"),
+        (["run", "-o", "m.ckpt", "--prepare"], "--prepare: a Lightning checkpoint holds weights alone"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)  # fmt: skip
+def test_a_refusal_is_one_line(words, told, folder):
+    Path("taken.pt").write_text("mine")
+    if not Path("dangling.pt").is_symlink():
+        Path("dangling.pt").symlink_to("nothing")
+    before = contents(folder)
+    outcome = run("export", *words)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"fl-lightning: error: {told}"), outcome.err
+    assert len(outcome.err.splitlines()) == 1
+    assert contents(folder) == before
+
+
+def test_the_corrected_command_works(tmp_path):
+    path, _ = export(tmp_path, ".pt", "--client", "3", name="local")
+    weights, module = torch.load(path, weights_only=True), open_run("local").client_module(3)
+    assert all(torch.equal(weights[name], value) for name, value in module.backbone.state_dict().items())
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    outcome = run("export", "run", "-o", tmp_path / "m.onnx")
+    assert outcome.code == 2
+    told = "-o: an .onnx file needs onnx, which is not there; pip install 'fl-lightning[onnx]'"
+    assert outcome.err == f"fl-lightning: error: {told}\n"
+    assert not list(tmp_path.iterdir())
+
+
+class Branching(nn.Module):
+    """What it does depends on the values: a trace would keep one branch for ever."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x) if x[-1].sum() > 0 else -self.layer(x)
+
+
+def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
+    x = torch.ones(5, 4)
+    x[-1] = -1
+    with pytest.raises(ConfigError, match=r"-o: Branching gives other outputs as TorchScript; take one of .pt, .onnx"):
+        write(Network(Branching(), {"class_path": "a.Branching"}, (4,), 2, x), tmp_path / "m.ts")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
+    """In one line, and without the pages that torch has to say."""
+    needs(".onnx")
+    ids = torch.randint(1, 50, (4, 12))
+    network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
+    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\); take one of .pt, .ts"):
+        write(network, tmp_path / "m.onnx")
+    write(network, tmp_path / "m.ts")
+    ids[2, 3:] = 0
+    close(opened(tmp_path / "m.ts", ids), network.backbone(ids))
+
+
+def test_of_a_test_set_of_one_a_batch_is_made():
+    network = Network(MLP((4,), 2), {"class_path": "MLP"}, (4,), 2, torch.ones(1, 4))
+    assert network.samples.shape == (5, 4)
+
+
+def test_outputs_are_compared():
+    one = torch.tensor([[1.0, -2.0]])
+    assert same_outputs(one, one + 1e-4)
+    assert not same_outputs(one, one + 1e-2)
+    assert not same_outputs(one, one * float("nan"))
+    assert not same_outputs(one * float("nan"), one)
+    assert not same_outputs(one, torch.cat([one, one]))
+
+
+def test_a_lightning_checkpoint_keeps_what_the_outputs_are_for(tmp_path):
+    for objective in (Regression("huber"), Classification(label_smoothing=0.1)):
+        model = {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [4]}}
+        network = Network(MLP((3,), 2, hidden=(4,)), model, (3,), 2, torch.zeros(2, 3), objective)
+        path = tmp_path / f"{type(objective).__name__}.ckpt"
+        write(network, path)
+        assert ClientModule.load_from_checkpoint(path).objective == objective
+
+
+def test_a_checkpoint_chooses_no_objective_of_somebody_elses():
+    with pytest.raises(
+        ConfigError, match=r"^objective: .*os\.system is code that a checkpoint may not choose; make it"
+    ):
+        ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})

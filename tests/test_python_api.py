@@ -1,0 +1,199 @@
+"""What Python users import, and what `fit` gives them."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from commands import rows, tiny
+from experiments import experiment
+
+import fl_lightning
+from fl_lightning import HOMES
+from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
+from fl_lightning.catalogue import BASES, classes
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.runs import Run, open_run_folder
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_whatever_is_listed_can_be_imported_from_the_top(kind):
+    for cls in [BASES[kind][0], *classes(kind)]:
+        assert getattr(fl_lightning, cls.__name__) is cls
+
+
+def test_the_names_are_those_of_the_packages():
+    for home in PACKAGES:
+        found = {name for name, there in HOMES.items() if there == home}
+        assert found - {"RoundFigure"} == set(import_module(f"fl_lightning.{home}").__all__)  # it is not listed
+    for name, home in HOMES.items():
+        assert getattr(fl_lightning, name) is getattr(import_module(f"fl_lightning.{home}"), name)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(fl_lightning.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {"runs"}
+    for line in block.body:
+        module = import_module(line.module)
+        seen |= {name for each in line.names for name in (module.__all__ if each.name == "*" else [each.name])}
+        assert all(each.name in ("*", each.asname) for each in line.names)  # else `mypy --strict` takes it for private
+    assert seen == set(fl_lightning.__all__)
+
+
+def imported(code):
+    """Names that code imports from the package or from a module that has public names."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            root, _, home = node.module.partition(".")
+            if root == "fl_lightning" and (not home or home in HOMES.values()):
+                yield from (each.name for each in node.names)
+
+
+def test_docs_and_examples_import_nothing_that_the_top_has_not():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    codes = [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+    codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    names = {name for code in codes for name in imported(code)}
+    assert {"FederatedOrchestrator", "MLP", "Digits", "weighted_mean"} <= names
+    assert names <= set(fl_lightning.__all__)
+
+
+def in_a_new_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_torch_comes_with_the_first_name_that_needs_it():
+    code = (
+        "import sys, fl_lightning; dir(fl_lightning); fl_lightning.ConfigError; fl_lightning.Run; fl_lightning.runs;"
+        "from fl_lightning import open_run as _; print('torch' in sys.modules)"
+    )
+    assert in_a_new_python(code.replace("from fl_lightning import open_run as _; ", "")) == ["False"]
+    assert in_a_new_python(code) == ["True"]
+
+
+def test_everything_can_be_imported_at_once():
+    code = "from fl_lightning import *; print(FedSKC.__name__, Digits.__name__, runs.__name__, open_run.__name__)"
+    assert in_a_new_python(code) == ["FedSKC", "Digits", "fl_lightning.runs", "open_run"]
+    assert set(fl_lightning.__all__) <= set(dir(fl_lightning))
+    code = "import fl_lightning; print(fl_lightning.models.MLP is fl_lightning.MLP)"
+    assert in_a_new_python(code) == ["True"]
+
+
+def test_a_name_that_is_none_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'FedSCK'"):
+        fl_lightning.FedSCK  # noqa: B018
+    with pytest.raises(ImportError, match="FedSCK"):
+        from fl_lightning import FedSCK  # noqa: F401
+
+
+def test_configs_note_classes_as_they_always_have(tmp_path):
+    """A run from before still resumes, and shares its group with new ones: their names are digests of these paths."""
+    tiny(tmp_path / "run", "--algorithm", "MOON", "--rounds", "1", "--callbacks", "[EarlyStopping]")
+    config = open_run_folder(tmp_path / "run").config
+    assert config["algorithm"]["class_path"] == "fl_lightning.algorithms.MOON"
+    assert config["model"]["class_path"] == "fl_lightning.models.MLP"
+    assert config["scenario"]["dataset"]["class_path"] == "fl_lightning.data.Digits"
+    assert [each["class_path"] for each in config["callbacks"]] == ["fl_lightning.callbacks.EarlyStopping"]
+    tiny(tmp_path / "skc", "--rounds", "1", "--model", "fl_lightning.MLP")
+    config = open_run_folder(tmp_path / "skc").config
+    assert config["algorithm"]["class_path"] == "fl_lightning.FedSKC"
+    assert config["model"]["class_path"] == "fl_lightning.models.MLP"
+
+
+# --- What fit gives ---
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    return experiment(run_dir, rounds=3, evaluate_every=2, evaluation=Evaluation(targets=[0.1])).fit({}), run_dir
+
+
+def test_a_fit_gives_the_run(done):
+    run, run_dir = done
+    assert isinstance(run, Run)
+    opened = open_run_folder(run_dir)
+    assert (run.run_dir, run.rounds, run.summary) == (run_dir, opened.rounds, opened.summary)
+    assert run.finished
+    assert run.summary["R_0.1"] in (2, 3)
+
+
+def test_the_history_is_a_table_by_round(done):
+    run, run_dir = done
+    history = run.history
+    assert history.index.name == "round"
+    assert history.index.tolist() == [1, 2, 3]
+    assert history["global/acc"].isna().tolist() == [True, False, False]
+    on_disk = pd.read_csv(run_dir / "metrics.csv", index_col="round")
+    pd.testing.assert_frame_equal(history[on_disk.columns], on_disk, check_exact=True)
+    assert set(history.columns) == set(on_disk.columns)
+    assert Run(run_dir, {}, []).history.index.name == "round"
+
+
+def test_the_run_is_shown_in_a_few_lines(done):
+    run, run_dir = done
+    first, *figures = repr(run).splitlines()
+    assert first == f"run {run_dir}: 3 rounds"
+    last, best = run.summary["global/acc_last"], run.summary["global/acc_best"]
+    best_round = run.summary["global/acc_best_round"]
+    assert f"  global/acc: {last:.4f}, at best {best:.4f} in round {best_round}" in figures
+    assert repr(Run(run_dir, {}, run.rounds[:1])) == f"run {run_dir}: 1 round, not ended"  # that was not evaluated
+    assert repr(Run(run_dir, {}, run.rounds, {"x_best_round": 1})) == first  # a file that somebody edited
+
+
+def test_the_run_holds_the_config_that_was_given(tmp_path):
+    run = experiment(tmp_path / "run", rounds=1).fit(config={"algorithm": "FedAvg", "seed": 3})
+    assert run.setting("seed") == 3
+    assert run.settings == open_run_folder(tmp_path / "run").settings
+
+
+def test_a_resumed_fit_gives_the_whole_run(tmp_path):
+    experiment(tmp_path, rounds=1).fit()
+    run = experiment(tmp_path, rounds=2).fit(resume=True)
+    assert run.history.index.tolist() == [1, 2]
+    assert len(rows(tmp_path)) == 2
+
+
+def test_without_a_folder_each_run_has_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [experiment(None, algorithm, rounds=1) for algorithm in (FedAvg(), FedAvg(), FedProx())]
+    assert not list(tmp_path.iterdir())
+    folders = [run.fit().run_dir for run in made[1:]]
+    assert len({run.run_dir for run in made}) == 3
+    assert [len(rows(folder)) for folder in folders] == [1, 1]
+    assert [folder.parent.as_posix() for folder in folders] == ["runs/FedAvg", "runs/FedProx"]
+    assert {path.parent.name for path in Path("runs").glob("*/*")} == {"FedAvg", "FedProx"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d-[0-9a-f]{6}", folders[0].name)
+    with pytest.raises(ConfigError, match=r"run_dir: .*FedAvg.* holds a run already"):
+        made[1].fit()
+
+
+def test_a_folder_may_be_a_path_or_text(tmp_path):
+    for folder in (tmp_path / "own", str(tmp_path / "text")):
+        assert experiment(folder, rounds=1).fit().run_dir == Path(folder)
+
+
+@pytest.mark.parametrize("client", [6, -1])
+def test_a_client_that_is_none_has_no_module(client, tmp_path):
+    run = experiment(tmp_path, UAPDFL(), rounds=1)
+    run.fit()
+    assert run.client_module(5)
+    with pytest.raises(ConfigError, match=f"^client: there is no client {client}; the run has 0 to 5$"):
+        run.client_module(client)
+
+
+def test_every_public_thing_says_what_it_is_for():
+    for name in HOMES:
+        thing = getattr(fl_lightning, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name
