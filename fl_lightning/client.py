@@ -197,9 +197,11 @@ class ClientModule(L.LightningModule):
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
+        self.objective: Objective = Classification()
         if isinstance(objective, Mapping):
-            objective = load("fl_lightning.export").rebuilt_objective(objective)
-        self.objective: Objective = objective or Classification()
+            self.objective = load("fl_lightning.export").rebuilt_objective(objective)
+        elif objective:
+            self.objective = objective
         self.round = 1
         self.lr_scale = 1.0
         self.batch_size = 64
