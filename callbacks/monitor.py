@@ -53,9 +53,9 @@ class Monitor(RoundCallback):
         """
         if self.monitor is not None:
             names = round_metrics(run)
-            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
+            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.clients)
             if not self._known and not adds_unknown(run):
-                mend = mend_of(self.monitor, names, run.scenario.clients)
+                mend = mend_of(self.monitor, names, run.clients)
                 raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
         name = self.monitor or ACCURACIES[0]
         better = "min" if LESS_IS_BETTER(name) else "max" if MORE_IS_BETTER(name) else self.mode

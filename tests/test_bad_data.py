@@ -22,10 +22,13 @@ from layouts import (
     write_arrays,
     write_cifar,
     write_emnist,
+    write_femnist,
     write_imdb_csv,
     write_imdb_folder,
     write_mnist,
     write_pathmnist,
+    write_sent140,
+    write_shakespeare,
     write_svhn,
     write_tiny_imagenet,
 )
@@ -36,6 +39,7 @@ from fl_lightning.data import (
     CIFAR100,
     EMNIST,
     FC100,
+    FEMNIST,
     IID,
     IMDB,
     MNIST,
@@ -54,6 +58,8 @@ from fl_lightning.data import (
     Pathological,
     QuantitySkew,
     Scenario,
+    Sent140,
+    Shakespeare,
     Shards,
     TinyImageNet,
 )
@@ -105,6 +111,11 @@ class Layout:
     open_ended: bool = False
 
 
+def leaf_files(name: str, *numbers: int) -> tuple[str, ...]:
+    files = ((number, split) for number in numbers for split in ("train", "test"))
+    return tuple(f"{name}/data/{split}/all_data_{number}_niid_0_keep_0_{split}_8.json" for number, split in files)
+
+
 IDX = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 EMNIST_FILES = tuple(f"EMNIST/raw/emnist-letters-{name.replace('t10k', 'test')}" for name in IDX)
 LAYOUTS = {
@@ -146,6 +157,9 @@ LAYOUTS = {
     "IMDB csv": Layout(
         lambda root, _: write_imdb_csv(root), lambda root: IMDB(root, layout="csv"), ("IMDB Dataset.csv",)
     ),
+    "FEMNIST": Layout(lambda root, _: write_femnist(root), FEMNIST, leaf_files("femnist", 0, 2)),
+    "Shakespeare": Layout(lambda root, _: write_shakespeare(root), Shakespeare, leaf_files("shakespeare", 1)),
+    "Sent140": Layout(lambda root, _: write_sent140(root), Sent140, leaf_files("sent140", 1)),
     "Arrays": Layout(
         lambda root, _: write_arrays(root / "mine.npz"), lambda root: Arrays(f"{root}/mine.npz"), ("mine.npz",)
     ),
@@ -596,7 +610,11 @@ WRONG = {
     ),
     "clients of two kinds": (
         {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)},
-        "client_train and client_test need ids of one kind, whole numbers or text",
+        "client_train and client_test need ids of one type",
+    ),
+    "clients that meet as floats": (
+        {"client_train": np.arange(20, dtype=np.int64), "client_test": np.arange(20, dtype=np.uint64)},
+        "client_train and client_test need ids of one type",
     ),
 }
 
@@ -686,7 +704,7 @@ def test_clients_are_held_against_the_samples_that_are_left() -> None:
 
 
 NUMBERS = {
-    "local_test": [None, True, -0.1, 1, np.nan, np.inf, "0.5"],
+    "local_test": [True, -0.1, 1, np.nan, np.inf, "0.5"],
     "long_tail": [True, 0.5, -1, np.nan, np.inf],
     "train_samples": [True, 0, -1, 1.5, np.nan, np.inf],
 }

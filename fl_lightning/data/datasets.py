@@ -159,8 +159,9 @@ def _check_clients(data: LoadedData) -> None:
     if data.client_test is not None:
         if data.client_train is None:
             raise ValueError("client_test says whose the test samples are, and client_train is missing")
-        if (data.client_train.dtype.kind == "U") != (data.client_test.dtype.kind == "U"):
-            raise ValueError("client_train and client_test need ids of one kind, whole numbers or text")
+        kinds = {data.client_train.dtype.kind, data.client_test.dtype.kind}
+        if ("U" in kinds and len(kinds) > 1) or np.result_type(data.client_train, data.client_test).kind == "f":
+            raise ValueError("client_train and client_test need ids of one type")  # int64 and uint64 meet as floats
 
 
 def _check_labels(name: str, y: Tensor, num_classes: int) -> None:
@@ -214,9 +215,8 @@ class FileDataset(Dataset):
     def _paths(self) -> Iterable[str]:
         """What has to be there, below `data_dir`; folders end in a slash."""
 
-    @abstractmethod
     def _fetch(self) -> None:
-        """Download what is missing."""
+        """Download what is missing, where it is `fetchable`."""
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:
