@@ -96,7 +96,6 @@ class FederatedOrchestrator:
 
     Attributes:
         clients: How many clients there are; known when the data are loaded, where `scenario.clients` does not say.
-        clients_per_round: How many of them take part in a round.
         round: The last finished round.
         state: The shared state after it.
         memory: What each client keeps, by its id, as it was when the round under way began.
