@@ -152,8 +152,12 @@ def test_min_samples_counts_before_clients_are_drawn() -> None:
     ("partition", "options", "told"),
     [
         (ByClient(10), {}, "scenario.partition.min_samples: 10, and no client in the data has more than 9 training"),
-        (ByClient(), {"clients": 9}, "scenario.clients: 9, and the data holds 8; leave it out to have them all"),
-        (ByClient(5), {"clients": 6}, "scenario.clients: 6, and the data holds 5; leave it out to have them all"),
+        (ByClient(), {"clients": 9}, "scenario.clients: 9, and the data holds 8; leave it out (null) to have them all"),
+        (
+            ByClient(5),
+            {"clients": 6},
+            "scenario.clients: 6, and the data holds 5; leave it out (null) to have them all",
+        ),
         (ByClient(), {"clients": 10**30}, "scenario.clients: 1000000000000000000000000000000, and the data holds 8"),
     ],
 )
@@ -304,7 +308,7 @@ def test_fewer_of_a_files_clients_are_drawn_by_the_seed(tmp_path: Path) -> None:
         assert trains(data) == [[k] for k in data.client_ids]
         assert data.client_ids == sorted(data.client_ids)
     assert drawn[0].client_ids == drawn[1].client_ids != drawn[2].client_ids
-    told = f"scenario.clients: 31, and {split.path} holds 30; leave it out to have them all"
+    told = f"scenario.clients: 31, and {split.path} holds 30; leave it out (null) to have them all"
     assert refusal(lambda: built(People(OWNERS), split, clients=31)) == told
 
 
@@ -640,7 +644,10 @@ def test_partition_takes_what_fit_prints(here: Path, capsys: pytest.CaptureFixtu
 
 
 KINDS = {
-    "more than the data have": (["--scenario.clients=7"], "scenario.clients: 7, and the data holds 6; leave it out"),
+    "more than the data have": (
+        ["--scenario.clients=7"],
+        "scenario.clients: 7, and the data holds 6; leave it out (null) to",
+    ),
     "more a round than the data have": (
         ["--clients_per_round=7"],
         "clients_per_round: 7 is not between 1 and scenario.clients, 6",

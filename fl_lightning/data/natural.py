@@ -118,7 +118,7 @@ def drawn(clients: int, there: int, where: str, rng: np.random.Generator) -> np.
     """
     if clients > there:
         raise ConfigError(
-            f"scenario.clients: {clients}, and {one_line(where)} holds {there}; leave it out to have them all"
+            f"scenario.clients: {clients}, and {one_line(where)} holds {there}; leave it out (null) to have them all"
         )
     return np.sort(rng.choice(there, clients, replace=False))
 
