@@ -59,7 +59,7 @@ class UnitDivergence(RoundFigure):
             ConfigError: Names the pair.
         """
         super().check(run)
-        clients = run.scenario.clients
+        clients = run.clients
         for pair in self.pairs:
             if len({*pair}) != 2 or not all(0 <= client < clients for client in pair):
                 mend = f"a pair is two different clients from 0 to {clients - 1}"

@@ -52,8 +52,8 @@ class KnowledgeMap(RoundFigure):
             ConfigError: It is not.
         """
         super().check(run)
-        if not 0 <= self.client < run.scenario.clients:
-            there = f"clients are 0 to {run.scenario.clients - 1}"
+        if not 0 <= self.client < run.clients:
+            there = f"clients are 0 to {run.clients - 1}"
             raise ConfigError(f"callbacks: KnowledgeMap.client: there is no client {self.client}; {there}")
 
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:

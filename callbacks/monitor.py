@@ -59,9 +59,9 @@ class Monitor(RoundCallback):
         if self.monitor is None:
             self.mode = "min" if default in LOSSES else self.mode
         else:
-            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.scenario.clients)
+            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.clients)
             if not self._known and not adds_unknown(run):
-                mend = mend_of(self.monitor, names, run.scenario.clients)
+                mend = mend_of(self.monitor, names, run.clients)
                 raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
         name = self.monitor or default or ACCURACIES[0]
         better = better_way(name, ["acc", *run.worker.score_names])

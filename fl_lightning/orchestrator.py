@@ -98,6 +98,7 @@ class FederatedOrchestrator:
             command line `runs/<config>/<time>-<id>`. It is made when the run begins.
 
     Attributes:
+        clients: How many clients there are; known when the data are loaded, where `scenario.clients` does not say.
         round: The last finished round.
         state: The shared state after it.
         memory: What each client keeps, by its id, as it was when the round under way began.
@@ -136,21 +137,15 @@ class FederatedOrchestrator:
         run_dir: str | Path | None = None,
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
-        per_round = scenario.clients if clients_per_round is None else clients_per_round
-        if not 1 <= per_round <= scenario.clients:
-            raise ConfigError(
-                f"clients_per_round: {per_round} is not between 1 and scenario.clients, {scenario.clients}"
-            )
-        if min_clients > per_round:
-            raise ConfigError(f"min_clients: {min_clients} is above the {per_round} clients of a round")
         if seed < 0:
             raise ConfigError(f"seed: {seed} is below 0")
         self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
-        self.clients_per_round, self.seed = per_round, seed
+        self.seed, self._asked_per_round = seed, clients_per_round
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
-        self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
+        if scenario.clients is not None:  # else the data say it
+            self._count(scenario.clients)
         self.logger, self.log_clients, self.client_store = logger, log_clients, client_store
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
@@ -180,6 +175,16 @@ class FederatedOrchestrator:
         self.csv = MetricsCsv(run_dir / "metrics.csv")
         self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: self.round + 1)
         self.memory = ClientStore(run_dir, self.client_store, self.writer)
+
+    def _count(self, clients: int) -> None:
+        """Settle how many clients there are, and how many of them take part in a round."""
+        per_round = clients if self._asked_per_round is None else self._asked_per_round
+        if not 1 <= per_round <= clients:
+            raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
+        if self.min_clients > per_round:
+            raise ConfigError(f"min_clients: {self.min_clients} is above the {per_round} clients of a round")
+        self.clients, self.clients_per_round = clients, per_round
+        self.engine.fits = self.rounds * per_round
 
     # --- The loop ---
 
@@ -250,8 +255,7 @@ class FederatedOrchestrator:
 
     def _cut_down(self) -> None:
         """Make what was checked a round that tries everything in little time."""
-        self.rounds, self.clients_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
-        self.engine.fits = self.clients_per_round
+        self.rounds, self._asked_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
         self.min_clients, self.on_client_failure, self.logger = 1, "raise", None
         scored = min(self.evaluation.max_clients or trial.CLIENTS, trial.CLIENTS)
         self.evaluation = replace(self.evaluation, max_clients=scored)
@@ -285,7 +289,7 @@ class FederatedOrchestrator:
 
         But for a method that decides how many take part, from the state as it is.
         """
-        rng, clients = generator(self.seed, Stream.PARTICIPANTS, round), self.scenario.clients
+        rng, clients = generator(self.seed, Stream.PARTICIPANTS, round), self.clients
         cohort = self.algorithm.cohort(self.state, self.clients_per_round, clients)
         return sorted(rng.choice(clients, cohort, replace=False).tolist())
 
@@ -479,13 +483,14 @@ class FederatedOrchestrator:
 
     def _build(self, data: FederatedData | None = None) -> None:
         self.data = data or self.scenario.build(self.seed)
+        self._count(len(self.data.shards))
         self._data_digest = self.data.digest()
-        self.scored = self.evaluation.chosen(self.scenario.clients, self.seed)
+        self.scored = self.evaluation.chosen(self.clients, self.seed)
         self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
         self.worker.check()
         self.engine.check(self.worker)
         self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
-        backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.scenario.clients
+        backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
         self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
         with blame("algorithm"):
             self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
@@ -494,7 +499,7 @@ class FederatedOrchestrator:
         """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
 
         def uploads() -> Iterator[Upload]:
-            for result in self._untrained(range(self.scenario.clients), repeat(Message()), upload=True):
+            for result in self._untrained(range(self.clients), repeat(Message()), upload=True):
                 assert result.upload
                 self.memory.put(result.client, 0, result.memory)
                 yield Upload(result.client, result.upload)
@@ -504,7 +509,7 @@ class FederatedOrchestrator:
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         """Write what a run's folder holds from the start; a folder is a run's own once it has a config."""
-        self.log_clients = few_enough(self.scenario.clients) if self.log_clients is None else self.log_clients
+        self.log_clients = few_enough(self.clients) if self.log_clients is None else self.log_clients
         before, self._settings = self._taken_up, settings(config) if config else self._settings
         if before:
             before.tell_of_another_machine(made_with(self.worker.device))

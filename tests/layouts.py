@@ -5,6 +5,7 @@ Images are random, labels run through the classes in turn, so that every class i
 
 import csv
 import hashlib
+import json
 import pickle
 import struct
 from itertools import cycle, islice
@@ -192,6 +193,75 @@ def write_imdb_csv(root: Path, n: int = 24) -> list[Split]:
 def write_arrays(path: Path) -> None:
     train, test = random_split(60, 3, 8, 8, seed=0), random_split(30, 3, 8, 8, seed=1)
     np.savez(path, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y)
+
+
+LeafUser = tuple[list[Any], list[Any]]
+LINES = {
+    "THE_TRAGEDY_OF_HAMLET_HAMLET": "To be, or not to be: that is the question:\n",
+    "THE_TRAGEDY_OF_HAMLET_OPHELIA": "My lord, I have remembrances of yours;\n",
+    "TWELFTH_NIGHT_DUKE": "If music be the food of love, play on!\n",
+    "TWELFTH_NIGHT_CURIO": "Will you go hunt, my lord?\n",
+    "TWELFTH_NIGHT_MALVOLIO": "A\n",
+}
+
+
+def leaf_file(users: dict[str, LeafUser], hierarchies: list[str] | None, taken_out: str) -> str:
+    """A file of LEAF's split by samples, which leaves the data of whom it has taken out empty."""
+    content: dict[str, Any] = {
+        "users": list(users),
+        "num_samples": [len(y) for _, y in users.values()],
+        "user_data": {user: {"x": x, "y": y} for user, (x, y) in {**users, taken_out: ([], [])}.items()},
+    }
+    return json.dumps(content if hierarchies is None else content | {"hierarchies": hierarchies})
+
+
+def write_leaf(
+    root: Path, name: str, users: dict[str, LeafUser], train: float = 0.8, plays: bool = False
+) -> list[dict[str, LeafUser]]:
+    """What `preprocess.sh -s niid -t sample --tf 0.8` leaves: each user's samples in two parts, in files of 2 users."""
+    splits: list[dict[str, LeafUser]] = [{}, {}]
+    for user, (x, y) in users.items():
+        cut = max(1, int(train * len(y)))
+        splits[0][user], splits[1][user] = (x[:cut], y[:cut]), (x[cut:], y[cut:])
+    for split, held in zip(("train", "test"), splits, strict=True):
+        folder = root / name / "data" / split
+        folder.mkdir(parents=True)
+        for number in range(0, len(held), 2):
+            own = dict(list(held.items())[number : number + 2])
+            hierarchies = [*(user.rsplit("_", 1)[0] for user in own), "CYMBELINE"] if plays else None  # left whole
+            text = leaf_file(own, hierarchies, f"gone_{number}")
+            (folder / f"all_data_{number // 2}_niid_0_keep_0_{split}_8.json").write_text(text)
+    return splits
+
+
+def write_femnist(root: Path, writers: int = 6, each: int = 15, classes: int = 10) -> list[dict[str, LeafUser]]:
+    """Each class has a picture, which is drawn with other noise each time; writer k has `each + k` samples."""
+    chance = np.random.default_rng(0)
+    pictures, users = chance.integers(0, 256, (classes, 784)), {}
+    for k in range(writers):
+        y = chance.integers(0, classes, each + k).tolist()
+        noisy = np.where(chance.random((len(y), 784)) < 0.3, 255, pictures[y])
+        users[f"f{7 * k % 100:04}_{k:02}"] = ((noisy / 255).tolist(), y)
+    return write_leaf(root, "femnist", users)
+
+
+def write_shakespeare(root: Path) -> list[dict[str, LeafUser]]:
+    """LEAF's windows of 80 characters over each role's lines, which begin with 80 spaces."""
+    users = {}
+    for role, line in LINES.items():
+        padded = " " * 80 + line
+        users[role] = ([padded[i : i + 80] for i in range(len(line))], list(line))
+    return write_leaf(root, "shakespeare", users, plays=True)
+
+
+def write_sent140(root: Path, each: int = 12) -> list[dict[str, LeafUser]]:
+    users = {}
+    for k, user in enumerate(("ann", "Zoë", "_bert_", "carl12")):
+        y = labels(each + k, 2)
+        tweets = [f"@{user} a {('dreadful', 'splendid')[label]} day, no. {i}!" for i, label in enumerate(y)]
+        date = "Mon Apr 06 22:19:45 PDT 2009"
+        users[user] = ([[str(1467810369 + i), date, "NO_QUERY", user, text] for i, text in enumerate(tweets)], y)
+    return write_leaf(root, "sent140", users)
 
 
 def same(x: torch.Tensor, expected: np.ndarray) -> bool:

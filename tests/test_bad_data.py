@@ -22,10 +22,13 @@ from layouts import (
     write_arrays,
     write_cifar,
     write_emnist,
+    write_femnist,
     write_imdb_csv,
     write_imdb_folder,
     write_mnist,
     write_pathmnist,
+    write_sent140,
+    write_shakespeare,
     write_svhn,
     write_tiny_imagenet,
 )
@@ -36,6 +39,7 @@ from fl_lightning.data import (
     CIFAR100,
     EMNIST,
     FC100,
+    FEMNIST,
     IID,
     IMDB,
     MNIST,
@@ -54,6 +58,8 @@ from fl_lightning.data import (
     Pathological,
     QuantitySkew,
     Scenario,
+    Sent140,
+    Shakespeare,
     Shards,
     TinyImageNet,
 )
@@ -105,6 +111,11 @@ class Layout:
     open_ended: bool = False
 
 
+def leaf_files(name: str, *numbers: int) -> tuple[str, ...]:
+    files = ((number, split) for number in numbers for split in ("train", "test"))
+    return tuple(f"{name}/data/{split}/all_data_{number}_niid_0_keep_0_{split}_8.json" for number, split in files)
+
+
 IDX = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 EMNIST_FILES = tuple(f"EMNIST/raw/emnist-letters-{name.replace('t10k', 'test')}" for name in IDX)
 LAYOUTS = {
@@ -146,6 +157,9 @@ LAYOUTS = {
     "IMDB csv": Layout(
         lambda root, _: write_imdb_csv(root), lambda root: IMDB(root, layout="csv"), ("IMDB Dataset.csv",)
     ),
+    "FEMNIST": Layout(lambda root, _: write_femnist(root), FEMNIST, leaf_files("femnist", 0, 2)),
+    "Shakespeare": Layout(lambda root, _: write_shakespeare(root), Shakespeare, leaf_files("shakespeare", 1)),
+    "Sent140": Layout(lambda root, _: write_sent140(root), Sent140, leaf_files("sent140", 1)),
     "Arrays": Layout(
         lambda root, _: write_arrays(root / "mine.npz"), lambda root: Arrays(f"{root}/mine.npz"), ("mine.npz",)
     ),
@@ -573,6 +587,35 @@ WRONG = {
     "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
     "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
     "no number of classes": ({"num_classes": None}, "num_classes is None, no whole number"),
+    "clients in a list": ({"client_train": [0] * 20}, "client_train is of type list, not a numpy array"),
+    "clients in a column": (
+        {"client_train": np.zeros((20, 1), np.int64)},
+        "client_train needs an id a sample, a whole number or text, got int64 of shape (20, 1)",
+    ),
+    "half clients": (
+        {"client_train": np.zeros(20)},
+        "client_train needs an id a sample, a whole number or text, got f",
+    ),
+    "clients that are objects": (
+        {"client_train": np.arange(20), "client_test": np.array(["a"] * 20, dtype=object)},
+        "client_test needs an id a sample, a whole number or text, got object of shape (20,)",
+    ),
+    "too few clients": (
+        {"client_train": np.arange(19)},
+        "client_train names the clients of 19 samples, and there are 2",
+    ),
+    "test clients alone": (
+        {"client_test": np.arange(20)},
+        "client_test says whose the test samples are, and client_train is missing",
+    ),
+    "clients of two kinds": (
+        {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)},
+        "client_train and client_test need ids of one type",
+    ),
+    "clients that meet as floats": (
+        {"client_train": np.arange(20, dtype=np.int64), "client_test": np.arange(20, dtype=np.uint64)},
+        "client_train and client_test need ids of one type",
+    ),
 }
 
 
@@ -593,8 +636,18 @@ def test_every_dataset_is_checked_and_its_class_named(case: str) -> None:
         {"x_train": torch.full((20, 5), 10**6), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
         {"num_classes": np.int64(12)},
         {"y_train": torch.zeros(20, dtype=torch.int64)},
+        {"client_train": np.arange(20, dtype=np.uint8), "client_test": -np.arange(20)},
+        {"client_train": np.array(["ann", "bert"] * 10)},
     ],
-    ids=["images", "largest numbers", "token ids", "numpy's whole number", "classes that do not occur"],
+    ids=[
+        "images",
+        "largest numbers",
+        "token ids",
+        "numpy's whole number",
+        "classes that do not occur",
+        "clients by number",
+        "clients by name",
+    ],
 )
 def test_what_is_sound_is_left_as_it_is(changed: dict[str, Any]) -> None:
     data = MyData(changed).checked()
@@ -651,7 +704,7 @@ def test_clients_are_held_against_the_samples_that_are_left() -> None:
 
 
 NUMBERS = {
-    "local_test": [None, True, -0.1, 1, np.nan, np.inf, "0.5"],
+    "local_test": [True, -0.1, 1, np.nan, np.inf, "0.5"],
     "long_tail": [True, 0.5, -1, np.nan, np.inf],
     "train_samples": [True, 0, -1, 1.5, np.nan, np.inf],
 }

@@ -28,7 +28,7 @@ def test_a_config_runs_at_reduced_size(config: str, tmp_path: Path, monkeypatch:
     with (tmp_path / "run" / "metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert 0 <= float(row["global/acc"]) <= 1
-    assert ("client/acc_mean" in row) == (read(config)["scenario"]["local_test"] != 0)
+    assert ("client/acc_mean" in row) == (read(config)["scenario"].get("local_test") != 0)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -53,8 +53,10 @@ def test_everything_that_can_be_named_is_described(kind: str) -> None:
 def test_partitions_and_datasets_are_listed_by_name() -> None:
     assert set(things("partitions")) == {
         "IID",
+        "ByClient",
         "Dirichlet",
         "DisjointClasses",
+        "Given",
         "Pathological",
         "QuantitySkew",
         "Shards",

@@ -340,6 +340,7 @@ def test_whether_the_run_goes_on(look, line):
     [
         (CONFIG | {"clients_per_round": None}, "FedSKC on Digits, 20 clients, seed 7"),
         (CONFIG | {"clients_per_round": 20}, "FedSKC on Digits, 20 clients, seed 7"),
+        (CONFIG | {"scenario": {"dataset": "Digits", "clients": None}}, "FedSKC on Digits, 5 clients a round, seed 7"),
         ({"algorithm": "FedAvg", "seed": 0}, "FedAvg, seed 0"),
         ({"rounds": 5}, "round 3/5"),
         ({}, "round 3"),

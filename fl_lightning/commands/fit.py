@@ -26,6 +26,14 @@ from fl_lightning.trial import tried
 from fl_lightning.trust import let_in, run_config
 
 
+WORDS: dict[str, dict[str, Any]] = {
+    "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
+    "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},
+    "--fast": {"action": "store_true", "help": "Try it all out in one short round that leaves nothing."},
+}
+"""What `fit` takes beside an experiment's keys."""
+
+
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
     words = with_rival(with_config_paths(words))
@@ -36,9 +44,8 @@ def expand(words: Sequence[str]) -> list[str]:
 def parser() -> ArgumentParser:
     """An experiment's keys, and the run to go on with."""
     parser = experiment_parser()
-    parser.add_argument("--resume", type=str | None, help="Folder of a run to go on with.", metavar="RUN")
-    parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
-    parser.add_argument("--fast", action="store_true", help="Try it all out in one short round that leaves nothing.")
+    for name, options in WORDS.items():
+        parser.add_argument(name, **options)
     return parser
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from argparse import SUPPRESS
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.commands.fit import expand
+from fl_lightning.commands.fit import WORDS, expand
 from fl_lightning.data import Scenario
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import experiment_parser, instantiate
@@ -19,9 +20,11 @@ __all__ = ["expand", "main", "parser"]
 
 
 def parser() -> ArgumentParser:
-    """An experiment's keys, and where the picture goes."""
+    """The keys of `fit`, whose printed config may be given, and where the picture goes."""
     parser = experiment_parser()
     parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
+    for name, options in WORDS.items():  # nor does what is printed besides
+        parser.add_argument(name, **options | {"help": SUPPRESS})
     parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
     return parser
 
@@ -34,7 +37,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     data = scenario.build(given.seed)
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
     console = Console()
-    console.print(partition_table(counts, test_counts), width=None if console.is_terminal else 1000, no_wrap=True)
+    if not console.is_terminal:  # a file takes whole lines
+        console = Console(width=1000)
+    console.print(partition_table(counts, test_counts, data.client_ids), no_wrap=True)
     if given.out:
         out = Path(given.out)
         try:

@@ -14,6 +14,8 @@ from fl_lightning.data.images import (
     PathMNIST,
     TinyImageNet,
 )
+from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
+from fl_lightning.data.natural import ByClient, Given
 from fl_lightning.data.partitions import (
     IID,
     Dirichlet,
@@ -22,6 +24,7 @@ from fl_lightning.data.partitions import (
     Pathological,
     QuantitySkew,
     Shards,
+    Shares,
 )
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
 from fl_lightning.data.text import IMDB, AGNews
@@ -31,12 +34,14 @@ __all__ = [
     "CIFAR100",
     "EMNIST",
     "FC100",
+    "FEMNIST",
     "IID",
     "IMDB",
     "MNIST",
     "SVHN",
     "AGNews",
     "Arrays",
+    "ByClient",
     "Dataset",
     "Digits",
     "Dirichlet",
@@ -44,13 +49,17 @@ __all__ = [
     "FashionMNIST",
     "FederatedData",
     "FewShot",
+    "Given",
     "LoadedData",
     "Partition",
     "PathMNIST",
     "Pathological",
     "QuantitySkew",
     "Scenario",
+    "Sent140",
+    "Shakespeare",
     "Shard",
     "Shards",
+    "Shares",
     "TinyImageNet",
 ]

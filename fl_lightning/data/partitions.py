@@ -3,21 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from fl_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_lightning.data.datasets import LoadedData
+
+CLIENTS = 10
+"""How many clients there are where neither `scenario.clients` nor the data say."""
+
+
+@dataclass
+class Shares:
+    """What a partition makes of a dataset.
+
+    Args:
+        train: Each client's training samples, ascending indices; none in two of them.
+        test: Each client's own test samples, ascending indices into the test set, where the partition knows them.
+        ids: What each client is called in the data, where it has a name there.
+    """
+
+    train: list[np.ndarray]
+    test: list[np.ndarray] | None = None
+    ids: Sequence[int | str] | None = None
 
 
 class Partition(ABC):
     """A rule that deals samples out to clients: the `scenario.partition` of a config.
 
     Attributes:
-        needs_classes: Whether it tells samples apart by their class, and so is for classification alone.
+        needs_classes: Whether it deals by class, and so makes no sense where labels are no classes.
+        by_place: Whether it knows samples by their place in the dataset, which must then be left whole.
     """
 
-    needs_classes: bool = False
+    needs_classes: ClassVar[bool] = False
+    by_place: ClassVar[bool] = False
+
+    @property
+    def blamed(self) -> str:
+        """How a line begins that says what is wrong with what it has dealt."""
+        return f"scenario.partition: {type(self).__name__}"
+
+    def share_out(self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator) -> Shares:
+        """Deal a dataset out: what a scenario asks for. Override it where classes do not tell enough; else `split`.
+
+        Args:
+            data: The dataset.
+            labels: Class of each training sample, `(n,)`; zeros where labels are no classes.
+            clients: Number of clients, or None where `scenario.clients` does not say: then it is the data's to say.
+            rng: The only source of chance.
+
+        Raises:
+            ConfigError: The rule cannot be met.
+        """
+        clients = CLIENTS if clients is None else clients
+        if clients > len(labels):
+            raise ConfigError(
+                f"scenario.clients: {clients} is above the {len(labels)} training samples; each client needs one"
+            )
+        return Shares(self.split(labels, clients, rng))
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -261,8 +310,14 @@ class Pathological(_FewClasses):
         return [np.sort(np.concatenate(own)) for own in parts]
 
 
-def check_shares(parts: list[np.ndarray], clients: int, samples: int) -> None:
+def check_shares(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
     """See that a partition has kept to what `Partition.split` says.
+
+    Args:
+        parts: What it made.
+        clients: How many clients there are.
+        samples: How many samples there are.
+        what: What to call one.
 
     Raises:
         ValueError: Says what it did instead.
@@ -272,10 +327,13 @@ def check_shares(parts: list[np.ndarray], clients: int, samples: int) -> None:
     held = np.concatenate(parts)
     if held.ndim != 1 or not np.issubdtype(held.dtype, np.integer):
         raise ValueError(f"made shares of {held.dtype}; they are to be indices of samples")
+    if not len(held):
+        return
     if held.min() < 0 or held.max() >= samples:
-        raise ValueError(f"dealt sample {held.min() if held.min() < 0 else held.max()}, of {samples} that count from 0")
+        odd = held.min() if held.min() < 0 else held.max()
+        raise ValueError(f"dealt {what} {odd}, of {samples} that count from 0")
     if (twice := np.bincount(held) > 1).any():
-        raise ValueError(f"dealt sample {twice.argmax()} twice")
+        raise ValueError(f"dealt {what} {twice.argmax()} twice; each goes to one client, once")
 
 
 # --- What the partitions are made of ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import stat
@@ -10,7 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -129,14 +130,18 @@ def read_idx(path: Path, rank: int) -> np.ndarray:
         return np.fromfile(file, np.uint8).reshape(shape)
 
 
-def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Arrays of an `.npz` file by name, none of which may hold pickled objects.
+def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Arrays of an `.npz` file by name, none of which may hold pickled objects; all of them, in the file's order.
+
+    Args:
+        path: The file.
+        names: Read only these.
 
     Raises:
         BadFile: It is none, is damaged, or holds not all of them.
     """
-    names = tuple(names)
     with opened(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
+        names = tuple(archive.files if names is None else names)
         if missing := [name for name in names if name not in archive]:
             raise BadFile(path, f"holds no {', '.join(missing)}; it needs {', '.join(names)}")
         return {name: archive[name] for name in names}
@@ -165,6 +170,30 @@ def read_text(path: Path) -> str:
         if text := file.read().decode():
             return text
     raise BadFile(path, "is empty")
+
+
+def read_json(path: Path, most: int) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: The file.
+        most: The most bytes it may have.
+
+    Raises:
+        BadFile: It is not there, is none, is larger, or a mapping in it has one name twice.
+    """
+    with opened(path, "JSON file") as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"its size is {size:,} bytes, more than {most:,}")
+        return json.load(file, object_pairs_hook=_mapping)
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):  # the last of them would be taken, and the others lost
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+    return mapping
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.datasets import Dataset, LoadedData, own_code
-from fl_lightning.data.partitions import Partition, by_class, check_shares, deal
+from fl_lightning.data.partitions import Partition, Shares, by_class, check_shares, deal
 from fl_lightning.errors import ConfigError
 from fl_lightning.objectives import Classification, Objective, objective_of
 from fl_lightning.seeding import Stream, generator
 
 HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time: as much, and no more, may have to be copied."""
+
+HELD_OUT = 0.25
+"""Share of its samples that a client is tested on where neither the config nor the data say."""
 
 
 @dataclass
@@ -41,14 +44,16 @@ class FederatedData:
     """A loaded dataset and each client's share of it.
 
     Args:
-        data: The whole dataset; its test split is the global test set. Where clients are tested on a share of that
-            (`local_test: official`), its samples also follow the training samples in `x_train` and `y_train`.
+        data: The whole dataset; its test split is the global test set. Where clients are tested on samples of that,
+            these also follow the training samples in `x_train` and `y_train`. Of whose they are the shards are left.
         shards: One a client, by client id.
+        client_ids: What each client is called in the data, by client id, where it has a name there.
         objective: What the labels are for.
     """
 
     data: LoadedData
     shards: list[Shard]
+    client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
 
     def class_counts(self, part: str = "train") -> np.ndarray:
@@ -101,11 +106,13 @@ class Scenario:
     Args:
         dataset: What is learnt.
         partition: How its training samples are dealt out to clients.
-        clients: Number of clients, `K`, no more than there are training samples.
+        clients: Number of clients, `K`, no more than there are training samples. By default as many as the data know
+            (`ByClient`, `Given`), and 10 where they know none.
         local_test: What a client's own test split is. A number in [0, 1): that share of the samples the client was
             dealt, stratified by class as far as whole samples allow (0.25 in cwFedAvg, 0.2 in UA-PDFL's code).
             `official`: of each class of the official test set the share that the client has of the class's training
-            samples, so that it trains on all it was dealt.
+            samples, so that it trains on all it was dealt. By default the test samples that are the client's own
+            where the partition knows them, on top of all it was dealt, and 0.25 where it does not.
         long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
             the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
         train_samples: Use only so many of the training samples, or a share of them between 0 and 1 (rounded up),
@@ -115,29 +122,36 @@ class Scenario:
 
     Raises:
         ConfigError: `clients` is below 1, `train_samples` neither a whole number from 1 on nor a share, `local_test`
-            outside [0, 1) or `long_tail` below 1.
+            outside [0, 1) or `long_tail` below 1; or one of these two is set beside a partition that knows samples
+            by their place.
     """
 
     dataset: Dataset
     partition: Partition
-    clients: int = 10
-    local_test: float | Literal["official"] = 0.25
+    clients: int | None = None
+    local_test: float | Literal["official"] | None = None
     long_tail: float | None = None
     train_samples: int | float | None = None
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
-        if self.clients < 1:
+        if self.clients is not None and self.clients < 1:
             raise ConfigError(f"scenario.clients: {self.clients} is below 1")
-        if self.local_test != "official" and not (_is_number(self.local_test) and 0 <= self.local_test < 1):
-            raise ConfigError(f"scenario.local_test: {self.local_test} is outside [0, 1); or use official")
-        rho, n = self.long_tail, self.train_samples
+        share, rho, n = self.local_test, self.long_tail, self.train_samples
+        if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
+            raise ConfigError(f"scenario.local_test: {share} is outside [0, 1); or use official")
         if rho is not None and not (_is_number(rho) and 1 <= rho < math.inf):
             raise ConfigError(f"scenario.long_tail: {rho} is no number from 1 on; the papers use 10, 50 and 100")
         if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
             raise ConfigError(
                 f"scenario.train_samples: {n} is neither a whole number from 1 on nor a share between 0 and 1"
             )
+        for key in ("long_tail", "train_samples"):
+            if self.partition.by_place and getattr(self, key) is not None:
+                name = type(self.partition).__name__
+                raise ConfigError(
+                    f"scenario.{key}: {name} knows samples by their place in the whole dataset; leave {key} out"
+                )
 
     def build(self, seed: int) -> FederatedData:
         """Load the data and deal it out.
@@ -149,52 +163,54 @@ class Scenario:
         data = self.dataset.checked(self.objective)
         objective = self.objective or objective_of(data.y_train)
         if not objective.classes:
-            self._refuse_classes(objective)
+            self._refuse_what_needs_classes(objective)
         # Keys of their own beside the partition's: the same samples for every way to deal them out.
         if self.train_samples is not None:
             data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
         if self.long_tail is not None:
             data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
         labels = objective.strata(data.y_train).numpy()
-        parts = self._deal(labels, generator(seed, Stream.PARTITION))
+        shares = self._deal(data, labels, generator(seed, Stream.PARTITION))
+        data = replace(data, client_train=None, client_test=None)
         if self.local_test == "official":
-            return share_official_test(data, parts, generator(seed, Stream.LOCAL_SPLIT), objective)
-        shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(parts)]
-        return FederatedData(data, shards, objective)
+            test = share_official_test(data, shares.train, generator(seed, Stream.LOCAL_SPLIT), objective)
+            shares = replace(shares, test=test)
+        elif self.local_test is not None or shares.test is None:
+            shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(shares.train)]
+            return FederatedData(data, shards, shares.ids, objective)
+        return in_one_table(data, shares, objective)
 
-    def _refuse_classes(self, objective: Objective) -> None:
-        """Refuse what deals classes out, where the labels are none."""
+    def _refuse_what_needs_classes(self, objective: Objective) -> None:
         labels = f"the labels are no classes but for {type(objective).__name__}"
         if self.partition.needs_classes:
-            kind = type(self.partition).__name__
-            raise ConfigError(f"scenario.partition: {kind} deals classes out, and {labels}; take IID or QuantitySkew")
+            mend = "take IID, QuantitySkew, ByClient or Given"
+            raise ConfigError(f"{self.partition.blamed} deals classes out, and {labels}; {mend}")
         if self.long_tail is not None:
             raise ConfigError(f"scenario.long_tail: it thins classes out, and {labels}; leave it out")
 
-    def _deal(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        if self.clients > len(labels):
-            raise ConfigError(
-                f"scenario.clients: {self.clients} is above the {len(labels)} training samples; each client needs one"
-            )
-        who = f"scenario.partition: {type(self.partition).__name__}"
+    def _deal(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> Shares:
+        who = self.partition.blamed
         with own_code(who):
-            parts = self.partition.split(labels, self.clients, rng)
-        for client, part in enumerate(parts):
+            shares = self.partition.share_out(data, labels, self.clients, rng)
+        for client, part in enumerate(shares.train):
             if not len(part):
                 raise ConfigError(
                     f"scenario.partition: client {client} holds no data; use fewer scenario.clients, or a partition "
                     "with min_samples"
                 )
+        clients = len(shares.train) if self.clients is None else self.clients
         try:
-            check_shares(parts, self.clients, len(labels))
+            check_shares(shares.train, clients, len(data.y_train))
+            for own in shares.test or ():  # one test sample may be several clients'
+                check_shares([own], 1, len(data.y_test), "test sample")
         except ValueError as error:
             raise ConfigError(f"{who}: {error}") from error
-        return parts
+        return shares
 
     def _split_locally(self, labels: np.ndarray, part: np.ndarray, seed: int, client: int) -> Shard:
         assert self.local_test != "official"
         rng = generator(seed, Stream.LOCAL_SPLIT, client)
-        test = stratified_sample(labels[part], self.local_test, rng)
+        test = stratified_sample(labels[part], HELD_OUT if self.local_test is None else self.local_test, rng)
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
 
 
@@ -216,8 +232,14 @@ def keep_some(
     if n > len(labels):
         raise ConfigError(f"scenario.train_samples: {n}, and the dataset has {len(labels)} training samples")
     sizes = apportion(n, np.unique(labels, return_counts=True)[1], rng)
-    kept = torch.from_numpy(deal(labels, sizes[None], rng)[0])
-    return replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept])
+    return with_only(data, deal(labels, sizes[None], rng)[0])
+
+
+def with_only(data: LoadedData, kept: np.ndarray) -> LoadedData:
+    """The dataset with the training samples at these places, and whose they are."""
+    owners = None if data.client_train is None else data.client_train[kept]
+    index = torch.from_numpy(kept)
+    return replace(data, x_train=data.x_train[index], y_train=data.y_train[index], client_train=owners)
 
 
 # --- The long tail ---------------------------------------------------------------------------------------------------
@@ -249,8 +271,7 @@ def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedDa
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
     if (held > 0)[sizes == 0].any():
         raise ConfigError(f"scenario.long_tail: {rho:g} leaves the last classes empty; lower it")
-    kept = torch.from_numpy(deal(labels, sizes[held > 0][None], rng)[0])
-    return replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept])
+    return with_only(data, deal(labels, sizes[held > 0][None], rng)[0])
 
 
 # --- Local test data -------------------------------------------------------------------------------------------------
@@ -258,7 +279,7 @@ def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedDa
 
 def share_official_test(
     data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective = Classification()
-) -> FederatedData:
+) -> list[np.ndarray]:
     """Deal the official test set out in the proportions of the training data, class by class.
 
     Args:
@@ -268,18 +289,34 @@ def share_official_test(
         objective: What the labels are for.
 
     Returns:
-        Shards that train on all of `parts`. They index one table, so the test samples follow the training samples.
+        Each client's test samples, ascending indices into the test set.
     """
     y_train, y_test = (objective.strata(y).numpy() for y in (data.y_train, data.y_test))
     classes = objective.stratum_count(data.num_classes)
     held = np.stack([np.bincount(y_train[part], minlength=classes) for part in parts])
     present, sizes = np.unique(y_test, return_counts=True)
     counts = np.stack([apportion(size, held[:, j], rng) for j, size in zip(present, sizes, strict=True)], axis=1)
-    tests = deal(y_test, counts, rng)
+    return deal(y_test, counts, rng)
+
+
+def in_one_table(data: LoadedData, shares: Shares, objective: Objective = Classification()) -> FederatedData:
+    """Clients that train on all they were dealt, and are tested on test samples.
+
+    Args:
+        data: The loaded dataset.
+        shares: Each client's training samples, and its test samples.
+        objective: What the labels are for.
+
+    Returns:
+        Shards that index one table, in which the test samples follow the training samples.
+    """
+    assert shares.test is not None
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
-    n = len(y_train)
-    shards = [Shard(torch.from_numpy(own), torch.from_numpy(test + n)) for own, test in zip(parts, tests, strict=True)]
-    return FederatedData(replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:]), shards, objective)
+    n = len(data.y_train)
+    pairs = zip(shares.train, shares.test, strict=True)
+    shards = [Shard(torch.from_numpy(own), torch.from_numpy(test + n)) for own, test in pairs]
+    table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
+    return FederatedData(table, shards, shares.ids, objective)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -91,12 +91,13 @@ class TextDataset(FileDataset):
     def load(self) -> LoadedData:
         """Read both splits, and number the words of the training texts."""
         (train, y_train), (test, y_test) = self._read_both()
+        return self._numbered(train, test, torch.tensor(y_train), torch.tensor(y_test))
+
+    def _numbered(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
         vocabulary = Vocabulary(train, self.vocab_size)
         with blame("scenario.dataset.length"):  # there is no memory for so many
             x_train, x_test = (vocabulary.encode(texts, self.length) for texts in (train, test))
-        return LoadedData(
-            x_train, torch.tensor(y_train), x_test, torch.tensor(y_test), self.num_classes, prepare=Normalize()
-        )
+        return LoadedData(x_train, y_train, x_test, y_test, self.num_classes, prepare=Normalize())
 
 
 class AGNews(TextDataset):

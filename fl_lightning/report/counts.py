@@ -28,6 +28,8 @@ def read_counts(path: Path, split: str = "train") -> np.ndarray:
             header, *lines = [*csv.reader(file)] or [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from error
+    if header[-1:] == ["id"]:  # what the client is called in the data
+        header, lines = header[:-1], [cells[:-1] for cells in lines]
     if header[:2] != ["client", "split"] or len(header) < 3:
         raise ValueError("it does not begin with client, split and a column a class")
     counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]

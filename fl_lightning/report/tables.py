@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from fl_lightning.data import FederatedData
+from fl_lightning.errors import one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, human_bytes
 
@@ -54,10 +57,13 @@ def test_table(metrics: Row) -> Table:
     return table
 
 
-def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
+def partition_table(
+    counts: np.ndarray, test_counts: np.ndarray, client_ids: Sequence[int | str] | None = None
+) -> Table:
     """Who holds what: training samples a client and class, shaded by their share of the largest cell.
 
-    Beyond 20 classes only the shades are shown, beyond 100 clients only the first and the last 20 of them.
+    Beyond 20 classes only the shades are shown, beyond 100 clients only the first and the last 20 of them. Clients that
+    have a name in the data have it at the end of their line.
     """
     wide = counts.shape[1] > 20
     table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")
@@ -65,6 +71,8 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
         table.add_column("" if wide else str(label), justify="right", no_wrap=True)
     table.add_column(" train", justify="right", no_wrap=True)
     table.add_column(" test", justify="right", no_wrap=True)
+    if client_ids is not None:
+        table.add_column(" id", no_wrap=True)
     darkness = np.ceil(counts / max(counts.max(), 1) * (len(SHADES) - 1)).astype(int)
     clients = len(counts)
     many = clients > MOST_CLIENTS
@@ -74,17 +82,19 @@ def partition_table(counts: np.ndarray, test_counts: np.ndarray) -> Table:
         row = counts[client]
         shades = (SHADES[level] for level in darkness[client])
         cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
-        table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()))
+        name = () if client_ids is None else (Text(f" {one_line(str(client_ids[client]))}"),)
+        table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()), *name)
     return table
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write who holds what as CSV: client, split, and one column a class, or `samples` where there are none."""
+    """Write who holds what as CSV: client, split, a column a class, or `samples`, and what it is called in the data."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    columns = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
-    writer.writerow(["client", "split", *columns])
+    names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
+    ids = [[]] * len(data.shards) if data.client_ids is None else [[one_line(str(name))] for name in data.client_ids]
+    writer.writerow(["client", "split", *names, *["id"] * (data.client_ids is not None)])
     for split in ("train", "test"):
-        for client, row in enumerate(data.class_counts(split).tolist()):
-            writer.writerow([client, split, *row])
+        for client, (row, name) in enumerate(zip(data.class_counts(split).tolist(), ids, strict=True)):
+            writer.writerow([client, split, *row, *name])
     write_atomically(path, text.getvalue())

@@ -102,6 +102,8 @@ def heading(look: Look, pen: Pen) -> list[Text]:
     words = [" on ".join(str(settings[key]) for key in ("algorithm", "scenario.dataset") if key in settings)]
     if many:
         words.append(f"{many} clients" if each in (None, many) else f"{each} of {many} clients a round")
+    elif each:
+        words.append(f"{each} clients a round")
     if "seed" in settings:
         words.append(f"seed {settings['seed']}")
     told = ", ".join(filter(None, words))

@@ -1,0 +1,341 @@
+"""LEAF's files, in its own layout, against plain loops over what was written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import contents, rows, run
+from layouts import LINES, LeafUser, write_femnist, write_leaf, write_sent140, write_shakespeare
+
+from fl_lightning.data import FEMNIST, ByClient, Dataset, Scenario, Sent140, Shakespeare
+from fl_lightning.data.leaf import LETTERS
+from fl_lightning.data.text import PADDING, UNKNOWN, words
+from fl_lightning.errors import ConfigError
+
+ROLE = "TWELFTH_NIGHT_MALVOLIO"
+PLAYS, TWEETS = (write_shakespeare, Shakespeare, "shakespeare"), (write_sent140, Sent140, "sent140")
+
+
+def written(split: dict[str, LeafUser]) -> list[tuple[str, Any, Any]]:
+    """User, input and label of each sample, in the order of the files."""
+    return [(user, x, y) for user, (xs, ys) in split.items() for x, y in zip(xs, ys, strict=True)]
+
+
+def test_femnist_is_read_as_it_was_written(tmp_path: Path) -> None:
+    train, test = map(written, write_femnist(tmp_path))
+    data = FEMNIST(str(tmp_path)).checked()
+    assert data.num_classes == 62
+    assert data.in_shape == (1, 28, 28)
+    for x, y, owners, expected in (
+        (data.x_train, data.y_train, data.client_train, train),
+        (data.x_test, data.y_test, data.client_test, test),
+    ):
+        assert owners is not None
+        assert owners.tolist() == [user for user, _, _ in expected]
+        assert torch.equal(x, torch.tensor([pixels for _, pixels, _ in expected]).reshape(-1, 1, 28, 28))
+        assert y.tolist() == [label for _, _, label in expected]
+    assert data.x_train.dtype == torch.float32
+
+
+def test_shakespeares_characters_are_numbered_in_leafs_order(tmp_path: Path) -> None:
+    train, test = map(written, write_shakespeare(tmp_path))
+    data = Shakespeare(str(tmp_path)).checked()
+    assert data.num_classes == len(LETTERS) == 80
+    assert (LETTERS[0], LETTERS[1], LETTERS[10], LETTERS[11], LETTERS[25], LETTERS[-1]) == (
+        "\n",
+        " ",
+        ".",
+        "0",
+        "A",
+        "}",
+    )
+    for x, y, expected in ((data.x_train, data.y_train, train), (data.x_test, data.y_test, test)):
+        assert x.tolist() == [[LETTERS.index(letter) + 2 for letter in text] for _, text, _ in expected]
+        assert [LETTERS[label] for label in y] == [letter for _, _, letter in expected]
+    assert data.client_train is not None
+    assert set(data.client_train.tolist()) == set(LINES)
+    assert (
+        "".join(LETTERS[k] for k in data.y_train[data.client_train == "TWELFTH_NIGHT_CURIO"]) == "Will you go hunt, my "
+    )
+
+
+def test_a_character_that_leaf_does_not_know_is_unknown(tmp_path: Path) -> None:
+    text = "é\x7f{|~\U0001f600\ud800z" + " " * 72
+    write_leaf(tmp_path, "shakespeare", {"a": ([text, text], ["z", "}"])}, 0.5)
+    data = Shakespeare(str(tmp_path)).checked()
+    assert data.x_train[0, :9].tolist() == [UNKNOWN] * 7 + [LETTERS.index("z") + 2, LETTERS.index(" ") + 2]
+
+
+def test_sent140_is_the_last_column_in_words(tmp_path: Path) -> None:
+    train, test = map(written, write_sent140(tmp_path))
+    data = Sent140(str(tmp_path), length=6, vocab_size=9).checked()
+    assert data.num_classes == 2
+    counted: dict[str, int] = {}
+    for _, row, _ in train:
+        for word in words(row[4]):
+            counted[word] = counted.get(word, 0) + 1
+    ranked = sorted(counted, key=lambda word: (-counted[word], word))[:7]
+    for x, y, owners, expected in (
+        (data.x_train, data.y_train, data.client_train, train),
+        (data.x_test, data.y_test, data.client_test, test),
+    ):
+        assert owners is not None
+        assert owners.tolist() == [user for user, _, _ in expected]
+        assert y.tolist() == [label for _, _, label in expected]
+        for ids, (_, row, _) in zip(x.tolist(), expected, strict=True):
+            known = [2 + ranked.index(word) if word in ranked else UNKNOWN for word in words(row[4])[:6]]
+            assert ids == known + [PADDING] * (6 - len(known))
+
+
+@pytest.mark.parametrize(
+    ("write", "make", "least"),
+    [(write_femnist, FEMNIST, 1), (write_shakespeare, Shakespeare, 9), (write_sent140, Sent140, 1)],
+)
+def test_its_users_are_the_clients(write: Callable[[Path], Any], make: type, least: int, tmp_path: Path) -> None:
+    train, test = write(tmp_path)
+    data = Scenario(make(str(tmp_path)), ByClient(least)).build(0)
+    users = sorted(user for user in train if len(train[user][1]) >= least)
+    assert data.client_ids == users
+    assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [
+        (len(train[user][1]), len(test[user][1])) for user in users
+    ]
+    assert len(users) == len(train) - (make is Shakespeare)  # one role has a single character
+
+
+def test_a_split_by_users_has_test_samples_of_others(tmp_path: Path) -> None:
+    write_femnist(tmp_path)
+    for path in (tmp_path / "femnist/data/train").glob("all_data_0_*"):
+        path.unlink()
+    for number in (1, 2):
+        (tmp_path / f"femnist/data/test/all_data_{number}_niid_0_keep_0_test_8.json").unlink()
+    data = Scenario(FEMNIST(str(tmp_path)), ByClient()).build(0)
+    assert len(data.shards) == 4
+    assert len(data.data.x_test) == 3 + 4  # of the two writers whose training samples went
+    held = [(len(shard.train), len(shard.test)) for shard in data.shards]
+    assert [sum(pair) for pair in held] == [int(0.8 * (15 + k)) for k in (2, 3, 4, 5)]
+    assert all(test == round(0.25 * (train + test)) for train, test in held)
+
+
+# --- Refusals ---
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoil
+
+
+def of_first(part: str, change: Callable[[list[Any]], object]) -> Callable[[Path], None]:
+    return changed(lambda content: change(content["user_data"][content["users"][0]][part]))
+
+
+def put(index: int, value: Any) -> Callable[[list[Any]], None]:
+    return lambda values: values.__setitem__(index, value)
+
+
+def renamed(content: dict[str, Any]) -> None:
+    content["users"][1] = "f0014_02"
+    content["user_data"]["f0014_02"] = content["user_data"]["f0007_01"]
+
+
+FIRST = "user 'f0000_00'"
+KEYS = "it needs users, num_samples, user_data"
+ROWS = "x holds something else than rows of 784 numbers"
+PIXELS = "x holds pixels that are not from 0 to 1"
+CLASSES = "y holds something else than whole numbers from 0 to 61"
+
+
+def rows_of(row: list[Any]) -> Callable[[Path], None]:
+    """The first user's images, each replaced by one row."""
+    return of_first("x", lambda x: x.__setitem__(slice(None), [row] * 12))
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no users": (changed(lambda content: content.pop("users")), f"it holds no users; {KEYS}"),
+    "no mapping": (lambda path: path.write_text("[1]"), f"it holds list; {KEYS}"),
+    "too few sizes": (changed(lambda content: content["num_samples"].pop()), "it has 2 users, and num_samples of 1"),
+    "a user too many": (
+        changed(lambda content: (content["users"].append("x"), content["num_samples"].append(1))),
+        "user 'x' is not in user_data",
+    ),
+    "a user in a list": (changed(lambda content: put(0, [1])(content["users"])), "user [1] is not in user_data"),
+    "a label too few": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, by num_samples 12"),
+    "an image too few": (of_first("x", list.pop), f"{FIRST} has 11 x and 12 y, by num_samples 12"),
+    "another size": (changed(lambda content: put(0, 11)(content["num_samples"])), "12 x and 12 y, by num_samples 11"),
+    "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "no readable LEAF file ('y')"),
+    "two files": (changed(renamed), "user 'f0014_02' (is in two files, or twice in one)"),
+    "one small image": (of_first("x", put(3, [0.5] * 783)), FIRST),
+    "small images": (rows_of([0.5]), ROWS),
+    "images of text": (rows_of(["1"] * 784), ROWS),
+    "images of yes and no": (rows_of([True] * 784), ROWS),
+    "pixels to 255": (of_first("x", put(0, [255] * 784)), PIXELS),
+    "pixels below 0": (of_first("x", put(0, [-0.1] * 784)), PIXELS),
+    "NaN": (of_first("x", put(0, [float("nan")] * 784)), PIXELS),
+    "class 62": (of_first("y", put(0, 62)), CLASSES),
+    "class -1": (of_first("y", put(0, -1)), CLASSES),
+    "half a class": (of_first("y", put(0, 1.0)), CLASSES),
+    "class true": (of_first("y", put(0, True)), CLASSES),
+}
+
+
+def refusal(dataset: Dataset) -> str:
+    with pytest.raises(ConfigError) as caught:
+        dataset.checked()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
+    write_femnist(tmp_path)
+    spoil, told = SPOILT[case]
+    folder = tmp_path / "femnist" / "data" / "train"
+    spoil(folder / "all_data_0_niid_0_keep_0_train_8.json")
+    message = refusal(FEMNIST(str(tmp_path)))
+    assert message.startswith("scenario.dataset: FEMNIST cannot be read: ")
+    assert message.endswith("; put a sound copy there")
+    second = int(case == "two files")  # where the name comes up again
+    assert f"{folder}/all_data_{second}_niid_0_keep_0_train_8.json: " in message
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("write", "make", "name", "user", "x", "y", "told"),
+    [
+        (*PLAYS, ROLE, [" " * 79], ["A"], "texts of 80 characters"),
+        (*PLAYS, ROLE, [" " * 81], ["A"], "texts of 80 characters"),
+        (*PLAYS, ROLE, [[" "] * 80], ["A"], "texts of 80 characters"),
+        (
+            write_shakespeare,
+            Shakespeare,
+            "shakespeare",
+            ROLE,
+            [" " * 80],
+            ["é"],
+            "one of LEAF's 80 characters each",
+        ),
+        (
+            write_shakespeare,
+            Shakespeare,
+            "shakespeare",
+            ROLE,
+            [" " * 80],
+            [""],
+            "one of LEAF's 80 characters each",
+        ),
+        (
+            write_shakespeare,
+            Shakespeare,
+            "shakespeare",
+            ROLE,
+            [" " * 80],
+            ["AB"],
+            "one of LEAF's 80 characters each",
+        ),
+        (
+            write_shakespeare,
+            Shakespeare,
+            "shakespeare",
+            ROLE,
+            [" " * 80],
+            [65],
+            "one of LEAF's 80 characters each",
+        ),
+        (*TWEETS, "_bert_", ["a tweet"], [0], "rows whose last column is the tweet"),
+        (*TWEETS, "_bert_", [[]], [0], "rows whose last column is the tweet"),
+        (*TWEETS, "_bert_", [["1", None]], [0], "rows whose last column is the tweet"),
+        (*TWEETS, "_bert_", [["1", "a"]], [4], "whole numbers from 0 to 1"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_told_of_the_user(
+    write: Callable[[Path], Any], make: type, name: str, user: str, x: Any, y: Any, told: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    for path in (tmp_path / name / "data" / "train").iterdir():
+        content = json.loads(path.read_text())
+        if user in content["users"]:
+            content["user_data"][user] = {"x": x, "y": y}
+            content["num_samples"][content["users"].index(user)] = 1
+            path.write_text(json.dumps(content))
+    message = refusal(make(str(tmp_path)))
+    assert told in message
+    assert f"user {user!r}" in message
+
+
+def test_a_missing_layout_says_what_makes_it(tmp_path: Path) -> None:
+    message = refusal(FEMNIST(str(tmp_path)))
+    files = "femnist/data/{train,test}/*.json (what LEAF's preprocess.sh makes)"
+    told = f"cannot be read; put {files} into {tmp_path}, or set scenario.dataset.data_dir"
+    assert message == f"scenario.dataset: FEMNIST {told}"
+
+
+def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
+    write_femnist(tmp_path)
+    train = tmp_path / "femnist" / "data" / "train"
+    (train / "README.md").write_text("what this is")  # other files are let be
+    (train / ".all_data_9.json").write_text("half a download")
+    FEMNIST(str(tmp_path)).checked()
+    for path in train.glob("*.json"):
+        if not path.name.startswith("."):
+            path.write_text(json.dumps({"users": ["a"], "num_samples": [0], "user_data": {"a": {"x": [], "y": []}}}))
+            if "_0_niid" not in path.name:
+                path.unlink()
+    assert f"{train}: holds no samples" in refusal(FEMNIST(str(tmp_path)))
+    (train / "all_data_0_niid_0_keep_0_train_8.json").unlink()
+    assert f"{train}: holds no .json files" in refusal(FEMNIST(str(tmp_path)))
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_femnist(tmp_path)
+    monkeypatch.setattr("fl_lightning.data.leaf.MOST_BYTES", 1000)
+    assert "bytes, more than 1,000" in refusal(FEMNIST(str(tmp_path)))
+
+
+# --- Trained ---
+
+
+def test_femnist_trains_with_its_natural_clients_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train, test = write_femnist(tmp_path, writers=12, each=40)
+    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluate_every=1"]
+    words = ["fit", "--config", "femnist_fedavg.yaml", "--scenario.dataset.data_dir=.", "--model=MLP", *small]
+    outcome = run(*words, "--rounds=3", "--trainer.max_epochs=20", "--run_dir=run", "--evaluation.clients=received")
+    assert outcome.code == 0, outcome.err
+    metrics = rows(Path("run"))
+    assert len(metrics) == 3
+    assert float(metrics[-1]["global/acc"]) > 0.8  # a class that is guessed is right one time in ten
+    lines = rows(Path("run"), "partition.csv")
+    for line in lines:
+        held = (train if line["split"] == "train" else test)[line["id"]][1]
+        assert [int(line[f"class_{label}"]) for label in range(62)] == np.bincount(held, minlength=62).tolist()
+    sizes = [len(test[user][1]) for user in sorted(test)]
+    accuracies = {
+        int(row["client"]): float(row["acc"]) for row in rows(Path("run"), "clients.csv") if row["round"] == "3"
+    }
+    right = [accuracies[k] * size for k, size in enumerate(sizes)]  # of each client's own test images, whole numbers
+    np.testing.assert_allclose(right, np.round(right), atol=1e-9)
+    assert sum(right) / sum(sizes) == pytest.approx(
+        float(metrics[-1]["global/acc"]), abs=1e-12
+    )  # together the test set
+
+
+def test_shakespeare_learns_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shakespeare(tmp_path)
+    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluate_every=1"]
+    words = ["--config", "shakespeare_fedavg.yaml", "--scenario.dataset.data_dir=.", *small, "--clients_per_round=4"]
+    outcome = run("fit", *words, "--rounds=3", "--model.hidden=16", "--run_dir=run")
+    assert outcome.code == 0, outcome.err
+    losses = [float(row["client/train_loss"]) for row in rows(Path("run"))]
+    assert losses[2] < losses[0] < np.log(80) + 0.5
+    assert {path for path in contents(Path("run")) if path.startswith("final/")} >= {"final/model.pt"}

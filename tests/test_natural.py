@@ -1,0 +1,689 @@
+"""Natural splits: clients that the data name, and index lists from a file, against plain loops."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import contents, rows, run, untimed_rows
+from experiments import experiment, same_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import write_femnist
+
+from fl_lightning.cli import main
+from fl_lightning.data import (
+    FEMNIST,
+    IID,
+    ByClient,
+    Dataset,
+    Digits,
+    Dirichlet,
+    DisjointClasses,
+    FederatedData,
+    Given,
+    LoadedData,
+    Partition,
+    Pathological,
+    QuantitySkew,
+    Scenario,
+    Shards,
+    Shares,
+)
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.counts import read_counts
+from fl_lightning.report.tables import write_counts
+
+NAMES = np.array(["zoe", "ann", "10", "9", "Bert", "ann ", "\x1b[31mred"])
+
+
+@dataclass
+class People(Dataset):
+    """Samples whose input is their place, and whose they are."""
+
+    train: np.ndarray
+    test: np.ndarray | None = None
+    n_test: int = 12
+    classes: int = 3
+
+    def load(self) -> LoadedData:
+        x, x_test = (torch.arange(n).float()[:, None] for n in (len(self.train), self.n_test))
+        y, y_test = (values[:, 0].long() % self.classes for values in (x, x_test))
+        return LoadedData(
+            x, y, x_test, y_test, self.classes, Normalize(), client_train=self.train, client_test=self.test
+        )
+
+
+def built(dataset: Dataset, partition: Partition | None = None, seed: int = 0, **options: Any) -> FederatedData:
+    return Scenario(dataset, partition or ByClient(), **options).build(seed)
+
+
+def trains(data: FederatedData) -> list[list[int]]:
+    return [shard.train.tolist() for shard in data.shards]
+
+
+def own_tests(data: FederatedData, n: int) -> list[list[int]]:
+    """Each client's test samples by their place in the test set, which follows n training samples."""
+    assert all((shard.test >= n).all() for shard in data.shards)
+    return [(shard.test - n).tolist() for shard in data.shards]
+
+
+def refusal(make: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- ByClient ---
+
+
+@settings(deadline=None)
+@given(
+    text=st.booleans(),
+    train=st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    test=st.none() | st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    min_samples=st.integers(1, 4),
+)
+def test_clients_are_those_of_a_plain_loop(
+    text: bool, train: list[int], test: list[int] | None, min_samples: int
+) -> None:
+    called = (lambda number: str(NAMES[number])) if text else (lambda number: 5 - 3 * number)
+    owners, test_owners = ([called(k) for k in numbers or ()] for numbers in (train, test))
+    wanted, tests = {}, {}
+    for name in sorted(set(owners)):
+        places = [i for i, owner in enumerate(owners) if owner == name]
+        if len(places) >= min_samples:
+            wanted[name] = places
+            tests[name] = [i for i, owner in enumerate(test_owners) if owner == name]
+    dataset = People(np.array(owners), np.array(test_owners) if test else None, len(test_owners) or 12)
+    if not wanted:
+        assert "scenario.partition.min_samples: " in refusal(lambda: built(dataset, ByClient(min_samples)))
+        return
+    data = built(dataset, ByClient(min_samples))
+    assert list(data.client_ids or ()) == list(wanted)
+    if any(tests.values()):
+        assert trains(data) == list(wanted.values())
+        assert own_tests(data, len(train)) == list(tests.values())
+        assert data.data.x_train[:, 0].tolist() == [*range(len(train)), *range(len(test_owners))]
+    else:  # a quarter of what each was dealt
+        held = [sorted(shard.train.tolist() + shard.test.tolist()) for shard in data.shards]
+        assert held == list(wanted.values())
+        assert [len(shard.test) for shard in data.shards] == [
+            min(round(len(own) / 4), len(own) - 1) for own in wanted.values()
+        ]
+
+
+SIZES = [3, 9, 4, 1, 7, 5, 6, 5]
+OWNERS = np.repeat(np.arange(8), SIZES)
+
+
+def held_out(share: float) -> list[int]:
+    return [min(round(share * size), size - 1) for size in SIZES]
+
+
+def test_fewer_clients_are_drawn_by_the_seed() -> None:
+    everybody = trains(built(People(OWNERS), local_test=0))
+    drawn = [built(People(OWNERS), clients=3, local_test=0, seed=seed) for seed in range(40)]
+    for data in drawn:
+        assert data.client_ids == sorted(data.client_ids)
+        assert trains(data) == [everybody[k] for k in data.client_ids]
+    assert {k for data in drawn for k in data.client_ids} == set(range(8))
+    assert built(People(OWNERS), clients=3, seed=5).client_ids == drawn[5].client_ids
+    assert built(People(OWNERS), clients=8, local_test=0).client_ids == list(range(8))
+
+
+def test_min_samples_counts_before_clients_are_drawn() -> None:
+    for seed in range(10):
+        assert set(built(People(OWNERS), ByClient(5), seed=seed, clients=5).client_ids) == {1, 4, 5, 6, 7}
+    assert built(People(OWNERS), ByClient(5)).client_ids == [1, 4, 5, 6, 7]
+    assert built(People(OWNERS), ByClient(9)).client_ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("partition", "options", "told"),
+    [
+        (ByClient(10), {}, "scenario.partition.min_samples: 10, and no client in the data has more than 9 training"),
+        (ByClient(), {"clients": 9}, "scenario.clients: 9, and the data holds 8; leave it out (null) to have them all"),
+        (
+            ByClient(5),
+            {"clients": 6},
+            "scenario.clients: 6, and the data holds 5; leave it out (null) to have them all",
+        ),
+        (ByClient(), {"clients": 10**30}, "scenario.clients: 1000000000000000000000000000000, and the data holds 8"),
+    ],
+)
+def test_what_the_data_do_not_have_is_refused(partition: Partition, options: dict[str, Any], told: str) -> None:
+    assert refusal(lambda: built(People(OWNERS), partition, **options)).startswith(told)
+
+
+def test_data_that_name_nobody_are_refused() -> None:
+    told = (
+        r"^scenario.partition: ByClient: the dataset does not say whose its samples are \(client_train\); take another"
+    )
+    with pytest.raises(ConfigError, match=told):
+        built(Digits())
+    with pytest.raises(ConfigError, match=r"^scenario.partition.min_samples: 0 is below 1"):
+        ByClient(0)
+
+
+def test_local_test_has_three_words_for_three_things() -> None:
+    own = np.repeat(np.arange(8), 3)
+    data = People(OWNERS, own, n_test=24)
+    n = len(OWNERS)
+    assert own_tests(built(data), n) == [[3 * k, 3 * k + 1, 3 * k + 2] for k in range(8)]
+    shares = built(data, local_test=0.5)
+    assert [len(shard.test) for shard in shares.shards] == [
+        min(round(size / 2), size - 1) for size in np.bincount(OWNERS)
+    ]
+    assert all((shard.test < n).all() for shard in shares.shards)
+    official = built(data, local_test="official")
+    assert sorted(chain(*own_tests(official, n))) == list(range(24))
+    assert own_tests(official, n) != own_tests(built(data), n)
+    assert trains(official) == trains(built(data))
+
+
+def test_a_client_without_test_samples_has_none_and_strangers_are_left_out() -> None:
+    data = built(People(OWNERS, np.array([1, 1, 99, 4]), n_test=4))
+    assert own_tests(data, len(OWNERS)) == [[], [0, 1], [], [], [3], [], [], []]
+    assert len(data.data.x_test) == 4  # the global test set is whole
+
+
+def test_a_test_set_of_other_people_is_nobodys_own() -> None:
+    data = built(People(OWNERS, np.array([98, 99]), n_test=2))
+    assert [len(shard.test) for shard in data.shards] == [
+        min(round(size / 4), size - 1) for size in np.bincount(OWNERS)
+    ]
+    assert len(data.data.x_train) == len(OWNERS)
+
+
+def test_of_a_wide_table_of_numbers_none_is_taken_for_another() -> None:
+    far = 2**53
+    data = built(People(np.array([far, far + 1, far, far + 1]), np.array([far + 1, far]), n_test=2))
+    assert data.client_ids == [far, far + 1]
+    assert (trains(data), own_tests(data, 4)) == ([[0, 2], [1, 3]], [[1], [0]])
+
+
+@pytest.mark.parametrize("options", [{"train_samples": 20}, {"train_samples": 0.4}, {"long_tail": 4}])
+def test_samples_that_stay_stay_their_clients(options: dict[str, Any]) -> None:
+    data = built(People(OWNERS), local_test=0, **options)
+    assert 0 < len(data.data.x_train) < len(OWNERS)
+    kept = data.data.x_train[:, 0].long().numpy()
+    wanted = sorted(set(OWNERS[kept].tolist()))
+    assert list(data.client_ids) == wanted
+    for name, shard in zip(wanted, data.shards, strict=True):
+        assert set(OWNERS[kept[shard.train.numpy()]].tolist()) == {name}
+
+
+def test_whose_samples_are_is_held_once() -> None:
+    data = built(People(OWNERS, np.arange(12)))
+    assert data.data.client_train is None
+    assert data.data.client_test is None
+
+
+def test_the_digest_is_of_who_holds_what_and_not_of_names() -> None:
+    one, named = (built(People(ids)).digest() for ids in (OWNERS, np.array([f"user {k}" for k in OWNERS])))
+    assert one == named
+    other = OWNERS.copy()
+    other[[0, -1]] = other[[-1, 0]]
+    changed = built(People(other)).digest()
+    assert {part for part in one if one[part] != changed[part]} == {"partition"}
+
+
+def test_other_partitions_take_no_notice_of_names() -> None:
+    for partition in (IID(), Dirichlet(0.5, 1), QuantitySkew(0.5, 1)):
+        one, other = (built(People(ids), partition, clients=4) for ids in (OWNERS, OWNERS[::-1]))
+        assert one.digest() == other.digest()
+        assert one.client_ids is None
+
+
+# --- Given ---
+
+LISTS = [[5, 3], [0], [7, 1, 2]]
+TESTS = [[4, 1], [], [1, 0]]
+
+
+def write(path: Path, content: Any) -> Given:
+    if path.suffix == ".npz":
+        np.savez(path, **content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return Given(str(path))
+
+
+def both(name: str) -> dict[str, Any]:
+    """The lists with test lists, by names that do not sort as they stand."""
+    pairs = [{"train": train, "test": test} for train, test in zip(LISTS, TESTS, strict=True)]
+    return {f"{name}{k}": pair for k, pair in zip((10, 9, 1), pairs, strict=True)}
+
+
+FORMS: dict[str, tuple[str, Any, list[Any]]] = {
+    "a list of lists": ("a.json", LISTS, [0, 1, 2]),
+    "lists by name": ("a.json", dict(zip(("zoe", "ann", "Ä"), LISTS, strict=True)), ["zoe", "ann", "Ä"]),
+    "a list of pairs": ("a.json", list(both("").values()), [0, 1, 2]),
+    "pairs by name": ("a.json", both("client "), ["client 10", "client 9", "client 1"]),
+    "arrays": ("a.npz", {f"client_{k}": np.array(own) for k, own in zip((10, 9, 1), LISTS, strict=True)}, []),
+    "short arrays": ("a.npz", {str(k): np.array(own, np.uint8) for k, own in enumerate(LISTS)}, []),
+    "pairs of arrays": (
+        "a.npz",
+        {f"a/{k}/{part}": np.array(own, int) for k, pair in both("x/").items() for part, own in pair.items()},
+        ["a/x/10", "a/x/9", "a/x/1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_gives_the_lists_that_are_in_it(form: str, tmp_path: Path) -> None:
+    name, content, ids = FORMS[form]
+    data = built(People(OWNERS), write(tmp_path / name, content), **({} if "pair" in form else {"local_test": 0}))
+    assert trains(data) == [sorted(own) for own in LISTS]
+    if "pair" in form:
+        assert own_tests(data, len(OWNERS)) == [sorted(own) for own in TESTS]
+    assert list(data.client_ids) == (ids or list(content))
+
+
+def test_lists_without_a_test_hold_a_quarter_out(tmp_path: Path) -> None:
+    data = built(People(OWNERS), write(tmp_path / "a.json", [list(range(20)), [20, 21, 22, 23]]))
+    assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [(15, 5), (3, 1)]
+
+
+def test_one_test_sample_may_be_several_clients_and_a_number_asks_for_a_share(tmp_path: Path) -> None:
+    split = write(tmp_path / "a.json", [{"train": [0, 1], "test": [3]}, {"train": [2, 3], "test": [3, 4]}])
+    assert own_tests(built(People(OWNERS), split), len(OWNERS)) == [[3], [3, 4]]
+    assert [shard.test.tolist() for shard in built(People(OWNERS), split, local_test=0).shards] == [[], []]
+
+
+def test_fewer_of_a_files_clients_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    split = write(tmp_path / "a.json", [[k] for k in range(30)])
+    drawn = [built(People(OWNERS), split, seed=seed, clients=4) for seed in (0, 0, 1)]
+    for data in drawn:
+        assert trains(data) == [[k] for k in data.client_ids]
+        assert data.client_ids == sorted(data.client_ids)
+    assert drawn[0].client_ids == drawn[1].client_ids != drawn[2].client_ids
+    told = f"scenario.clients: 31, and {split.path} holds 30; leave it out (null) to have them all"
+    assert refusal(lambda: built(People(OWNERS), split, clients=31)) == told
+
+
+BAD = {
+    "index above": ([[0, 40]], "dealt sample 40, of 40 that count from 0"),
+    "index below": ([[0, -1]], "dealt sample -1, of 40 that count from 0"),
+    "twice": ([[0, 5], [5]], "dealt sample 5 twice; each goes to one client, once"),
+    "twice in one": ([[0, 5, 5]], "dealt sample 5 twice; each goes to one client, once"),
+    "test index above": ([{"train": [0], "test": [12]}], "dealt test sample 12, of 12 that count from 0"),
+    "test index twice": ([{"train": [0], "test": [1, 1]}], "dealt test sample 1 twice"),
+    "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples; take it out"),
+    "no train": ([{"test": [1]}], "client 0 has 'test'; it needs 'train', and may have 'test'"),
+    "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'; it needs 'train', and may have"),
+    "half an index": ([[0.5]], "client 0 has something else than whole numbers in a list"),
+    "a float": ([[1.0]], "client 0 has something else than whole numbers in a list"),
+    "text": ([["1"]], "client 0 has something else than whole numbers in a list"),
+    "true": ([[True]], "client 0 has something else than whole numbers in a list"),
+    "nested": ([[[1]]], "client 0 has something else than whole numbers in a list"),
+    "a number": ([3], "client 0 has something else than whole numbers in a list"),
+    "huge": ([[10**30]], "too large"),
+    "nobody": ([], "holds no client"),
+    "no lists": (7, "it holds int; it needs a list a client, in a list or by name"),
+    "not JSON": ("[[1], [2", "is no readable JSON file (Expecting"),
+    "one name twice": ('{"ann": [1], "bert": [2], "ann": [3]}', "'ann' is in it twice"),
+    "deep": ("[" * 100_000, "is no readable JSON file (maximum recursion depth"),
+    "not text": (b"\xff\xfe\x00", "is no readable JSON file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_list_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> None:
+    content, told = BAD[case]
+    path = tmp_path / "a.json"
+    path.write_bytes(content) if isinstance(content, bytes) else write(path, content)
+    message = refusal(lambda: built(People(OWNERS), Given(str(path))))
+    assert message.startswith(f"scenario.partition.path: {path}: ")
+    assert told in message
+
+
+def save_objects(path: Path) -> None:
+    np.savez(path, ann=np.array([{"a": 1}], dtype=object))
+
+
+def save_one(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.arange(3))
+
+
+BAD_ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "objects": (save_objects, "is no readable .npz file (Object arrays cannot be loaded"),
+    "one array": (save_one, "is no readable .npz file"),
+    "halves": (
+        lambda path: np.savez(path, ann=np.array([0.5])),
+        "client 'ann' has float64 of shape (1,); it needs",
+    ),
+    "a table": (
+        lambda path: np.savez(path, ann=np.eye(2, dtype=int)),
+        "client 'ann' has int64 of shape (2, 2)",
+    ),
+    "yes and no": (lambda path: np.savez(path, ann=np.array([True])), "client 'ann' has bool of shape (1,)"),
+    "nobody": (np.savez, "holds no client"),
+    "a test alone": (lambda path: np.savez(path, **{"ann/test": np.arange(2)}), "client 'ann' has 'test'; it needs"),
+    "both ways": (
+        lambda path: np.savez(path, **{"ann": np.arange(2), "ann/test": np.arange(2)}),
+        "is no readable file",
+    ),
+    "missing": (lambda path: None, "no such file"),
+    "a folder": (Path.mkdir, "is a folder, it needs to be a file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARCHIVES)
+def test_a_bad_archive_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> None:
+    make, told = BAD_ARCHIVES[case]
+    make(tmp_path / "a.npz")
+    message = refusal(lambda: built(People(OWNERS), Given(str(tmp_path / "a.npz"))))
+    assert message.startswith(f"scenario.partition.path: {tmp_path / 'a.npz'}: ")
+    assert told in message
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_lightning.data.natural.MOST_BYTES", 10)
+    told = "is no readable JSON file (its size is 11 bytes, more than 10)"
+    assert told in refusal(lambda: built(People(OWNERS), write(tmp_path / "a.json", "[[0,  1,2]]")))
+    assert len(built(People(OWNERS), write(tmp_path / "a.json", "[[0, 1,2]]")).shards) == 1
+
+
+def test_a_file_of_another_kind_is_refused_at_once() -> None:
+    assert refusal(lambda: Given("split.csv")) == "scenario.partition.path: split.csv is neither .npz nor .json"
+
+
+@pytest.mark.parametrize(("key", "value"), [("train_samples", 10), ("train_samples", 0.5), ("long_tail", 2)])
+def test_indices_are_of_the_whole_dataset(key: str, value: float, tmp_path: Path) -> None:
+    split = write(tmp_path / "a.json", LISTS)
+    told = f"scenario.{key}: Given knows samples by their place in the whole dataset; leave {key} out"
+    assert refusal(lambda: Scenario(People(OWNERS), split, **{key: value})) == told
+
+
+# --- A partition of one's own that sees more than classes ---
+
+
+@dataclass
+class Handed(Partition):
+    """Hands out what it was given."""
+
+    shares: Shares
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        raise AssertionError
+
+    def share_out(self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator) -> Shares:
+        return self.shares
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "told"),
+    [
+        ([[0, 0]], None, "dealt sample 0 twice"),
+        ([[0], [40]], None, "dealt sample 40, of 40"),
+        ([[0], [1]], [[0], [12]], "dealt test sample 12, of 12"),
+        ([[0], [1]], [[0], [-1]], "dealt test sample -1, of 12"),
+        ([[0], [1]], [[0], [0.5]], "made shares of float64"),
+    ],
+)
+def test_it_is_held_to_what_it_promises(train: Any, test: Any, told: str) -> None:
+    shares = Shares([np.array(own) for own in train], test and [np.array(own) for own in test])
+    assert refusal(lambda: built(People(OWNERS), Handed(shares))).startswith(f"scenario.partition: Handed: {told}")
+
+
+def test_its_test_samples_and_names_are_taken() -> None:
+    shares = Shares([np.array([3]), np.array([0, 2])], [np.array([], int), np.array([5])], ["b", "a"])
+    data = built(People(OWNERS), Handed(shares))
+    assert (trains(data), own_tests(data, 40), data.client_ids) == ([[3], [0, 2]], [[], [5]], ["b", "a"])
+    assert shares.test is not None
+    built(People(OWNERS), Handed(shares), local_test="official")
+    assert [own.tolist() for own in shares.test] == [[], [5]]  # what it holds is left as it is
+    told = "scenario.partition: Handed: made 2 shares for 3 clients"
+    assert refusal(lambda: built(People(OWNERS), Handed(shares), clients=3)) == told
+
+
+# --- Labels that are no classes ---
+
+
+@dataclass
+class Measured(People):
+    """Labels of another kind; what a dataset may hold is checked elsewhere."""
+
+    y: Any = torch.float32
+
+    def checked(self, objective=None) -> LoadedData:
+        data = self.load()
+        shape, dtype = ((2,), torch.uint8) if self.y == "labels" else ((), torch.float32)
+        data.y_train, data.y_test = (torch.ones((len(y), *shape), dtype=dtype) for y in (data.y_train, data.y_test))
+        return data
+
+
+@pytest.mark.parametrize("y", ["labels", "numbers"])
+@pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological(), DisjointClasses()])
+def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
+    told = (
+        f"scenario.partition: {type(partition).__name__} deals classes out, and the labels are no classes but for "
+        f"{'MultiLabel' if y == 'labels' else 'Regression'}; take IID, QuantitySkew, ByClient or Given"
+    )
+    assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
+
+
+def test_a_long_tail_wants_classes() -> None:
+    message = refusal(lambda: built(Measured(OWNERS), IID(), clients=2, long_tail=2))
+    assert (
+        message
+        == "scenario.long_tail: it thins classes out, and the labels are no classes but for Regression; leave it out"
+    )
+
+
+@pytest.mark.parametrize("y", ["labels", "numbers"])
+@pytest.mark.parametrize("local_test", [None, 0.5, "official"])
+@pytest.mark.parametrize("partition", [IID(), QuantitySkew(0.5, 2), ByClient()])
+def test_other_partitions_do_without(partition: Partition, local_test: Any, y: str, tmp_path: Path) -> None:
+    clients = None if isinstance(partition, ByClient) else 4
+    data = built(Measured(OWNERS, y=y), partition, clients=clients, local_test=local_test, train_samples=30)
+    held = data.class_counts("train") + data.class_counts("test")
+    assert held.shape == (len(data.shards), 1)
+    assert held.sum() == (42 if local_test == "official" else 30)
+    write_counts(tmp_path / "partition.csv", data)
+    assert (tmp_path / "partition.csv").read_text().startswith("client,split,samples")
+    assert read_counts(tmp_path / "partition.csv").tolist() == data.class_counts().tolist()
+
+
+# --- Runs ---
+
+NATURAL: dict[str, Any] = {"clients_per_round": 3, "rounds": 2, "batch_size": 8}
+
+
+def femnist(folder: Path) -> Scenario:
+    if not (folder / "femnist").exists():
+        write_femnist(folder)
+    return Scenario(FEMNIST(str(folder)), ByClient())
+
+
+def test_a_run_has_the_clients_that_the_data_have(tmp_path: Path) -> None:
+    silent = experiment(tmp_path / "silent", scenario=femnist(tmp_path), **NATURAL)
+    stated = experiment(tmp_path / "stated", scenario=Scenario(femnist(tmp_path).dataset, ByClient(), 6), **NATURAL)
+    assert silent.fit().summary == stated.fit().summary
+    assert (silent.clients, silent.clients_per_round, silent.engine.fits) == (6, 3, 6)
+    assert same_bytes(silent.state["model"], stated.state["model"])
+
+
+def test_all_of_them_take_part_by_default(tmp_path: Path) -> None:
+    silent = experiment(tmp_path / "run", scenario=femnist(tmp_path), **NATURAL | {"clients_per_round": None})
+    silent.fit()
+    assert silent.clients_per_round == 6
+    assert silent.participants(1) == list(range(6))
+    assert {row["client"] for row in rows(tmp_path / "run", "clients.csv")} == set("012345")
+
+
+def test_ten_is_how_many_there_are_where_nothing_says(tmp_path: Path) -> None:
+    silent = experiment(tmp_path / "silent", scenario=Scenario(Digits(), IID()), **NATURAL)
+    stated = experiment(tmp_path / "stated", scenario=Scenario(Digits(), IID(), 10), **NATURAL)
+    assert silent.fit().summary == stated.fit().summary
+    assert silent.clients == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"clients_per_round": 7}, "clients_per_round: 7 is not between 1 and scenario.clients, 6"),
+        ({"clients_per_round": 0}, "clients_per_round: 0 is not between 1 and scenario.clients, 6"),
+        ({"min_clients": 4}, "min_clients: 4 is above the 3 clients of a round"),
+    ],
+)
+def test_what_their_number_does_not_allow_is_refused_before_anything_is_written(
+    options: dict[str, int], told: str, tmp_path: Path
+) -> None:
+    late = experiment(tmp_path / "run", scenario=femnist(tmp_path), **NATURAL | options)
+    assert refusal(late.fit) == told
+    assert not (tmp_path / "run").exists()
+    known = Scenario(femnist(tmp_path).dataset, ByClient(), 6)
+    assert refusal(lambda: experiment(tmp_path / "run", scenario=known, **NATURAL | options)) == told
+
+
+# --- The command line ---
+
+FEMNIST_RUN = """# FedAvg on FEMNIST, in a second.
+rounds: 4
+clients_per_round: 3
+batch_size: 8
+scenario: {dataset: {class_path: FEMNIST, init_args: {data_dir: leaf}}, partition: ByClient}
+model: {class_path: MLP, init_args: {hidden: [8]}}
+algorithm: FedAvg
+optimizer: {class_path: SGD, init_args: {lr: 0.1}}
+trainer: {accelerator: cpu, max_epochs: 2}
+evaluation: {clients: received, max_clients: 4}
+logger: null
+"""
+SPLIT = ["--scenario.dataset=Digits", "--scenario.partition=Given", "--scenario.partition.path=split.json"]
+FIT = ["fit", "--config", "one.yaml"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_femnist(Path("leaf"))
+    Path("one.yaml").write_text(FEMNIST_RUN)
+    Path("split.json").write_text(json.dumps({f"site {k}": list(range(k, 1000, 7)) for k in range(7)}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("FedRep", []), ("PeerAlgorithm", []), ("FedAvg", SPLIT)], ids=["FedRep", "peers", "Given"]
+)
+def test_a_run_with_silent_clients_goes_on_to_the_same_bytes(words: list[str], method: str, here: Path) -> None:
+    more = [*words, f"--algorithm={method}"]
+    for name, rounds in (("whole", 4), ("half", 2)):
+        assert run(*FIT, *more, "--run_dir", name, f"--rounds={rounds}").code == 0
+    outcome = run("fit", "--resume", "half", "--rounds=4")
+    assert outcome.code == 0, outcome.err
+    assert untimed_rows(Path("half")) == untimed_rows(Path("whole"))
+    one, other = contents(Path("half")), contents(Path("whole"))
+    assert [yaml.safe_load(each["config.yaml"])["scenario"]["clients"] for each in (one, other)] == [None, None]
+    states = [name for name in one if name.endswith(("state.pt", ".safetensors", "partition.csv", "clients.csv"))]
+    assert len(states) > 3
+    assert [name for name in states if one[name] != other.get(name)] == []
+
+
+def test_a_run_does_not_go_on_with_other_clients(here: Path) -> None:
+    assert run(*FIT, *SPLIT, "--run_dir", "run", "--rounds=2").code == 0
+    lists = json.loads(Path("split.json").read_text())
+    lists["site 0"].pop()
+    Path("split.json").write_text(json.dumps(lists))
+    code, _, err = run("fit", "--resume", "run", "--rounds=4")
+    assert code == 2
+    assert "scenario.partition: not what the run began with: partition changed; put it back, or start anew" in err
+
+
+def test_names_are_found_again(here: Path) -> None:
+    assert run(*FIT, "--run_dir", "run", "--rounds=1").code == 0
+    lines = rows(Path("run"), "partition.csv")
+    ids = sorted(f"f{7 * k:04}_{k:02}" for k in range(6))
+    assert [line["id"] for line in lines] == ids * 2
+    assert [line["client"] for line in lines] == list("012345") * 2
+    assert read_counts(Path("run/partition.csv")).sum(axis=1).tolist() == [int(0.8 * (15 + k)) for k in range(6)]
+    code, out, err = run("partition", "--config", "one.yaml")
+    assert (code, err) == (0, "")
+    for k, name in enumerate(ids):
+        train = int(0.8 * (15 + k))
+        (line,) = [line.split() for line in out.splitlines() if name in line]
+        assert [line[0], *line[-3:]] == [str(k), str(train), str(15 + k - train), name]
+
+
+def test_a_name_cannot_dress_up_as_something_else(here: Path, tmp_path: Path) -> None:
+    lists = {"[red]a[/red]": [0, 1], "b\n9,train,\x1b[31m": [2, 3], "\ud800": [4, 5]}
+    Path("split.json").write_text(json.dumps(lists))
+    code, out, err = run("partition", "--config", "one.yaml", *SPLIT, "--out", "out")
+    assert (code, err) == (0, "")
+    assert "[red]a[/red]" in out
+    assert "\x1b" not in out
+    lines = rows(Path("out"), "partition.csv")
+    assert [line["id"] for line in lines[:3]] == ["[red]a[/red]", "b 9,train,\ufffd[31m", "\ufffd"]
+    assert read_counts(Path("out/partition.csv")).shape == (3, 10)
+
+
+def test_partition_takes_what_fit_prints(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*FIT, "--print_config"])
+    printed = capsys.readouterr().out
+    assert "resume: null" in printed
+    assert "clients: null" in printed
+    Path("printed.yaml").write_text(printed)
+    one, other = (run("partition", "--config", name) for name in ("one.yaml", "printed.yaml"))
+    assert one == other
+    assert one.code == 0
+    with pytest.raises(SystemExit):
+        main(["partition", "--help"])
+    assert "--resume" not in capsys.readouterr().out
+
+
+KINDS = {
+    "more than the data have": (
+        ["--scenario.clients=7"],
+        "scenario.clients: 7, and the data holds 6; leave it out (null) to",
+    ),
+    "more a round than the data have": (
+        ["--clients_per_round=7"],
+        "clients_per_round: 7 is not between 1 and scenario.clients, 6",
+    ),
+    "nobody has so many": (
+        ["--scenario.partition.min_samples=99"],
+        "scenario.partition.min_samples: 99, and no",
+    ),
+    "nobody is named": (["--scenario.dataset=Digits"], "scenario.partition: ByClient: the dataset does not say whose"),
+    "no file": (
+        [*SPLIT[:2], "--scenario.partition.path=none.json"],
+        "none.json: no such file",
+    ),
+    "no kind of file": (
+        [*SPLIT[:2], "--scenario.partition.path=one.yaml"],
+        "path: one.yaml is neither",
+    ),
+    "no path": (SPLIT[:2], "scenario.partition", "path"),
+    "a share of the whole": (
+        [*SPLIT, "--scenario.train_samples=0.5"],
+        "scenario.train_samples: Given knows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(kind: str, here: Path) -> None:
+    (words, *told), before = KINDS[kind], contents(here)
+    code, out, err = run(*FIT, "--run_dir", "run", *words)
+    assert code == 2, out + err
+    assert err.count("\n") == 1
+    for fragment in told:
+        assert fragment in err
+    assert contents(here) == before
+    assert run(*FIT, "--run_dir", "run", "--rounds=1").code == 0
