@@ -573,6 +573,31 @@ WRONG = {
     "classes or not": ({"num_classes": True}, "num_classes is True, no whole number"),
     "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
     "no number of classes": ({"num_classes": None}, "num_classes is None, no whole number"),
+    "clients in a list": ({"client_train": [0] * 20}, "client_train is of type list, not a numpy array"),
+    "clients in a column": (
+        {"client_train": np.zeros((20, 1), np.int64)},
+        "client_train needs an id a sample, a whole number or text, got int64 of shape (20, 1)",
+    ),
+    "half clients": (
+        {"client_train": np.zeros(20)},
+        "client_train needs an id a sample, a whole number or text, got f",
+    ),
+    "clients that are objects": (
+        {"client_train": np.arange(20), "client_test": np.array(["a"] * 20, dtype=object)},
+        "client_test needs an id a sample, a whole number or text, got object of shape (20,)",
+    ),
+    "too few clients": (
+        {"client_train": np.arange(19)},
+        "client_train names the clients of 19 samples, and there are 2",
+    ),
+    "test clients alone": (
+        {"client_test": np.arange(20)},
+        "client_test says whose the test samples are, and client_train is missing",
+    ),
+    "clients of two kinds": (
+        {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)},
+        "client_train and client_test need ids of one kind, whole numbers or text",
+    ),
 }
 
 
@@ -593,8 +618,18 @@ def test_every_dataset_is_checked_and_its_class_named(case: str) -> None:
         {"x_train": torch.full((20, 5), 10**6), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
         {"num_classes": np.int64(12)},
         {"y_train": torch.zeros(20, dtype=torch.int64)},
+        {"client_train": np.arange(20, dtype=np.uint8), "client_test": -np.arange(20)},
+        {"client_train": np.array(["ann", "bert"] * 10)},
     ],
-    ids=["images", "largest numbers", "token ids", "numpy's whole number", "classes that do not occur"],
+    ids=[
+        "images",
+        "largest numbers",
+        "token ids",
+        "numpy's whole number",
+        "classes that do not occur",
+        "clients by number",
+        "clients by name",
+    ],
 )
 def test_what_is_sound_is_left_as_it_is(changed: dict[str, Any]) -> None:
     data = MyData(changed).checked()

@@ -39,6 +39,9 @@ class LoadedData:
         augment: Random change of a prepared training batch, on its device, or None.
         cut: Makes a client's training batches; takes the arguments of `Batches`.
         evaluate: Scores a shared module on the prepared batches of the global test set.
+        client_train: Who each training sample comes from, `(n,)`: ids that are whole numbers or text, or None where
+            that is not known. `ByClient` deals by them.
+        client_test: Who each test sample comes from, likewise; only beside `client_train`.
     """
 
     x_train: Tensor
@@ -50,6 +53,8 @@ class LoadedData:
     augment: BatchTransform | None = None
     cut: Callable[..., Batches] = Batches
     evaluate: Callable[..., Score] = evaluate
+    client_train: np.ndarray | None = None
+    client_test: np.ndarray | None = None
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -135,6 +140,27 @@ def check(data: LoadedData) -> None:
         raise ValueError("x_train and x_test need one type: uint8 is scaled to 0-1, floating point is not")
     if not 2 <= data.num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes is {data.num_classes}, not between 2 and {MOST_CLASSES:,}")
+    _check_clients(data)
+
+
+def _check_clients(data: LoadedData) -> None:
+    for name, y in (("client_train", data.y_train), ("client_test", data.y_test)):
+        ids = getattr(data, name)
+        if ids is None:
+            continue
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"{name} is of type {type(ids).__name__}, not a numpy array")
+        if ids.ndim != 1 or ids.dtype.kind not in "iuU":
+            raise ValueError(
+                f"{name} needs an id a sample, a whole number or text, got {ids.dtype} of shape {ids.shape}"
+            )
+        if len(ids) != len(y):
+            raise ValueError(f"{name} names the clients of {len(ids)} samples, and there are {len(y)}")
+    if data.client_test is not None:
+        if data.client_train is None:
+            raise ValueError("client_test says whose the test samples are, and client_train is missing")
+        if (data.client_train.dtype.kind == "U") != (data.client_test.dtype.kind == "U"):
+            raise ValueError("client_train and client_test need ids of one kind, whole numbers or text")
 
 
 def _check_labels(name: str, y: Tensor, num_classes: int) -> None:
