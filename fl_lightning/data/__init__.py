@@ -3,6 +3,7 @@
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.few_shot import FC100, FewShot
+from fl_lightning.data.hugging_face import HuggingFace
 from fl_lightning.data.images import (
     CIFAR10,
     CIFAR100,
@@ -23,8 +24,11 @@ from fl_lightning.data.partitions import (
     QuantitySkew,
     Shards,
 )
+from fl_lightning.data.pictures import ImageFolder
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
+from fl_lightning.data.tables import Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
+from fl_lightning.data.torch_dataset import TorchDataset
 
 __all__ = [
     "CIFAR10",
@@ -44,6 +48,8 @@ __all__ = [
     "FashionMNIST",
     "FederatedData",
     "FewShot",
+    "HuggingFace",
+    "ImageFolder",
     "LoadedData",
     "Partition",
     "PathMNIST",
@@ -52,5 +58,8 @@ __all__ = [
     "Scenario",
     "Shard",
     "Shards",
+    "Table",
+    "TextTable",
     "TinyImageNet",
+    "TorchDataset",
 ]
