@@ -15,7 +15,6 @@ from fl_lightning.data.reading import BadFile, is_there, read_mapped, read_npz, 
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
 
-
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 CLIENTS = ("client_train", "client_test")
 

@@ -216,12 +216,12 @@ class HuggingFace(Dataset):
         column = frame[label[0]]
         refuse_missing(column, "label")
         if isinstance(classes, _library().ClassLabel):
-            y = torch.from_numpy(column.to_numpy(np.int64))
+            y = torch.from_numpy(np.array(column, np.int64))
             if (y < 0).any():  # how the Hub marks labels that are kept back
                 row = int((y < 0).int().argmax())
                 raise ConfigError(
-                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {spot(column, row)}, which is no class; name "
-                    "a split that has labels in scenario.dataset.test"
+                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {spot(column, row)}, no class; name a "
+                    "split that has labels in scenario.dataset.test"
                 )
             return y, classes.num_classes
         y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)

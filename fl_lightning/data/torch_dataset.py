@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,16 @@ class TorchDataset(Dataset):
         """Read every item of both."""
         (x_train, y_train), (x_test, y_test) = read("train", self.train), read("test", self.test)
         return LoadedData(x_train, y_train, x_test, y_test, outputs(y_train, y_test), Normalize())
+
+
+def way_for(path: str) -> str | None:
+    """What to give in the place of a data set of torch's, which is no `Dataset` of ours; None for any other class."""
+    found = resolve_name(path)
+    if not inspect.isclass(found) or not issubclass(found, MapStyle):
+        return None
+    name = found.__name__
+    ours = f"{name}, which reads the same; or " if hasattr(import_module("fl_lightning.data"), name) else ""
+    return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
 def read(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
