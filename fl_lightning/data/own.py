@@ -128,7 +128,7 @@ def _numbers(column: pd.Series) -> np.ndarray:
 def _flags(column: pd.Series) -> np.ndarray:
     if not (known := column.isin([0, 1])).all():
         raise ConfigError(
-            f"{KEY}.label: column {column.name!r} holds {one_line(repr(column[~known].iloc[0]))}; several label "
+            f"{KEY}.label: column {column.name!r} holds {one_line(repr(column[~known].tolist()[0]))}; several label "
             "columns need to hold 0 and 1, or numbers with scenario.dataset.regression true"
         )
     return column.to_numpy().astype(np.uint8)

@@ -204,7 +204,7 @@ class Table(_Rows):
 
         values = pd.Series(column.to_numpy(object if is_numeric(column) else str))
         known = sorted(values[:train].unique())
-        codes = pd.Categorical(values, categories=known).codes.astype(np.int64)  # -1: not among them
+        codes = pd.Index(known).get_indexer(values).astype(np.int64)  # -1: not among them
         if self.encoding == "codes":
             return self._scaled((codes + 1).astype(np.float64), column, train)
         if len(known) > MOST_CATEGORIES:
