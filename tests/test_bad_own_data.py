@@ -537,10 +537,7 @@ def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library:
     for name, picture, told in (
         ("garbage", {"bytes": b"garbage", "path": None}, "row 2 of train: is no readable picture"),
         ("none", None, "row 2 of train: holds no picture"),
-        ("pipe", {"bytes": None, "path": str(tmp_path / "pipe.png")}, "pipe.png: is a pipe, it needs to be a file"),
     ):
-        if name == "pipe":
-            os.mkfifo(tmp_path / "pipe.png")
         rows = {"image": [{"bytes": sound.read_bytes(), "path": None}, picture] * 4, "label": [0, 1] * 4}
         made = library.Dataset.from_dict(rows, features=features)
         library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / name))
@@ -549,13 +546,23 @@ def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library:
         assert told in message
 
 
-def test_an_address_in_a_data_set_is_no_picture_and_an_empty_split_no_data(monkeypatch: Any, library: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("http://127.0.0.1:9/a.png", "a.png: no such file"),
+        ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
+    ],
+)
+def test_an_address_or_a_pipe_in_a_data_set_is_not_opened(
+    path: str, told: str, tmp_path: Path, monkeypatch: Any, library: Any
+) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
     features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
-    rows = {"image": [{"bytes": None, "path": "http://127.0.0.1:9/a.png"}] * 8, "label": [0, 1] * 4}
+    rows = {"image": [{"bytes": None, "path": path.format(tmp_path)}] * 8, "label": [0, 1] * 4}
     made = library.Dataset.from_dict(rows, features=features)
     found = {"train": made, "test": made}
     monkeypatch.setattr(library, "load_dataset", lambda *_: found)
-    assert "a.png: no such file; mend it, or leave it out" in refusal(lambda: HuggingFace("a/b", download=True))
+    assert f"{told}; mend it, or leave it out" in refusal(lambda: HuggingFace("a/b", download=True))
     found["test"] = made.select([])
     told = "scenario.dataset.path: the split 'test' of a/b holds no samples"
     assert refusal(lambda: HuggingFace("a/b", download=True)) == told
