@@ -517,6 +517,12 @@ def test_columns_of_texts_labels_and_clients(tmp_path: Path, library: Any) -> No
     assert numbers.y_train.dtype == torch.float32
 
 
+def test_of_several_columns_the_one_of_the_usual_name_is_taken(tmp_path: Path, library: Any) -> None:
+    both = texts() | {"text": ["a b"] * 20}
+    path = saved(library, tmp_path / "s", train=both, test=both)
+    assert (HuggingFace(path, length=2).checked().x_train == torch.tensor([2, 3])).all()
+
+
 def test_lists_of_classes_are_several_labels_a_sample(tmp_path: Path, library: Any) -> None:
     held = [[0, 2], [], [1], [2, 1]] * 5
     kind = library.ClassLabel(names=["x", "y", "z"])

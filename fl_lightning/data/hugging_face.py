@@ -40,7 +40,7 @@ class HuggingFace(Dataset):
     """A data set of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
 
     Columns that no option names are found: the one of pictures or else the one of texts, and the one of labels, which
-    holds classes (`ClassLabel`) or is called `label` or `labels`. Needs `pip install 'fl-lightning[huggingface]'`. No
+    holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. Needs `pip install 'fl-lightning[huggingface]'`. No
     code of a data set's own is ever run.
 
     Args:
@@ -281,6 +281,8 @@ def _holds_classes(feature: Any) -> bool:
 
 
 def _only(key: str, found: list[str]) -> str:
+    if key in found:
+        return key
     if len(found) > 1:
         raise ConfigError(f"{KEY}.{key}: which column is it, {' or '.join(found)}?")
     return found[0]
