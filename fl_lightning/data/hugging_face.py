@@ -40,8 +40,8 @@ class HuggingFace(Dataset):
     """A data set of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
 
     Columns that no option names are found: the one of pictures or else the one of texts, and the one of labels, which
-    holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. Needs `pip install 'fl-lightning[huggingface]'`. No
-    code of a data set's own is ever run.
+    holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. No code of a
+    data set's own is ever run. It needs `pip install 'fl-lightning[huggingface]'`.
 
     Args:
         path: Folder that `save_to_disk` wrote; or the name of a data set on the Hugging Face Hub, with `download`.
