@@ -60,13 +60,17 @@ def readable(message: str, parser: ArgumentParser) -> str:
         got = given[1] if len(given[1]) <= 60 else f"{given[1][:57]}..."
         return f"{prefix}got {got!r}, expected {' | '.join(expected)}"
     from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
+    from fl_lightning.data.torch_dataset import way_for
 
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
     known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
     if named := re.search(r"dot import path string: (\S+)", message):
         return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
-        return f"{prefix}{wrong[1].strip(chr(39)) or (given and given[1])} is no {wrong[2]}; {known}"
+        name = wrong[1].strip(chr(39)) or (given and given[1])
+        if kind == "datasets" and (way := way_for(str(name))):
+            return f"{prefix}{name} is a Dataset of torch's; {way}"
+        return f"{prefix}{name} is no {wrong[2]}; {known}"
     if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
         return f"{prefix}{CLASS_WANTED}"
     noise = (

@@ -124,6 +124,9 @@ def _may_not_hold(key: str, name: Any, value: Any, owner: str | None) -> bool:
         return _class_name(value) != "WandbRoundLogger" or _is_foreign(value)  # others write where the config says
     if name == "class_path":
         return _is_foreign(str(value))
+    if owner is not None and owner.lower() == "torchdataset" and name in ("train", "test"):
+        path = value.get("class_path") if isinstance(value, dict) else value
+        return "." not in str(path)  # a name alone: any data set's that torchvision has, and some unpickle files
     if name in GROUPS:
         return not isinstance(value, dict | None) and owner != "FromModule"
     if name == "address":  # of a Ray cluster: it may send any code back

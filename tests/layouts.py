@@ -264,5 +264,72 @@ def write_sent140(root: Path, each: int = 12) -> list[dict[str, LeafUser]]:
     return write_leaf(root, "sent140", users)
 
 
+# --- One's own ---
+
+
+def write_image_folder(
+    root: Path, splits: tuple[str, ...] = ("train", "test"), mode: str = "RGB", n: int = 10, ending: str = "png"
+) -> dict[str, Split]:
+    """A folder a class below each split (or below the root, if the split has no name); two classes of n pictures."""
+    written = {}
+    for seed, split in enumerate(splits):
+        x = images(2 * n, 8, 6, *((3,) if mode == "RGB" else ()), seed=seed)
+        for i, pixels in enumerate(x):
+            folder = root / split / ("cat", "dog")[i // n]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{i:03}.{ending}")
+        written[split] = Split(x.transpose(0, 3, 1, 2) if mode == "RGB" else x[:, None], [0] * n + [1] * n)
+    return written
+
+
+def table(n: int = 40, seed: int = 0) -> dict[str, list[Any]]:
+    """Columns of a table: numbers, a category, who a row comes from, and three kinds of labels."""
+    rng = np.random.default_rng(seed)
+    return {
+        "age": rng.integers(20, 80, n).tolist(),
+        "income": rng.normal(30_000, 5_000, n).tolist(),
+        "town": [("Bern", "Basel", "Chur")[i % 3] for i in range(n)],
+        "clinic": [f"clinic {i % 4}" for i in range(n)],
+        "label": [("no", "yes")[i % 2] for i in range(n)],
+        "flu": [i % 2 for i in range(n)],
+        "cold": [i // 2 % 2 for i in range(n)],
+        "days": rng.normal(5, 2, n).tolist(),
+    }
+
+
+def write_csv(path: Path, columns: dict[str, list[Any]], separator: str = ",") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerows([list(columns), *zip(*columns.values(), strict=True)])
+
+
+def write_table(path: Path, n: int = 40) -> dict[str, list[Any]]:
+    write_csv(path, columns := table(n))
+    return columns
+
+
+def write_text_table(path: Path, n: int = 40) -> dict[str, list[Any]]:
+    moods = ("good", "bad")
+    columns = {
+        "text": [f"a {moods[i % 2]} film, number {i}" for i in range(n)],
+        "label": [moods[i % 2] for i in range(n)],
+        "author": [i % 5 for i in range(n)],
+    }
+    write_csv(path, columns)
+    return columns
+
+
+def write_hugging_face(path: Path, n: int = 40) -> Split:
+    """A data set of pictures saved to disk, in one split."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    x, y = images(n, 8, 8, 3), labels(n, 2)
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+    rows = {"image": [Image.fromarray(pixels) for pixels in x], "label": y}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(path))
+    return Split(x.transpose(0, 3, 1, 2), y)
+
+
 def same(x: torch.Tensor, expected: np.ndarray) -> bool:
     return x.dtype == torch.uint8 and np.array_equal(x.numpy(), expected)

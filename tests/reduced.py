@@ -11,12 +11,16 @@ from layouts import (
     write_cifar,
     write_emnist,
     write_femnist,
+    write_hugging_face,
+    write_image_folder,
     write_imdb_folder,
     write_mnist,
     write_pathmnist,
     write_sent140,
     write_shakespeare,
     write_svhn,
+    write_table,
+    write_text_table,
     write_tiny_imagenet,
 )
 
@@ -42,12 +46,16 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "FC100": lambda root, patch: write_cifar(root, 100, patch, (300, 100)),
     "FEMNIST": lambda root, patch: write_femnist(root),
     "FashionMNIST": lambda root, patch: write_mnist(root, "FashionMNIST"),
+    "HuggingFace": lambda root, patch: write_hugging_face(root / "saved"),
     "IMDB": lambda root, patch: write_imdb_folder(root),
+    "ImageFolder": lambda root, patch: write_image_folder(root / "pictures"),
     "MNIST": lambda root, patch: write_mnist(root),
     "PathMNIST": lambda root, patch: write_pathmnist(root),
     "Sent140": lambda root, patch: write_sent140(root),
     "Shakespeare": lambda root, patch: write_shakespeare(root),
     "SVHN": lambda root, patch: write_svhn(root, patch),
+    "Table": lambda root, patch: write_table(root / "table.csv"),
+    "TextTable": lambda root, patch: write_text_table(root / "texts.csv"),
     "TinyImageNet": lambda root, patch: write_tiny_imagenet(root, classes=4, n=(4, 1)),
 }
 
@@ -74,8 +82,8 @@ def reduced(config: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
         write_cifar(root, classes, monkeypatch, (max(3 * classes, 60), 20))  # the last classes keep a sample
     else:
         WRITERS[dataset](root, monkeypatch)
-    if dataset == "Arrays":
-        words.append(f"--scenario.dataset.path={root / 'arrays.npz'}")
+    if "path" in (own := scenario["dataset"] if isinstance(scenario["dataset"], dict) else {}).get("init_args", {}):
+        words.append(f"--scenario.dataset.path={root / Path(own['init_args']['path']).name}")
     elif dataset != "Digits":
         words.append(f"--scenario.dataset.data_dir={root}")
     if dataset == "FC100":

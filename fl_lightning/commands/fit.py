@@ -25,7 +25,6 @@ from fl_lightning.seal import MAY_CHANGE
 from fl_lightning.trial import tried
 from fl_lightning.trust import let_in, run_config
 
-
 WORDS: dict[str, dict[str, Any]] = {
     "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
     "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},

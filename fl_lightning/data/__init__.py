@@ -3,6 +3,7 @@
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.few_shot import FC100, FewShot
+from fl_lightning.data.hugging_face import HuggingFace
 from fl_lightning.data.images import (
     CIFAR10,
     CIFAR100,
@@ -26,8 +27,11 @@ from fl_lightning.data.partitions import (
     Shards,
     Shares,
 )
+from fl_lightning.data.pictures import ImageFolder
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
+from fl_lightning.data.tables import Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
+from fl_lightning.data.torch_dataset import TorchDataset
 
 __all__ = [
     "CIFAR10",
@@ -50,6 +54,8 @@ __all__ = [
     "FederatedData",
     "FewShot",
     "Given",
+    "HuggingFace",
+    "ImageFolder",
     "LoadedData",
     "Partition",
     "PathMNIST",
@@ -61,5 +67,8 @@ __all__ = [
     "Shard",
     "Shards",
     "Shares",
+    "Table",
+    "TextTable",
     "TinyImageNet",
+    "TorchDataset",
 ]

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.reading import BadFile, is_there, read_npz, whole_numbers
+from fl_lightning.data.reading import BadFile, is_there, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
 
+NAMES = ("x_train", "y_train", "x_test", "y_test")
+CLIENTS = ("client_train", "client_test")
+
 
 class Arrays(Dataset):
-    """Your own data: an `.npz` file with x_train, y_train, x_test and y_test.
+    """Your own data: an `.npz` file with x_train, y_train, x_test and y_test, or a folder with an `.npy` file of each.
 
     `uint8` inputs are scaled to 0-1, floating-point inputs are taken as they are; images may be `(n, height, width)`,
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are whole numbers
-    from 0.
+    from 0, one a sample; or `(n, L)` of 0 and 1, where a sample may have several of L labels; or floating-point
+    numbers to be met, `(n,)` or `(n, T)`. `client_train` and `client_test` may say who each sample comes from.
+
+    The `.npy` files of a folder are mapped: inputs stay on disk until a batch needs them, if they are `uint8` or
+    `float32`.
 
     Args:
-        path: The file.
+        path: The file, or the folder.
         num_classes: Number of classes; by default one more than the largest label.
 
     Raises:
@@ -35,12 +44,12 @@ class Arrays(Dataset):
         self.path, self.num_classes = path, num_classes
 
     def load(self) -> LoadedData:
-        """Read the file."""
+        """Read the file, or map those of the folder."""
         arrays = self._arrays()
         y_train, y_test = (self._labels(name, arrays[name]) for name in ("y_train", "y_test"))
         x_train, x_test = (self._inputs(name, arrays[name]) for name in ("x_train", "x_test"))
-        num_classes = self._counted(y_train, y_test) if self.num_classes is None else self.num_classes
-        return LoadedData(x_train, y_train, x_test, y_test, num_classes, Normalize())
+        clients: dict[str, Any] = {name: arrays.get(name) for name in CLIENTS}
+        return LoadedData(x_train, y_train, x_test, y_test, self._outputs(y_train, y_test), Normalize(), **clients)
 
     @property
     def blamed(self) -> str:
@@ -51,18 +60,41 @@ class Arrays(Dataset):
         return ConfigError(f"{self.blamed}: {what}")
 
     def _arrays(self) -> dict[str, np.ndarray]:
+        path, mend = Path(self.path), "write it with numpy.savez"
         try:
-            if is_there(Path(self.path)):
-                return read_npz(Path(self.path), ("x_train", "y_train", "x_test", "y_test"))
+            if os.path.isdir(path):
+                mend = "write it with numpy.save"
+                return self._mapped(path)
+            if is_there(path):
+                return read_npz(path, NAMES, CLIENTS)
         except BadFile as error:
-            raise ConfigError(f"scenario.dataset.path: {error}; write it with numpy.savez") from error
+            raise ConfigError(f"scenario.dataset.path: {error}; {mend}") from error
         raise self._error("no such file")
 
+    def _mapped(self, folder: Path) -> dict[str, np.ndarray]:
+        there = [name for name in (*NAMES, *CLIENTS) if is_there(folder / f"{name}.npy")]
+        if missing := [f"{name}.npy" for name in NAMES if name not in there]:
+            raise BadFile(folder, f"is a folder, it needs to be a file, or to hold {', '.join(missing)}")
+        return {name: read_mapped(folder / f"{name}.npy") for name in there}
+
     def _labels(self, name: str, values: np.ndarray) -> Tensor:
+        if np.issubdtype(values.dtype, np.floating):
+            with np.errstate(over="ignore"):
+                return torch.from_numpy(np.array(values, np.float32))
+        if values.ndim == 2 and values.dtype == np.bool_:
+            return torch.from_numpy(np.array(values, np.uint8))
         try:
             return whole_numbers(values, name)
         except ValueError as error:
             raise self._error(str(error)) from error
+
+    def _outputs(self, *labels: Tensor) -> int:
+        y = labels[0]
+        if y.is_floating_point() or y.ndim > 1:
+            if self.num_classes is not None:
+                raise ConfigError("scenario.dataset.num_classes: the labels are no classes; leave it out")
+            return 1 if y.ndim == 1 else y.shape[1]
+        return self._counted(*labels) if self.num_classes is None else self.num_classes
 
     def _counted(self, *labels: Tensor) -> int:
         found, samples = max((int(y.max()) for y in labels if len(y)), default=-1) + 1, sum(map(len, labels))
@@ -76,9 +108,10 @@ class Arrays(Dataset):
         if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
             raise self._error(f"{name} is {values.dtype}; it needs uint8 or floating-point numbers")
         with np.errstate(over="ignore"):  # what overflows is refused as Inf
-            x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32))
+            x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32, copy=False))
         if x.ndim == 3:
             return x.unsqueeze(1)
         if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
-            return x.permute(0, 3, 1, 2).contiguous()
+            x = x.permute(0, 3, 1, 2)
+            return x if isinstance(values, np.memmap) else x.contiguous()
         return x

@@ -130,21 +130,34 @@ def read_idx(path: Path, rank: int) -> np.ndarray:
         return np.fromfile(file, np.uint8).reshape(shape)
 
 
-def read_npz(path: Path, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """Arrays of an `.npz` file by name, none of which may hold pickled objects; all of them, in the file's order.
+def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    """Arrays of an `.npz` file by name, none of which may hold pickled objects.
 
     Args:
         path: The file.
-        names: Read only these.
+        names: Those that it needs to hold; all that it holds if None, in the file's order.
+        optional: Those that are read where it holds them.
 
     Raises:
-        BadFile: It is none, is damaged, or holds not all of them.
+        BadFile: It is none, is damaged, or holds not all that it needs to.
     """
     with opened(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
         names = tuple(archive.files if names is None else names)
         if missing := [name for name in names if name not in archive]:
             raise BadFile(path, f"holds no {', '.join(missing)}; it needs {', '.join(names)}")
-        return {name: archive[name] for name in names}
+        return {name: archive[name] for name in (*names, *(name for name in optional if name in archive))}
+
+
+def read_mapped(path: Path) -> np.ndarray:
+    """The array of an `.npy` file, read from it where and when it is needed.
+
+    What somebody writes into it stays in memory.
+
+    Raises:
+        BadFile: It is not there, is none, or is damaged.
+    """
+    with opened(path, ".npy file"):
+        return np.lib.format.open_memmap(path, mode="c")  # refuses pickled objects
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:

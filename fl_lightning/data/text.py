@@ -6,7 +6,7 @@ import csv
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -59,6 +59,35 @@ class Vocabulary:
         return torch.from_numpy(ids)
 
 
+def check_lengths(length: int, vocab_size: int) -> None:
+    """Refuse texts of no words and a vocabulary of none.
+
+    Raises:
+        ConfigError: `length` is below 1 or `vocab_size` below 3.
+    """
+    if length < 1:
+        raise ConfigError(f"scenario.dataset.length: {length} is below 1")
+    if vocab_size < 3:
+        raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3: padding, unknown and one word")
+
+
+def ids_of(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
+    """Texts as ids of the words that are most frequent in the first of them: `(n, length)`, `int64`.
+
+    Args:
+        texts: All texts, those to train on first.
+        train: How many of them are.
+        length: Words a text.
+        vocab_size: Number of ids, padding and unknown among them.
+
+    Raises:
+        ConfigError: There is no memory for so many.
+    """
+    vocabulary = Vocabulary(texts[:train], vocab_size)
+    with blame("scenario.dataset.length"):
+        return vocabulary.encode(texts, length)
+
+
 class TextDataset(FileDataset):
     """Texts in files.
 
@@ -78,10 +107,7 @@ class TextDataset(FileDataset):
         self, data_dir: str = "data", download: bool = False, length: int = 200, vocab_size: int = 10_000
     ) -> None:
         super().__init__(data_dir, download)
-        if length < 1:
-            raise ConfigError(f"scenario.dataset.length: {length} is below 1")
-        if vocab_size < 3:
-            raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3: padding, unknown and one word")
+        check_lengths(length, vocab_size)
         self.length, self.vocab_size = length, vocab_size
 
     @abstractmethod
@@ -94,10 +120,8 @@ class TextDataset(FileDataset):
         return self._numbered(train, test, torch.tensor(y_train), torch.tensor(y_test))
 
     def _numbered(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
-        vocabulary = Vocabulary(train, self.vocab_size)
-        with blame("scenario.dataset.length"):  # there is no memory for so many
-            x_train, x_test = (vocabulary.encode(texts, self.length) for texts in (train, test))
-        return LoadedData(x_train, y_train, x_test, y_test, self.num_classes, prepare=Normalize())
+        n, x = len(train), ids_of([*train, *test], len(train), self.length, self.vocab_size)
+        return LoadedData(x[:n], y_train, x[n:], y_test, self.num_classes, prepare=Normalize())
 
 
 class AGNews(TextDataset):

@@ -1,0 +1,292 @@
+"""Data sets of the Hugging Face `datasets` library: pictures or texts, from a folder or by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.images import Augment
+from fl_lightning.data.own import (
+    KEY,
+    check_share,
+    client_ids,
+    column_named,
+    divided,
+    held_out,
+    placed,
+    refuse_missing,
+    spot,
+    targets,
+    texts_of,
+)
+from fl_lightning.data.pictures import Picture, PictureOptions
+from fl_lightning.data.reading import BadFile, told_of
+from fl_lightning.data.text import check_lengths, ids_of
+from fl_lightning.data.transforms import Normalize
+from fl_lightning.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class HuggingFace(Dataset):
+    """A data set of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
+
+    Columns that no option names are found: the one of pictures or else the one of texts, and the one of labels, which
+    holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. No code of a
+    data set's own is ever run. It needs `pip install 'fl-lightning[huggingface]'`.
+
+    Args:
+        path: Folder that `save_to_disk` wrote; or the name of a data set on the Hugging Face Hub, with `download`.
+        image: Column of the pictures.
+        text: Column of the texts.
+        label: The label's column, or a list of several.
+        client: Column of who each sample comes from; `ByClient` deals samples to clients by it.
+        train: Name of the training split, where there are several.
+        test: Name of the split to test on: `test` or else `validation` by default, or else a share of the training
+            split.
+        test_share: That share: of each class, or of each client's samples.
+        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        size: Height and width that pictures are resized to, or one number for both; not needed where all are of one
+            size.
+        channels: 1 makes pictures grey, 3 coloured; by default grey if all of them are.
+        mean: Mean of each channel, of pixels in [0, 1], instead of the training pictures'.
+        std: Standard deviation of each channel, likewise.
+        augment: Random crop and flip of training batches of pictures: `none`, `per_sample` or `per_batch`.
+        length: Words a text; longer ones are cut, shorter ones padded.
+        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
+        subset: Which of a named data set's subsets, where it has several.
+        download: Fetch the data set of that name, or take it from the library's own cache.
+
+    Raises:
+        ConfigError: An option is out of range, or two exclude each other.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        image: str | None = None,
+        text: str | None = None,
+        label: str | list[str] | None = None,
+        client: str | None = None,
+        train: str = "train",
+        test: str | None = None,
+        test_share: float = 0.2,
+        regression: bool | None = None,
+        size: int | tuple[int, int] | None = None,
+        channels: Literal[1, 3] | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        augment: Augment = "none",
+        length: int = 200,
+        vocab_size: int = 10_000,
+        subset: str | None = None,
+        download: bool = False,
+    ) -> None:
+        check_share(test_share)
+        check_lengths(length, vocab_size)
+        if image is not None and text is not None:
+            raise ConfigError(
+                f"{KEY}.text: {text!r}, beside image: a network takes pictures or texts; name one of them"
+            )
+        self.path, self.subset, self.download = path, subset, download
+        self.image, self.text, self.client = image, text, client
+        self.label = [label] if isinstance(label, str) else label
+        self.train, self.test, self.test_share = train, test, test_share
+        self.regression, self.length, self.vocab_size = regression, length, vocab_size
+        self.options = PictureOptions(size, channels, mean, std, augment)
+
+    def load(self) -> LoadedData:
+        """Read both splits."""
+        splits = self._splits()
+        features = next(iter(splits.values())).features
+        image, text, label = self._columns(features)
+        columns = [*label, *(name for name in (text, self.client) if name is not None)]
+        frame = self._frame(splits, columns)
+        y, outputs = self._targets(frame, features, label)
+        client = None if self.client is None else client_ids(frame[self.client])
+        sizes = [len(split) for split in splits.values()]
+        test = held_out(y, self.test_share, client) if len(sizes) == 1 else np.arange(sum(sizes)) >= sizes[0]
+        order = np.argsort(test, kind="stable")  # the training samples first
+        train = len(order) - int(test.sum())
+        y, client = y[order], None if client is None else client[order]
+        if text is not None:
+            x = ids_of(texts_of(frame[text].iloc[order]), train, self.length, self.vocab_size)
+            return divided(x, y, train, outputs, Normalize(), client=client)
+        try:
+            x = self.options.read(_Encoded(splits, str(image), order))
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.image: {error}; mend it, or leave it out") from error
+        return self.options.loaded(x, y, train, outputs, client)
+
+    # --- Splits ---
+
+    def _splits(self) -> dict[str, Any]:
+        """The split to train on, and the one to test on if there is one, by name."""
+        found = self._saved() if os.path.lexists(self.path) else self._named()
+        if not isinstance(found, dict):
+            found = {self.train: found}
+        for key, name in (("train", self.train), ("test", self.test)):
+            if name is not None and name not in found:
+                raise ConfigError(f"{KEY}.{key}: there is no split {name!r}; there are {', '.join(found)}")
+        test = self.test or next((name for name in ("test", "validation") if name in found), None)
+        if test == self.train:
+            raise ConfigError(f"{KEY}.test: {test!r} is the training split; name another one, or leave it out")
+        chosen = [self.train, *([test] if test else [])]
+        if empty := [name for name in chosen if not len(found[name])]:
+            raise ConfigError(f"{KEY}.path: the split {empty[0]!r} of {one_line(self.path)} holds no samples")
+        return {name: found[name].with_format(None) for name in chosen}
+
+    def _saved(self) -> Any:
+        library, folder = _library(), placed(self.path, folder=True)
+        try:
+            with told_of(folder, "folder of save_to_disk"):
+                return library.load_from_disk(str(folder))
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.path: {error}") from error
+
+    def _named(self) -> Any:
+        if not self.download:
+            raise ConfigError(
+                f"{KEY}.path: {one_line(self.path)}: no such folder; if it is a name on the Hugging Face Hub, set "
+                "scenario.dataset.download true"
+            )
+        library = _library()
+        try:
+            return library.load_dataset(self.path, self.subset)
+        except Exception as error:  # of requests, of the hub's, of arrow's, ...
+            raise ConfigError(f"{KEY}.path: {one_line(self.path)} cannot be fetched: {one_line(error)}") from error
+
+    # --- Columns ---
+
+    def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
+        """The columns of pictures, of texts and of labels; one of the first two is None."""
+        library, names = _library(), list(features)
+        given = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
+        for key, named in given.items():
+            for name in named:
+                if name is not None:
+                    column_named(name, names, key)
+        label = self.label or [self._found("label", [n for n in names if _holds_classes(features[n])], names)]
+        free = [name for name in names if name not in (*label, self.client)]
+        images = [name for name in free if isinstance(features[name], library.Image)]
+        if self.image is not None and self.image not in images:
+            raise ConfigError(f"{KEY}.image: column {self.image!r} is {_told(features[self.image])}, no Image")
+        if self.image is not None or (self.text is None and images):
+            return self.image or _only("image", images), None, label
+        texts = [name for name in free if getattr(features[name], "dtype", None) in ("string", "large_string")]
+        if not (self.text or texts):
+            raise ConfigError(
+                f"{KEY}.path: {one_line(self.path)} holds neither pictures nor texts; to_parquet() makes a file of it, "
+                "which Table reads"
+            )
+        return None, self.text or _only("text", texts), label
+
+    @staticmethod
+    def _found(key: str, found: list[str], names: list[str]) -> str:
+        called = [name for name in ("label", "labels") if name in names]
+        if not found and not called:
+            raise ConfigError(f"{KEY}.{key}: which column is it? There are {', '.join(names)}")
+        return called[0] if called else _only(key, found)
+
+    def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
+        """Some columns of all samples, each known by its split and number."""
+        import pandas as pd
+
+        frames = {}
+        for name, split in splits.items():
+            for column in columns:
+                if column not in split.column_names:
+                    raise ConfigError(f"{KEY}.test: the split {name!r} has no column {column!r}")
+            frames[name] = split.select_columns(columns).to_pandas()
+            frames[name].index = pd.RangeIndex(1, len(split) + 1)
+        return pd.concat(frames)
+
+    def _targets(self, frame: pd.DataFrame, features: Any, label: list[str]) -> tuple[Tensor, int]:
+        classes = features[label[0]]
+        if len(label) > 1 or not _holds_classes(classes):
+            return targets([frame[name] for name in label], self.regression)
+        column = frame[label[0]]
+        refuse_missing(column, "label")
+        if isinstance(classes, _library().ClassLabel):
+            y = torch.from_numpy(np.array(column, np.int64))
+            if (y < 0).any():  # how the Hub marks labels that are kept back
+                row = int((y < 0).int().argmax())
+                raise ConfigError(
+                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {spot(column, row)}, no class; name a "
+                    "split that has labels in scenario.dataset.test"
+                )
+            return y, classes.num_classes
+        y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)
+        for row, held in enumerate(column):
+            y[row, torch.as_tensor(np.array(held, np.int64))] = 1
+        return y, y.shape[1]
+
+
+class _Encoded(Sequence[Picture]):
+    """The pictures of some splits in an order, as they are encoded, read when they are asked for."""
+
+    def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
+        image = _library().Image(decode=False)
+        self.parts = {name: split.select_columns([column]).cast_column(column, image) for name, split in splits.items()}
+        self.column, self.order = column, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, at: int) -> Picture: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Picture]: ...
+    def __getitem__(self, at: int | slice) -> Picture | Sequence[Picture]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        row = int(self.order[at])
+        for name, part in self.parts.items():
+            if row < len(part):
+                return _picture(f"row {row + 1} of {name}", part[row][self.column])
+            row -= len(part)
+        raise IndexError(at)
+
+
+def _picture(name: str, encoded: dict[str, Any] | None) -> Picture:
+    if encoded is None:
+        raise BadFile(Path(name), "holds no picture")
+    if encoded["bytes"] is not None:
+        return Picture(name, encoded["bytes"])
+    return Picture(encoded["path"], Path(encoded["path"]))  # a file beside; an address leads to none
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{KEY}: HuggingFace needs the datasets package; install it with: pip install 'fl-lightning[huggingface]'"
+        ) from error
+    return datasets
+
+
+def _holds_classes(feature: Any) -> bool:
+    """Whether a column holds a class a sample, or a list of them."""
+    kind = _library().ClassLabel
+    return isinstance(feature, kind) or isinstance(getattr(feature, "feature", None), kind)
+
+
+def _only(key: str, found: list[str]) -> str:
+    if key in found:
+        return key
+    if len(found) > 1:
+        raise ConfigError(f"{KEY}.{key}: which column is it, {' or '.join(found)}?")
+    return found[0]
+
+
+def _told(feature: Any) -> str:
+    return one_line(repr(feature))[:60]

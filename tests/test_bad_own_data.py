@@ -1,0 +1,771 @@
+"""Bad own data get one line with the key, what is wrong and the mend; nothing hangs, nothing is run."""
+
+import builtins
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from commands import contents, run
+from layouts import images, table, write_csv, write_hugging_face, write_image_folder, write_table, write_text_table
+from PIL import Image
+from test_own_data import Pairs, save_arrays
+
+from fl_lightning import files
+from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, pictures
+from fl_lightning.errors import ConfigError
+
+SECONDS = 20
+"""What hangs is told apart from what is slow by this."""
+
+
+@pytest.fixture(autouse=True)
+def no_hanging() -> Iterator[None]:
+    def hung(*_: Any) -> None:
+        raise TimeoutError(f"still at it after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refusal(make: Callable[[], Dataset]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make().checked()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("scenario.dataset")
+    assert "--debug" not in message, message  # nothing that is put down to our own code
+    return message
+
+
+# --- Folders of pictures ---
+
+
+def halved(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return spoil
+
+
+SPOILT = {
+    "emptied": (lambda path: path.write_bytes(b""), "is no readable picture (JPEG, PNG"),
+    "halved": (halved, ""),
+    "garbage": (lambda path: path.write_bytes(os.urandom(100)), "is no readable picture (JPEG, PNG"),
+    "text": (lambda path: path.write_text("label,x"), "is no readable picture (JPEG, PNG"),
+    "a program for printers": (
+        lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"),
+        "is no",
+    ),
+    "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "is a picture of mode I;16; it needs 8 bits"),
+    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
+    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
+    "a link to nothing": (instead(lambda path: path.symlink_to("nothing")), "is a link to nothing"),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("options", [{}, {"cache": "cache"}, {"size": 4, "channels": 1}], ids=["", "cache", "resized"])
+def test_a_picture_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_image_folder(tmp_path / "mine")
+    spoil, why = SPOILT[spoilt]
+    path = tmp_path / "mine" / "test" / "dog" / "015.png"
+    spoil(path)
+    message = refusal(lambda: ImageFolder("mine", **options))
+    assert message.startswith(f"scenario.dataset.path: mine/test/dog/015.png: {why}")
+    assert message.endswith("; mend it, or take it away")
+    assert not list(tmp_path.glob("cache/*"))
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert len(ImageFolder("mine", **options).checked().y_test) == 19
+
+
+def test_pictures_of_unequal_size_are_refused_with_the_mend(tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
+    told = (
+        f"scenario.dataset.size: the pictures differ in size: 6x8 is that of {tmp_path}/train/cat/000.png, 6x9 that of "
+        f"{tmp_path}/test/cat/000.png; set scenario.dataset.size, 64 say, and all are resized to 64x64"
+    )
+    assert refusal(lambda: ImageFolder(str(tmp_path))) == told
+    assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
+
+
+def test_more_pictures_than_memory_are_refused_before_one_is_decoded(tmp_path: Path, monkeypatch: Any) -> None:
+    write_image_folder(tmp_path)
+    monkeypatch.setattr(pictures, "decode", None)
+    message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
+    assert message.startswith(
+        "scenario.dataset.size: 40 pictures of 1000000x1000000 take 111,758.7 GiB, and this machine"
+    )
+
+
+def emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+FOLDERS = {
+    "no folder": (lambda root: None, "nowhere", "nowhere: no such folder"),
+    "a file": (
+        lambda root: (root / "nowhere").write_text(""),
+        "nowhere",
+        "nowhere: is a file, it needs to be a folder",
+    ),
+    "long name": (lambda root: None, "x" * 300, "File name too long"),
+    "nothing in it": (lambda root: (root / "nowhere").mkdir(), "nowhere", "holds 0 folder(s); it needs one a class"),
+    "one class": (lambda root: (root / "nowhere" / "a").mkdir(parents=True), "nowhere", "holds 1 folder(s)"),
+    "no test": (
+        lambda root: (root / "mine" / "test").rename(root / "away"),
+        "mine",
+        "mine holds train and no test; add it, or give mine/train, of which a share is held out",
+    ),
+    "another class": (
+        lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),
+        "mine",
+        "mine/test/Cat: train has no class of that name",
+    ),
+    "an empty class": (lambda root: emptied(root / "mine" / "train" / "dog"), "mine", "mine/train/dog: holds no files"),
+    "pictures without classes": (lambda root: None, "mine/train/dog", "holds 0 folder(s); it needs one a class"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_is_laid_out_otherwise_is_told_of(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    spoil, path, told = FOLDERS[case]
+    monkeypatch.chdir(tmp_path)
+    write_image_folder(tmp_path / "mine")
+    spoil(tmp_path)
+    message = refusal(lambda: ImageFolder(path))
+    assert message.startswith("scenario.dataset.path: ")
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"size": 0}, "size: 0 is below 1"),
+        ({"size": (4, -1)}, "size: -1 is below 1"),
+        ({"test_share": 0}, "test_share: 0 is outside (0, 1)"),
+        ({"test_share": 1.0}, "test_share: 1.0 is outside (0, 1)"),
+        ({"mean": [0.5]}, "mean: give both mean and std, or neither"),
+        ({"std": [0.5]}, "std: give both mean and std, or neither"),
+        ({"mean": [0.5], "std": [0.0]}, "std: 0.0 is not above 0"),
+        ({"mean": [float("nan")], "std": [1.0]}, "mean: nan is no finite number"),
+        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the pictures have 3 channel(s)"),
+        ({"mean": [0.5] * 3, "std": [0.5]}, "std: 1 number(s), and the pictures have 3 channel(s)"),
+    ],
+)
+def test_options_of_pictures_out_of_range_are_named(options: dict, told: str, tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    assert refusal(lambda: ImageFolder(str(tmp_path), **options)).startswith(f"scenario.dataset.{told}")
+
+
+def test_too_small_a_share_is_told_of(tmp_path: Path) -> None:
+    write_image_folder(tmp_path, ("",), n=2)
+    told = "scenario.dataset.test_share: 0.01 of 4 samples is none to test on; raise it"
+    assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == told
+
+
+def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
+    root, cache = tmp_path / "mine", tmp_path / "cache"
+    write_image_folder(root)
+    make = partial(ImageFolder, str(root), cache=str(cache))
+    cache.write_text("")
+    assert refusal(make).startswith("scenario.dataset.cache: ")
+    cache.unlink()
+    make().checked()
+    (file,) = cache.iterdir()
+    for content in (b"", file.read_bytes()[:-1], b"x" * 1000):
+        file.write_bytes(content)
+        message = refusal(make)
+        assert message.startswith(f"scenario.dataset.cache: {file}: is no readable .npy file (")
+        assert message.endswith("; delete it, and it is made anew")
+    np.save(file, np.zeros((3, 1, 8, 6), np.uint8))
+    assert "holds uint8 of shape (3, 1, 8, 6), not these pictures; delete it" in refusal(make)
+    file.unlink()
+    os.mkfifo(file)
+    assert refusal(make).startswith(f"scenario.dataset.cache: {file}: is a pipe")
+    file.unlink()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    assert "scenario.dataset.cache: [Errno 28] No space left on device" in refusal(make)
+    assert not list(cache.iterdir())
+    monkeypatch.undo()
+    assert len(make().checked().y_test) == 20
+
+
+# --- Arrays ---
+
+NPY = {
+    "gone": (Path.unlink, "needs to be a file, or to hold y_train.npy; write it with numpy.save"),
+    "emptied": (lambda path: path.write_bytes(b""), "y_train.npy: is no readable .npy file ("),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: is no readable .npy file ("),
+    "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: is no readable .npy file ("),
+    "a pipe": (instead(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
+    "too few": (lambda path: np.save(path, np.arange(19) % 3), "x_train has 20 rows and y_train 19"),
+    "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number a sample, got <U1"),
+}
+
+
+@pytest.mark.parametrize("case", NPY)
+def test_a_folder_of_arrays_is_held_to_the_same(case: str, tmp_path: Path) -> None:
+    spoil, told = NPY[case]
+    save_arrays(tmp_path / "a")
+    spoil(tmp_path / "a" / "y_train.npy")
+    message = refusal(lambda: Arrays(str(tmp_path / "a")))
+    assert message.startswith(f"scenario.dataset.path: {tmp_path}/a")
+    assert told in message
+
+
+def test_a_number_of_classes_for_what_is_no_class_is_refused(tmp_path: Path) -> None:
+    save_arrays(tmp_path / "a", y_train=np.ones(20), y_test=np.ones(6))
+    told = "scenario.dataset.num_classes: the labels are no classes; leave it out"
+    assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == told
+
+
+# --- Tables ---
+
+
+def missing(columns: dict[str, list], name: str, *at: int) -> dict[str, list]:
+    return columns | {name: ["" if i in at else value for i, value in enumerate(columns[name])]}
+
+
+PLAIN: dict[str, Any] = {"label": "label", "features": ["age", "town"]}
+TABLES: dict[str, tuple[dict, dict, str]] = {
+    "no such label": ({}, {"label": "lable"}, "label: there is no column 'lable'; did you mean 'label'?"),
+    "no such label at all": (
+        {},
+        {"label": "q"},
+        "label: there is no column 'q'; there are age, income, town, clinic, la",
+    ),
+    "no such feature": ({}, {"features": ["agee"]}, "features: there is no column 'agee'; did you mean 'age'?"),
+    "no such client": ({}, {"client": "clinik"}, "client: there is no column 'clinik'; did you mean 'clinic'?"),
+    "no such split": ({}, {"split": "part"}, "split: there is no column 'part'"),
+    "no label": ({}, {"label": []}, "label: it names no column"),
+    "label twice": ({}, {"label": ["flu", "flu"]}, "label: column 'flu': it is named twice"),
+    "label among the features": ({}, {"features": ["age", "label"]}, "features: column 'label': label names it too"),
+    "client among the features": (
+        {},
+        {"features": ["clinic"], "client": "clinic"},
+        "features: column 'clinic': client names it too",
+    ),
+    "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split: the rows of test_path are the test set"),
+    "share": ({}, {"test_share": 1.5}, "test_share: 1.5 is outside (0, 1)"),
+    "small share": ({}, {"test_share": 0.01}, "test_share: 0.01 of 40 samples is none to test on; raise it"),
+    "small share of each": (
+        {},
+        {"test_share": 0.04, "client": "clinic"},
+        "test_share: 0.04 of 40 samples of each client's is none to test on; raise it",
+    ),
+    "a feature misses values": (
+        missing(table(), "age", 6, 30),
+        {},
+        "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv; fill it in, leave its row out, "
+        "or leave the column out of the features",
+    ),
+    "a category is missing": (missing(table(), "town", 0), {}, "features: column 'town' has no value in 1 of 40 rows"),
+    "a label is missing": (
+        missing(table(), "label", 39),
+        {},
+        "label: column 'label' has no value in 1 of 40 rows, first in row 40 of t.csv; fill it in, or leave its row ou",
+    ),
+    "a client is missing": (
+        missing(table(), "clinic", 2),
+        {"client": "clinic"},
+        "client: column 'clinic' has no value",
+    ),
+    "clients in part": ({}, {"client": "income"}, "client: column 'income' is float64; ids are whole numbers or text"),
+    "a split that is none": (
+        {"part": ["train", "val"] * 20},
+        {"split": "part"},
+        "split: column 'part' holds 'val'; it needs to hold train and test",
+    ),
+    "all to train on": ({"part": ["train"] * 40}, {"split": "part"}, "Table: x_test has 0 rows"),
+    "numbers and text": (
+        {"age": [*range(39), "forty"]},
+        {},
+        "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'; mend it, or name the column in "
+        "scenario.dataset.categorical",
+    ),
+    "too large": ({"age": [*range(39), "1e999"]}, {}, "features: column 'age' holds Inf in row 40 of t.csv"),
+    "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is no feature"),
+    "no such category": ({}, {"categorical": ["dais"]}, "categorical: there is no column 'dais'; did you mean 'days'?"),
+    "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' holds one class only, 'yes'"),
+    "classes or numbers": (
+        {"label": list(range(40))},
+        {},
+        "regression: column 'label' holds 40 different whole numbers in 40 rows: say true if they are numbers to be met"
+        ", false if they are classes",
+    ),
+    "several that are none": (
+        {"flu": [2, 0] * 20},
+        {"label": ["flu", "cold"]},
+        "label: column 'flu' holds 2; several label columns need to hold 0 and 1, or numbers with scenario.dataset.re",
+    ),
+    "text to be met": ({}, {"regression": True}, "label: column 'label' holds no numbers, which regression needs"),
+    "too large to be met": (
+        {"label": [1e39, *[0.5] * 39]},
+        {},
+        "label: column 'label' holds Inf, or a number too large for float32, in row 1 of t.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_table_is_told_of_by_option_column_and_row(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+    changed, options, told = TABLES[case]
+    monkeypatch.chdir(tmp_path)
+    write_csv(Path("t.csv"), table() | changed)
+    message = refusal(lambda: Table("t.csv", **{**PLAIN, **options}))
+    assert message.startswith("scenario.dataset: " if told.startswith("Table") else "scenario.dataset.")
+    assert told in message
+    write_csv(Path("t.csv"), table())
+    assert len(Table("t.csv", **PLAIN).checked().x_train) == 32
+
+
+def test_a_text_for_each_row_is_no_category(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
+    make = partial(Table, str(tmp_path / "t.csv"), "label")
+    assert refusal(make) == (
+        "scenario.dataset.features: column 'name' holds 2,400 texts, each a column in one_hot; leave it out, or set "
+        "scenario.dataset.encoding codes"
+    )
+    assert make(encoding="codes").checked().in_shape == (1,)
+
+
+def test_columns_of_other_things_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    odd = {"when": pd.date_range("2026-01-01", periods=4), "list": [[1, 2]] * 4, "label": [0, 1, 0, 1]}
+    pd.DataFrame(odd).to_parquet(tmp_path / "t.parquet")
+    for name in ("when", "list"):
+        message = refusal(lambda name=name: Table(str(tmp_path / "t.parquet"), "label", [name]))
+        assert f"features: column '{name}' holds neither numbers nor text (" in message
+
+
+def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"label": [0, 1] * 5})
+    assert "t.csv has no columns left to learn from" in refusal(lambda: Table(str(tmp_path / "t.csv"), "label"))
+
+
+TABLE_FILES = {
+    "gone": (Path.unlink, "no such file"),
+    "emptied": (lambda path: path.write_bytes(b""), "is no readable CSV file (No columns"),
+    "no rows": (lambda path: path.write_text("age,label\n"), "holds no rows"),
+    "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00" * 50), "is no readable CSV file ("),
+    "rows too long": (lambda path: path.write_text("age,label\n1,2,3\n4,5,6\n"), "is no readable CSV file ("),
+    "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "is no readable CSV file ("),
+    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
+    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
+    "a device": (instead(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
+}
+
+
+@pytest.mark.parametrize("make", [Table, TextTable])
+@pytest.mark.parametrize("key", ["path", "test_path"])
+@pytest.mark.parametrize("case", TABLE_FILES)
+def test_a_file_that_is_no_table_is_named(case: str, key: str, make: Callable, tmp_path: Path) -> None:
+    spoil, told = TABLE_FILES[case]
+    write_text_table(tmp_path / "path.csv")
+    write_text_table(tmp_path / "test_path.csv")
+    spoil(tmp_path / f"{key}.csv")
+    paths = {name: str(tmp_path / f"{name}.csv") for name in ("path", "test_path")}
+    message = refusal(lambda: make(label="label", **paths))
+    assert message.startswith(f"scenario.dataset.{key}: {tmp_path}/{key}.csv: {told}")
+
+
+def test_columns_separated_by_something_else_are_told_of(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", table(), ";")
+    make = partial(Table, str(tmp_path / "t.csv"), "label", ["age"])
+    told = f"scenario.dataset.separator: {tmp_path}/t.csv has one column only; its columns seem to be separated by ';'"
+    assert refusal(make) == told
+    assert make(separator=";").checked().in_shape == (1,)
+
+
+def test_a_second_file_without_the_columns_is_told_of(tmp_path: Path) -> None:
+    write_table(tmp_path / "t.csv")
+    rest = table(8, seed=1)
+    del rest["label"]
+    write_csv(tmp_path / "new.csv", rest)
+    make = partial(Table, str(tmp_path / "t.csv"), "label", test_path=str(tmp_path / "new.csv"))
+    assert refusal(make).startswith("scenario.dataset.test_path: there is no column 'label'; there are age, income")
+    del rest["town"]
+    write_csv(tmp_path / "new.csv", rest | {"label": ["yes"] * 8})
+    assert f"column 'town' has no value in 8 of 48 rows, first in row 1 of {tmp_path}/new.csv" in refusal(make)
+
+
+def test_a_damaged_parquet_file_and_a_missing_package_are_told_of(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "t.parquet"
+    pd.DataFrame(table()).to_parquet(path)
+    content = path.read_bytes()
+    for spoilt in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
+        path.write_bytes(spoilt)
+        assert f"scenario.dataset.path: {path}: is no readable Parquet file (" in refusal(
+            lambda: Table(str(path), "label")
+        )
+    without(monkeypatch, "pyarrow")
+    message = refusal(lambda: Table(str(path), "label"))
+    assert message.endswith("install it with: pip install 'fl-lightning[parquet]'")
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As if a package were not installed."""
+    plain = builtins.__import__
+
+    def importing(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return plain(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+
+
+# --- Texts ---
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "told"),
+    [
+        ({}, {"text": "txt"}, "text: there is no column 'txt'; did you mean 'text'?"),
+        ({}, {"label": "text"}, "label: column 'text': text names it too"),
+        (
+            {"text": ["", *["a b"] * 39]},
+            {},
+            "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv",
+        ),
+        ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, no text"),
+        ({}, {"length": 0}, "length: 0 is below 1"),
+        ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),
+        ({}, {"length": 10**13}, "length: "),
+    ],
+)
+def test_a_table_of_texts_is_told_of(columns: dict, options: dict, told: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = write_text_table(Path("t.csv"))
+    write_csv(Path("t.csv"), written | columns)
+    assert refusal(lambda: TextTable("t.csv", **options)).startswith(f"scenario.dataset.{told}")
+
+
+# --- Hugging Face ---
+
+
+@pytest.fixture
+def library() -> Any:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+TEXTS = {"review": ["a b", "c d"] * 10, "other": ["e", "f"] * 10, "label": [0, 1] * 10, "stars": [1, 2, 3, 4] * 5}
+SAVED = {
+    "no such folder": (
+        {"path": "nowhere"},
+        "path: nowhere: no such folder; if it is a name on the Hugging Face Hub, set",
+    ),
+    "a file": ({"path": "file"}, "path: file: is a file, it needs to be a folder"),
+    "another folder": ({"path": "empty"}, "path: empty: cannot be read: Directory empty is"),
+    "which text": ({}, "text: which column is it, review or other?"),
+    "no such text": ({"text": "reviews"}, "text: there is no column 'reviews'; did you mean 'review'?"),
+    "no such label": ({"label": "labl"}, "label: there is no column 'labl'; did you mean 'label'?"),
+    "no such client": ({"client": "who"}, "client: there is no column 'who'"),
+    "no such split": ({"train": "training"}, "train: there is no split 'training'; there are train, test"),
+    "no such test": ({"test": "dev"}, "test: there is no split 'dev'; there are train, test"),
+    "test on what is trained on": ({"test": "train"}, "test: 'train' is the training split; name another one"),
+    "no picture": ({"image": "review"}, "image: column 'review' is Value('string'), no Image"),
+    "numbers for texts": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, no text"),
+    "both": ({"text": "review", "image": "other"}, "text: 'review', beside image: a network takes pictures or texts"),
+    "length": ({"length": 0}, "length: 0 is below 1"),
+    "share": ({"test_share": 0.0}, "test_share: 0.0 is outside (0, 1)"),
+    "size": ({"size": 0}, "size: 0 is below 1"),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_a_saved_data_set_is_told_of(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
+    options, told = SAVED[case]
+    monkeypatch.chdir(tmp_path)
+    made = library.Dataset.from_dict(TEXTS)
+    library.DatasetDict(train=made, test=made).save_to_disk("saved")
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{told}")
+
+
+def test_labels_that_are_not_there_are_told_of(tmp_path: Path, library: Any) -> None:
+    kind = library.ClassLabel(names=["a", "b"])
+    features = library.Features(text=library.Value("string"), label=kind)
+    train = library.Dataset.from_dict({"text": ["a"] * 10, "label": [0, 1] * 5}, features=features)
+    test = library.Dataset.from_dict({"text": ["a"] * 4, "label": [-1] * 4}, features=features)
+    library.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "s"))
+    told = "column 'label' holds -1 in row 1 of test, no class; name a split that has labels in scenario.dataset.test"
+    assert told in refusal(lambda: HuggingFace(str(tmp_path / "s")))
+    bare = library.Dataset.from_dict({"text": ["a"] * 10, "mood": [0, 1] * 5})
+    bare.save_to_disk(str(tmp_path / "bare"))
+    assert "label: which column is it? There are text, mood" in refusal(lambda: HuggingFace(str(tmp_path / "bare")))
+    assert "neither pictures nor texts; to_parquet() makes" in refusal(
+        lambda: HuggingFace(str(tmp_path / "bare"), label="text")
+    )
+    apart = library.DatasetDict(train=train, test=train.remove_columns("label"))
+    apart.save_to_disk(str(tmp_path / "apart"))
+    assert "test: the split 'test' has no column 'label'" in refusal(lambda: HuggingFace(str(tmp_path / "apart")))
+
+
+def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library: Any) -> None:
+    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
+    sound = tmp_path / "a.png"
+    Image.fromarray(images(1, 5, 5)[0]).save(sound)
+    for name, picture, told in (
+        ("garbage", {"bytes": b"garbage", "path": None}, "row 2 of train: is no readable picture"),
+        ("none", None, "row 2 of train: holds no picture"),
+    ):
+        rows = {"image": [{"bytes": sound.read_bytes(), "path": None}, picture] * 4, "label": [0, 1] * 4}
+        made = library.Dataset.from_dict(rows, features=features)
+        library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / name))
+        message = refusal(lambda name=name: HuggingFace(str(tmp_path / name)))
+        assert message.startswith("scenario.dataset.image: ")
+        assert told in message
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("http://127.0.0.1:9/a.png", "a.png: no such file"),
+        ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
+    ],
+)
+def test_an_address_or_a_pipe_in_a_data_set_is_not_opened(
+    path: str, told: str, tmp_path: Path, monkeypatch: Any, library: Any
+) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
+    rows = {"image": [{"bytes": None, "path": path.format(tmp_path)}] * 8, "label": [0, 1] * 4}
+    made = library.Dataset.from_dict(rows, features=features)
+    found = {"train": made, "test": made}
+    monkeypatch.setattr(library, "load_dataset", lambda *_: found)
+    assert f"{told}; mend it, or leave it out" in refusal(lambda: HuggingFace("a/b", download=True))
+    found["test"] = made.select([])
+    told = "scenario.dataset.path: the split 'test' of a/b holds no samples"
+    assert refusal(lambda: HuggingFace("a/b", download=True)) == told
+
+
+def test_a_damaged_file_of_a_saved_data_set_is_told_of(tmp_path: Path, library: Any) -> None:
+    write_hugging_face(tmp_path / "s")
+    files = [path for path in (tmp_path / "s").iterdir() if path.is_file()]
+    assert len(files) == 3
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert f"scenario.dataset.path: {tmp_path}/s: " in refusal(lambda: HuggingFace(str(tmp_path / "s")))
+        path.write_bytes(content)
+
+
+def test_what_cannot_be_fetched_and_a_missing_package_are_told_of(library: Any, monkeypatch: Any) -> None:
+    def load_dataset(*_: Any) -> None:
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr(library, "load_dataset", load_dataset)
+    told = "scenario.dataset.path: a/b cannot be fetched: no network"
+    assert refusal(lambda: HuggingFace("a/b", download=True)) == told
+    without(monkeypatch, "datasets")
+    told = "scenario.dataset: HuggingFace needs the datasets package; install it with: pip install 'fl-lightning[hugg"
+    assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(told)
+
+
+# --- Torch data sets ---
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(1), 0
+
+
+def odd_at_seven(plain: Any, odd: Any) -> Callable[[int], Any]:
+    return lambda i: odd if i == 7 else plain
+
+
+def raising(i: int) -> Any:
+    raise KeyError("picture")
+
+
+TORCH = {
+    "no length": (Endless(), "Endless is read item by item, by its number: it needs __len__ and __getitem__"),
+    "nothing": (Pairs(0), "Pairs has no items"),
+    "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, no picture, tensor, array or number; a tr"),
+    "label of text": (Pairs(y=lambda i: "a"), "Pairs: y of item 0 is of type str, no picture, tensor, array or number"),
+    "unlike shapes": (
+        Pairs(x=odd_at_seven(torch.zeros(4), torch.zeros(5))),
+        "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7; all need to be alike; a tr",
+    ),
+    "unlike labels": (
+        Pairs(y=odd_at_seven(0, 0.5)),
+        "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7; all need to be alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ["train", "test"])
+@pytest.mark.parametrize("case", TORCH)
+def test_a_torch_data_set_is_told_of(case: str, key: str) -> None:
+    data, told = TORCH[case]
+    both = {"train": Pairs(), "test": Pairs(), key: data}
+    assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {told}")
+
+
+def test_items_that_are_no_pairs_are_told_of() -> None:
+    class Bare(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> Any:
+            return (1, 2, 3) if self.three else torch.zeros(2)
+
+    bare = Bare()
+    for bare.three, told in ((True, "a tuple of 3"), (False, "of type Tensor")):
+        message = refusal(lambda: TorchDataset(bare, bare))
+        assert (
+            message
+            == f"scenario.dataset.train: Bare: item 0 is {told}; it needs to be a pair, of an input and its label"
+        )
+
+
+def test_what_a_torch_data_sets_own_code_raises_is_put_down_to_it() -> None:
+    with pytest.raises(ConfigError, match=r"^scenario.dataset.test: KeyError: 'picture'; --debug shows where$"):
+        TorchDataset(Pairs(), Pairs(x=raising)).checked()
+    with pytest.raises(ConfigError, match=r"^scenario.dataset.train: RuntimeError: not there; --debug shows where$"):
+        TorchDataset(unmade, Pairs()).checked()
+
+
+def unmade() -> Any:
+    raise RuntimeError("not there")
+
+
+# --- On the command line ---
+
+ONE_ROUND = """
+rounds: 1
+scenario: {dataset: Digits, partition: IID, clients: 2}
+model: {class_path: MLP, init_args: {hidden: [4]}}
+algorithm: FedAvg
+trainer: {accelerator: cpu}
+logger: null
+"""
+OWN = """
+import torch
+
+class Mine(torch.utils.data.Dataset):
+    def __init__(self, n: int = 20):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)), i % 3
+"""
+FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
+DATASET = "--scenario.dataset"
+MINE = [f"{DATASET}.test", "own_torch.Mine"]
+TABLE = [DATASET, "Table", f"{DATASET}.path", "t.csv", f"{DATASET}.label"]
+KINDS = {
+    "a torch data set of a known name": (
+        [DATASET, "torchvision.datasets.ImageFolder"],
+        ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same; or TorchD"],
+        [DATASET, "ImageFolder", f"{DATASET}.path", "mine"],
+    ),
+    "a torch data set": (
+        [DATASET, "own_torch.Mine"],
+        ["own_torch.Mine is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_torch.Mine and"],
+        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.test", "own_torch.Mine"],
+    ),
+    "no data set": (
+        [DATASET, "torch.nn.Linear"],
+        ["scenario.dataset: torch.nn.Linear is no Dataset; there are AGNews"],
+        [DATASET, "Digits"],
+    ),
+    "an argument that is none": (
+        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.train.m", "1"],
+        ["Mine has no key 'm'"],
+        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.train.n", "9", *MINE],
+    ),
+    "what cannot be made": (
+        [
+            DATASET,
+            "TorchDataset",
+            f"{DATASET}.train",
+            "torchvision.datasets.MNIST",
+            f"{DATASET}.train.root",
+            "x",
+            *MINE,
+        ],
+        ["scenario.dataset.train: RuntimeError: Dataset not found. You can use download=True"],
+        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.test", "own_torch.Mine"],
+    ),
+    "pictures": (
+        [DATASET, "ImageFolder", f"{DATASET}.path", "mines"],
+        ["scenario.dataset.path: mines: no such folder"],
+        [DATASET, "ImageFolder", f"{DATASET}.path", "mine", f"{DATASET}.size", "[4, 5]"],
+    ),
+    "table": (
+        [*TABLE, "lable"],
+        ["scenario.dataset.label: there is no column 'lable'; did you mean 'label'?"],
+        [
+            DATASET,
+            "Table",
+            f"{DATASET}.path",
+            "t.csv",
+            f"{DATASET}.label",
+            "label",
+            f"{DATASET}.features",
+            "[age, town]",
+        ],
+    ),
+    "encoding": (
+        [*TABLE, "label", f"{DATASET}.encoding", "onehot"],
+        ["scenario.dataset.encoding: ", "one_hot"],
+        [*TABLE, "label", f"{DATASET}.encoding", "codes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(
+    kind: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "own_torch", raising=False)
+    Path("one.yaml").write_text(ONE_ROUND)
+    Path("own_torch.py").write_text(OWN)
+    write_image_folder(Path("mine"))
+    write_table(Path("t.csv"))
+    (words, told, corrected), before = KINDS[kind], contents(tmp_path)
+    code, out, err = run(*FIT, *words)
+    assert code == 2, out + err
+    assert err.count("\n") == 1
+    assert err.startswith("fl-lightning: error: ")
+    for fragment in told:
+        assert fragment in err
+    assert contents(tmp_path) == before
+    code, _, err = run(*FIT, *corrected)
+    assert code == 0, err

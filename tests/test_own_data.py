@@ -1,0 +1,711 @@
+"""Own data: folders of pictures, tables, texts, Hugging Face data sets, torch data sets and mapped arrays."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torchvision
+import yaml
+from commands import TINY, run, tiny, untimed_rows
+from layouts import images, table, write_csv, write_hugging_face, write_image_folder, write_table, write_text_table
+from PIL import Image
+from torch.utils.data import Dataset as MapStyle
+from torchvision.transforms.functional import pil_to_tensor
+
+from fl_lightning.data import (
+    IID,
+    Arrays,
+    HuggingFace,
+    ImageFolder,
+    LoadedData,
+    Scenario,
+    Table,
+    TextTable,
+    TorchDataset,
+)
+from fl_lightning.data.own import held_out
+from fl_lightning.data.text import Vocabulary, words
+from fl_lightning.trust import doubts
+
+
+def rows(data: LoadedData, split: str) -> list[tuple[bytes, int]]:
+    """A split's samples, comparable."""
+    x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
+    return [(one.contiguous().numpy().tobytes(), int(label)) for one, label in zip(x, y, strict=True)]
+
+
+# --- A share held out ------------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_held_out_of_each_class() -> None:
+    y = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)
+    mask = held_out(y, 0.2)
+    assert Counter(y[mask].tolist()) == {0: 10, 1: 6, 2: 4}
+    assert np.array_equal(mask, held_out(y, 0.2))
+    assert not np.array_equal(np.flatnonzero(mask)[:10], np.arange(10))  # drawn, not the first
+
+
+def test_with_clients_a_share_is_held_out_of_each_and_each_keeps_some() -> None:
+    client = np.array(["a"] * 20 + ["b"] * 10 + ["c"])
+    y = torch.tensor(([0] * 10 + [1] * 10) + [0] * 10 + [1])
+    mask = held_out(y, 0.3, client)
+    assert Counter(client[mask].tolist()) == {"a": 6, "b": 3}
+    assert Counter(y[mask][: len(y[mask]) - 3].tolist()) == {0: 3, 1: 3}
+
+
+def test_numbers_and_several_labels_a_sample_are_held_out_without_classes() -> None:
+    assert held_out(torch.randn(30), 0.1).sum() == 3
+    assert held_out(torch.zeros(30, 4, dtype=torch.uint8), 0.5).sum() == 15
+
+
+@pytest.mark.parametrize("make", [Table, TextTable, ImageFolder, HuggingFace])
+def test_what_is_held_out_is_the_same_for_every_seed(make: Callable, tmp_path: Path) -> None:
+    data = [Scenario(own(make, tmp_path), IID(), 2).build(seed) for seed in (1, 2)]
+    one, other = (each.digest() for each in data)
+    assert [name for name in one if one[name] != other[name]] == ["partition"]
+
+
+def own(make: Callable, root: Path, **options: Any) -> Any:
+    """Own data of a kind, in one piece."""
+    if make is Table:
+        write_table(root / "t.csv")
+        return Table(str(root / "t.csv"), "label", **options)
+    if make is TextTable:
+        write_text_table(root / "texts.csv")
+        return TextTable(str(root / "texts.csv"), **options)
+    if make is ImageFolder:
+        write_image_folder(root / "pictures", ("",))
+        return ImageFolder(str(root / "pictures"), **options)
+    path = root / "saved"
+    if not path.exists():
+        write_hugging_face(path)
+    return HuggingFace(str(path), **options)
+
+
+# --- Folders of pictures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", ["test", "val"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pictures_are_those_of_torchvisions_image_folder(mode: str, second: str, tmp_path: Path) -> None:
+    written = write_image_folder(tmp_path, ("train", second), mode)
+    data = ImageFolder(str(tmp_path)).checked()
+    assert data.in_shape == (3 if mode == "RGB" else 1, 8, 6)
+    for split, name in (("train", "train"), ("test", second)):
+        theirs = torchvision.datasets.ImageFolder(str(tmp_path / name))
+        expected = [(pil_to_tensor(x.convert(mode)).numpy().tobytes(), y) for x, y in theirs]
+        assert rows(data, split) == expected
+        assert np.array_equal(getattr(data, f"x_{split}"), written[name].x)
+    assert data.num_classes == 2
+    assert data.augment is None
+
+
+def test_pixels_are_shifted_and_scaled_by_those_of_the_training_pictures(tmp_path: Path) -> None:
+    written = write_image_folder(tmp_path)
+    data = ImageFolder(str(tmp_path)).checked()
+    pixels = written["train"].x / 255
+    ready = data.prepare(data.x_test)
+    axes = (0, 2, 3)
+    mean, std = pixels.mean(axis=axes, keepdims=True), pixels.std(axis=axes, keepdims=True)
+    assert np.allclose(ready.numpy(), (written["test"].x / 255 - mean) / std, atol=1e-5)
+    given = ImageFolder(str(tmp_path), mean=[0.5, 0.4, 0.3], std=[0.2, 0.1, 0.5]).checked()
+    assert torch.allclose(given.prepare(given.x_test)[:, 1], (given.x_test[:, 1] / 255 - 0.4) / 0.1, atol=1e-5)
+
+
+def test_pictures_of_one_colour_are_not_divided_by_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.new("L", (4, 4), 7).save(tmp_path / name / f"{i}.png")
+    data = ImageFolder(str(tmp_path)).checked()
+    assert data.prepare(data.x_test).abs().max() == 0
+
+
+def test_a_share_of_class_folders_is_held_out(tmp_path: Path) -> None:
+    written = write_image_folder(tmp_path, ("",))[""]
+    data = ImageFolder(str(tmp_path), test_share=0.3).checked()
+    assert Counter(data.y_test.tolist()) == {0: 3, 1: 3}
+    all_rows = [(x.tobytes(), y) for x, y in zip(np.ascontiguousarray(written.x), written.y, strict=True)]
+    assert Counter(rows(data, "train") + rows(data, "test")) == Counter(all_rows)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("bus", "train"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.fromarray(images(1, 4, 4, seed=i)[0]).save(tmp_path / name / f"{i}.png")
+    assert ImageFolder(str(tmp_path)).checked().num_classes == 2
+
+
+def test_pictures_are_resized_where_a_size_is_given(tmp_path: Path) -> None:
+    written = write_image_folder(tmp_path)
+    odd = tmp_path / "train" / "cat" / "zz.png"
+    Image.new("RGB", (20, 10), (10, 20, 30)).save(odd)
+    data = ImageFolder(str(tmp_path), size=(8, 6)).checked()
+    assert data.in_shape == (3, 8, 6)
+    assert np.array_equal(data.x_test, written["test"].x)  # of that size already
+    assert (data.x_train[10] == torch.tensor([10, 20, 30]).view(3, 1, 1)).all()
+    assert ImageFolder(str(tmp_path), size=5).checked().in_shape == (3, 5, 5)
+    small = ImageFolder(str(tmp_path), size=4).checked().x_test[0]
+    by_pillow = Image.fromarray(written["test"].x[0].transpose(1, 2, 0)).resize((4, 4), Image.Resampling.BILINEAR)
+    assert np.array_equal(small, np.asarray(by_pillow).transpose(2, 0, 1))
+
+
+def test_grey_and_coloured_pictures_together_are_coloured_unless_told_otherwise(tmp_path: Path) -> None:
+    write_image_folder(tmp_path, mode="L")
+    Image.new("RGB", (6, 8), (200, 0, 0)).save(tmp_path / "test" / "cat" / "zz.png")
+    assert ImageFolder(str(tmp_path)).checked().in_shape == (3, 8, 6)
+    grey = ImageFolder(str(tmp_path), channels=1).checked()
+    assert grey.in_shape == (1, 8, 6)
+    assert grey.x_test[10].unique().tolist() == [60]  # 0.299 of 200
+    with_alpha = Image.new("RGBA", (6, 8), (1, 2, 3, 0))
+    with_alpha.save(tmp_path / "test" / "cat" / "zzz.png")
+    with_alpha.quantize(4).save(tmp_path / "test" / "cat" / "zzzz.png", transparency=b"\x00\x80")
+    assert ImageFolder(str(tmp_path)).checked().x_test[11, :, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_a_picture_stands_upright(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            exif = Image.Exif()
+            exif[0x0112] = 6  # turned by a quarter
+            picture = Image.new("L", (16, 8))
+            picture.paste(255, (0, 0, 8, 8))  # bright on the left
+            picture.save(tmp_path / name / f"{i}.jpg", exif=exif, quality=100)
+    data = ImageFolder(str(tmp_path)).checked()
+    assert data.in_shape == (1, 16, 8)
+    assert data.x_train[0, 0, 2, 4] > 250  # bright above
+    assert data.x_train[0, 0, 13, 4] < 5
+
+
+@pytest.mark.parametrize("ending", ["jpg", "bmp", "gif", "ppm", "tif", "webp"])
+def test_usual_formats_are_read(ending: str, tmp_path: Path) -> None:
+    write_image_folder(tmp_path, ending=ending)
+    assert ImageFolder(str(tmp_path)).checked().in_shape == (3, 8, 6)
+
+
+def test_a_cache_holds_the_same_pictures_mapped_and_is_not_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_image_folder(tmp_path / "pictures", ("",))
+    cache = tmp_path / "a" / "cache"
+    plain = ImageFolder(str(tmp_path / "pictures")).checked()
+    first = ImageFolder(str(tmp_path / "pictures"), cache=str(cache)).checked()
+    (file,) = cache.iterdir()
+    written = file.stat().st_mtime_ns
+    monkeypatch.setattr(Image, "open", None)  # no picture is opened any more
+    again = ImageFolder(str(tmp_path / "pictures"), cache=str(cache)).checked()
+    assert file.stat().st_mtime_ns == written
+    for data in (first, again):
+        for split in ("train", "test"):
+            assert rows(data, split) == rows(plain, split)
+    assert again.x_train.untyped_storage().data_ptr() == again.x_test.untyped_storage().data_ptr()  # one file, no copy
+
+
+def test_a_cache_is_of_the_pictures_as_they_are(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "pictures", ("",))
+    cache, path = tmp_path / "cache", str(tmp_path / "pictures")
+    ImageFolder(path, cache=str(cache)).checked()
+    ImageFolder(path, cache=str(cache), size=4).checked()
+    ImageFolder(path, cache=str(cache), channels=1).checked()
+    ImageFolder(path, cache=str(cache), test_share=0.5).checked()
+    assert len(list(cache.iterdir())) == 4
+    Image.new("RGB", (6, 8), (1, 2, 3)).save(tmp_path / "pictures" / "cat" / "000.png")
+    changed = ImageFolder(path, cache=str(cache)).checked()
+    assert rows(changed, "train") == rows(ImageFolder(path).checked(), "train")
+
+
+def test_one_run_is_the_same_from_memory_and_from_a_cache(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "pictures", ("",))
+    text = TINY.replace("dataset: Digits", "dataset: {class_path: ImageFolder, init_args: {path: PATH}}")
+    text = text.replace("PATH", str(tmp_path / "pictures")).replace("min_samples: 20", "min_samples: 2")
+    tiny(tmp_path / "memory", text=text)
+    for name in ("first", "second"):
+        tiny(tmp_path / name, "--scenario.dataset.cache", str(tmp_path / "cache"), text=text)
+    assert untimed_rows(tmp_path / "memory") == untimed_rows(tmp_path / "first") == untimed_rows(tmp_path / "second")
+
+
+# --- Arrays ----------------------------------------------------------------------------------------------------------
+
+
+def save_arrays(folder: Path, shape: tuple[int, ...] = (3, 8, 8), **more: np.ndarray) -> dict[str, np.ndarray]:
+    folder.mkdir()
+    arrays = {"x_train": images(20, *shape), "x_test": images(6, *shape, seed=1)}
+    arrays |= {"y_train": np.arange(20) % 3, "y_test": np.arange(6) % 3, **more}
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    np.savez(folder.with_suffix(".npz"), **arrays)
+    return arrays
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8, 3), (8, 8)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_a_folder_of_npy_files_holds_what_an_npz_file_does(shape: tuple[int, ...], dtype: type, tmp_path: Path) -> None:
+    x = {name: images(n, *shape).astype(dtype) for name, n in (("x_train", 20), ("x_test", 6))}
+    save_arrays(tmp_path / "a", shape, **x)
+    one, other = (Scenario(Arrays(str(tmp_path / name)), IID(), 2).build(0) for name in ("a", "a.npz"))
+    assert one.digest() == other.digest()
+    index = torch.tensor([5, 0, 19])
+    batches = [next(iter(each.data.cut(each.data.x_train, each.data.y_train, index, 3, 0, 1))) for each in (one, other)]
+    assert torch.equal(batches[0][0], batches[1][0])
+
+
+def test_mapped_arrays_stay_on_disk_and_are_never_written_to(tmp_path: Path) -> None:
+    before = save_arrays(tmp_path / "a", (8, 8, 3))
+    file = tmp_path / "a" / "x_train.npy"
+    data = Arrays(str(tmp_path / "a")).checked()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    with file.open("r+b") as there:  # in place: who maps the file sees it
+        there.write(content)
+    assert data.x_train[-1, -1, -1, -1] == before["x_train"][-1, -1, -1, -1] ^ 255
+    data.x_train[0] = 9
+    assert file.read_bytes() == bytes(content)
+
+
+@pytest.mark.parametrize("path", ["a", "a.npz"])
+def test_arrays_say_who_samples_come_from(path: str, tmp_path: Path) -> None:
+    clients = {"client_train": np.array([f"u{i % 4}" for i in range(20)]), "client_test": np.array(["u0"] * 6)}
+    save_arrays(tmp_path / "a", **clients)
+    data = Arrays(str(tmp_path / path)).checked()
+    assert data.client_train is not None
+    assert data.client_train.tolist() == clients["client_train"].tolist()
+    assert data.client_test is not None
+    assert data.client_test.tolist() == ["u0"] * 6
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "dtype", "outputs"),
+    [
+        (np.arange(20) / 3, np.arange(6) / 3, torch.float32, 1),
+        (np.ones((20, 2)), np.ones((6, 2)), torch.float32, 2),
+        (np.ones((20, 4), bool), np.ones((6, 4), bool), torch.uint8, 4),
+        (np.ones((20, 4), np.int32), np.ones((6, 4), np.int32), torch.int64, 4),
+    ],
+    ids=["numbers", "several numbers", "truths", "ones"],
+)
+def test_labels_of_arrays_may_be_numbers_or_several_a_sample(
+    train: np.ndarray, test: np.ndarray, dtype: torch.dtype, outputs: int, tmp_path: Path
+) -> None:
+    save_arrays(tmp_path / "a", y_train=train, y_test=test)
+    for path in ("a", "a.npz"):
+        data = Arrays(str(tmp_path / path)).load()
+        assert (data.y_train.dtype, data.y_test.dtype, data.num_classes) == (dtype, dtype, outputs)
+        assert np.allclose(data.y_train.numpy(), train)
+
+
+# --- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def expected_inputs(columns: dict[str, list], train: list[int]) -> np.ndarray:
+    """Age and income, shifted and scaled, and the towns of the training rows as columns of 0 and 1; by hand."""
+    parts = []
+    for name in ("age", "income"):
+        values = np.array(columns[name], float)
+        parts.append(((values - values[train].mean()) / values[train].std())[:, None])
+    towns = sorted({columns["town"][i] for i in train})
+    parts.append(np.array([[town == one for one in towns] for town in columns["town"]], float))
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "tsv"])
+def test_a_table_is_numbers_scaled_and_categories_spread_out(ending: str, tmp_path: Path) -> None:
+    columns = table() | {"part": ["test" if i % 4 == 3 else "train" for i in range(40)]}
+    path = tmp_path / f"t.{ending}"
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+        pd.DataFrame(columns).to_parquet(path)
+    else:
+        write_csv(path, columns, "," if ending == "csv" else "\t")
+    separator = "\t" if ending == "tsv" else ","
+    features = ["age", "income", "town"]
+    data = Table(str(path), "label", features, client="clinic", split="part", separator=separator).checked()
+    train, test = ([i for i in range(40) if (columns["part"][i] == part)] for part in ("train", "test"))
+    expected = expected_inputs(columns, train)
+    for split, index in (("train", train), ("test", test)):
+        x, client = getattr(data, f"x_{split}"), getattr(data, f"client_{split}")
+        assert np.allclose(x.numpy(), expected[index], atol=1e-6)
+        assert getattr(data, f"y_{split}").tolist() == [int(columns["label"][i] == "yes") for i in index]
+        assert client.tolist() == [columns["clinic"][i] for i in index]
+    assert data.num_classes == 2
+    assert torch.equal(data.prepare(data.x_test), data.x_test)
+
+
+def test_all_columns_with_a_name_that_mean_nothing_else_are_features(tmp_path: Path) -> None:
+    frame = pd.DataFrame(table()).drop(columns=["flu", "cold", "days"])
+    frame.to_csv(tmp_path / "t.csv")  # with the row's number, in a column without a name
+    assert Table(str(tmp_path / "t.csv"), "label", client="clinic").checked().in_shape == (5,)
+    assert Table(str(tmp_path / "t.csv"), "label").checked().in_shape == (9,)
+    assert Table(str(tmp_path / "t.csv"), "label", ["Unnamed: 0"]).checked().in_shape == (1,)
+
+
+def test_a_second_file_is_the_test_set_and_says_nothing_about_scales_or_categories(tmp_path: Path) -> None:
+    columns, test = table(), table(20, seed=1)
+    test["town"][0] = "Zug"
+    test["label"][1] = "maybe"
+    write_csv(tmp_path / "train.csv", columns)
+    write_csv(tmp_path / "test.csv", dict(reversed(test.items())))  # the order of columns does not matter
+    paths = {"path": str(tmp_path / "train.csv"), "test_path": str(tmp_path / "test.csv")}
+    data = Table(label="label", features=["age", "income", "town"], **paths).checked()
+    assert (len(data.x_train), len(data.x_test)) == (40, 20)
+    both = {name: values + test[name] for name, values in columns.items()}
+    expected = expected_inputs(both, list(range(40)))
+    assert np.allclose(data.x_test.numpy(), expected[40:], atol=1e-6)
+    assert data.x_test[0, 2:].tolist() == [0, 0, 0]
+    assert data.num_classes == 3
+    assert data.y_test[1] == 0  # maybe, no, yes
+    codes = Table(label="label", features=["town"], encoding="codes", standardize=False, **paths).checked()
+    assert codes.x_test[:3, 0].tolist() == [0, 1, 3]
+    assert codes.x_train[:3, 0].tolist() == [2, 1, 3]  # Basel, Bern, Chur
+
+
+def test_numbers_may_be_left_as_they_are_or_stand_for_categories(tmp_path: Path) -> None:
+    columns = {"code": [10, 9, 10, 9, 8] * 4, "same": [0.1] * 20, "label": [0, 1] * 10}
+    write_csv(tmp_path / "t.csv", columns)
+    plain = Table(str(tmp_path / "t.csv"), "label", standardize=False).checked()
+    assert set(plain.x_train[:, 0].tolist()) == {8, 9, 10}
+    assert plain.x_train[:, 1].unique().tolist() == [np.float32(0.1)]
+    scaled = Table(str(tmp_path / "t.csv"), "label").checked()
+    assert scaled.x_train[:, 1].abs().max() < 1e-6  # all alike
+    spread = Table(str(tmp_path / "t.csv"), "label", ["code"], categorical=["code"]).checked()
+    assert spread.in_shape == (3,)
+    codes = Table(
+        str(tmp_path / "t.csv"), "label", ["code"], categorical=["code"], encoding="codes", standardize=False
+    ).checked()
+    assert (plain.x_train[:, 0] - codes.x_train[:, 0]).unique().tolist() == [7]  # by size: 8, 9, 10 are 1, 2, 3
+
+
+def test_large_numbers_are_scaled_before_they_are_cut_to_float32(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"seconds": [1_700_000_000 + i for i in range(20)], "label": [0, 1] * 10})
+    data = Table(str(tmp_path / "t.csv"), "label").checked()
+    assert len(torch.cat([data.x_train, data.x_test]).unique()) == 20
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "dtype", "outputs"),
+    [
+        ("label", {}, torch.int64, 2),
+        ("flu", {}, torch.int64, 2),
+        ("days", {}, torch.float32, 1),
+        ("age", {"regression": True}, torch.float32, 1),
+        ("age", {"regression": False}, torch.int64, None),
+        (["flu", "cold"], {}, torch.uint8, 2),
+        (["flu", "cold"], {"regression": True}, torch.float32, 2),
+        (["days", "age"], {}, torch.float32, 2),
+    ],
+)
+def test_labels_of_a_table_are_what_they_look_like_or_what_is_said(
+    label: Any, options: dict, dtype: torch.dtype, outputs: int | None, tmp_path: Path
+) -> None:
+    columns = write_table(tmp_path / "t.csv")
+    features = ["income", "town"]
+    data = Table(str(tmp_path / "t.csv"), label, features, **options).load()
+    assert data.y_train.dtype == data.y_test.dtype == dtype
+    assert data.num_classes == (outputs or len(set(columns["age"])))
+    names = [label] if isinstance(label, str) else label
+    if outputs and label != "label":
+        by_hand = Counter(zip(*(np.float32(columns[name]).tolist() for name in names), strict=True))
+        y = torch.cat([data.y_train, data.y_test]).float()
+        assert Counter(map(tuple, y.reshape(40, -1).tolist())) == by_hand
+    assert data.y_train.shape[1:] == (() if isinstance(label, str) else (2,))
+
+
+def test_a_row_keeps_its_input_label_and_client_together(tmp_path: Path) -> None:
+    columns = {"x": list(range(60)), "label": [i // 20 for i in range(60)], "who": [1000 + i // 10 for i in range(60)]}
+    write_csv(tmp_path / "t.csv", columns)
+    for options in ({}, {"client": "who"}):
+        data = Table(str(tmp_path / "t.csv"), "label", ["x"], standardize=False, **options).checked()
+        for split in ("train", "test"):
+            x, y = (getattr(data, f"{name}_{split}") for name in "xy")
+            assert (x[:, 0].long() // 20 == y).all()
+            client = getattr(data, f"client_{split}")
+            assert client is None if not options else (client == 1000 + x[:, 0].long().numpy() // 10).all()
+    assert Counter(data.client_test.tolist()) == dict.fromkeys(range(1000, 1006), 2)
+
+
+# --- Texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_texts_are_ids_of_the_training_texts_words(ending: str, tmp_path: Path) -> None:
+    columns = write_text_table(tmp_path / "texts.csv")
+    path = tmp_path / f"texts.{ending}"
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+        pd.DataFrame(columns).to_parquet(path)
+    data = TextTable(str(path), client="author", length=6, vocab_size=12).checked()
+    assert data.in_shape == (6,)
+    by_text = dict(zip(columns["text"], zip(columns["label"], columns["author"], strict=True), strict=True))
+    names = ["bad", "good"]
+    # which texts are to train on shows in the numbers that the labels and clients stand beside
+    train = held_out(torch.tensor([names.index(one) for one in columns["label"]]), 0.2, np.array(columns["author"]))
+    for split, mask in (("train", ~train), ("test", train)):
+        texts = [text for text, held in zip(columns["text"], mask, strict=True) if held]
+        vocabulary = Vocabulary([text for text, held in zip(columns["text"], train, strict=True) if not held], 12)
+        assert torch.equal(getattr(data, f"x_{split}"), vocabulary.encode(texts, 6))
+        assert getattr(data, f"y_{split}").tolist() == [names.index(by_text[text][0]) for text in texts]
+        assert getattr(data, f"client_{split}").tolist() == [by_text[text][1] for text in texts]
+    assert words("a good film, number 7") == ["a", "good", "film", "number", "7"]
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> Any:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def test_a_saved_data_set_of_pictures_comes_as_it_was(tmp_path: Path, library: Any) -> None:
+    written = write_hugging_face(tmp_path / "saved")
+    data = HuggingFace(str(tmp_path / "saved")).checked()
+    pairs = [(x.tobytes(), y) for x, y in zip(np.ascontiguousarray(written.x), written.y, strict=True)]
+    assert Counter(rows(data, "train") + rows(data, "test")) == Counter(pairs)
+    assert Counter(data.y_test.tolist()) == {0: 4, 1: 4}
+    assert data.num_classes == 2
+    assert abs(float(data.prepare(data.x_train).mean())) < 1e-5
+    assert HuggingFace(str(tmp_path / "saved"), size=5, channels=1).checked().in_shape == (1, 5, 5)
+
+
+def saved(library: Any, path: Path, **splits: dict[str, list]) -> str:
+    made = {name: library.Dataset.from_dict(columns) for name, columns in splits.items()}
+    library.DatasetDict(made).save_to_disk(str(path))
+    return str(path)
+
+
+def texts(n: int = 20, mood: str = "good") -> dict[str, list]:
+    stars, labels = [i % 3 for i in range(n)], ["a", "b"] * (n // 2)
+    return {"review": [f"{mood} {i}" for i in range(n)], "stars": stars, "label": labels}
+
+
+@pytest.mark.parametrize(
+    ("splits", "options", "sizes"),
+    [
+        (("train", "test", "validation"), {}, (20, 10)),
+        (("train", "validation"), {}, (20, 10)),
+        (("train", "extra"), {}, (16, 4)),
+        (("train", "extra"), {"test": "extra"}, (20, 10)),
+        (("test", "extra"), {"train": "extra"}, (10, 20)),
+    ],
+)
+def test_splits_are_found_or_named(splits: tuple, options: dict, sizes: tuple, tmp_path: Path, library: Any) -> None:
+    first, *others = splits
+    path = saved(library, tmp_path / "s", **{first: texts()}, **{name: texts(10, "fair") for name in others})
+    data = HuggingFace(path, **options).checked()
+    assert (len(data.y_train), len(data.y_test)) == sizes
+
+
+def test_columns_of_texts_labels_and_clients(tmp_path: Path, library: Any) -> None:
+    both = texts() | {"writer": [f"w{i % 4}" for i in range(20)]}
+    path = saved(library, tmp_path / "s", train=both, test=both)
+    data = HuggingFace(path, text="review", client="writer", length=3).checked()
+    assert torch.equal(data.x_train, Vocabulary(both["review"], 10_000).encode(both["review"], 3))
+    assert data.client_train.tolist() == data.client_test.tolist() == both["writer"]
+    assert data.y_train.tolist() == [0, 1] * 10
+    assert HuggingFace(path, text="review", label="stars").checked().num_classes == 3
+    numbers = HuggingFace(path, text="review", label="stars", regression=True).load()
+    assert numbers.y_train.tolist() == both["stars"]
+    assert numbers.y_train.dtype == torch.float32
+
+
+def test_of_several_columns_the_one_of_the_usual_name_is_taken(tmp_path: Path, library: Any) -> None:
+    both = texts() | {"text": ["a b"] * 20}
+    path = saved(library, tmp_path / "s", train=both, test=both)
+    assert (HuggingFace(path, length=2).checked().x_train == torch.tensor([2, 3])).all()
+
+
+def test_lists_of_classes_are_several_labels_a_sample(tmp_path: Path, library: Any) -> None:
+    held = [[0, 2], [], [1], [2, 1]] * 5
+    kind = library.ClassLabel(names=["x", "y", "z"])
+    features = library.Features(text=library.Value("string"), feelings=library.Sequence(kind))
+    made = library.Dataset.from_dict({"text": ["a b"] * 20, "feelings": held}, features=features)
+    library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
+    data = HuggingFace(str(tmp_path / "s")).load()
+    assert data.y_train.tolist() == [[int(j in own) for j in range(3)] for own in held]
+    assert (data.y_train.dtype, data.num_classes) == (torch.uint8, 3)
+
+
+def test_pictures_in_files_beside_are_read_and_a_format_does_not_matter(tmp_path: Path, library: Any) -> None:
+    x = images(4, 5, 5, 3)
+    for i, pixels in enumerate(x):
+        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
+    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
+    rows_ = {"image": [str(tmp_path / f"{i}.png") for i in range(4)], "label": [0, 1, 0, 1]}
+    made = library.Dataset.from_dict(rows_, features=features).with_format("torch")
+    library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
+    data = HuggingFace(str(tmp_path / "s")).checked()
+    assert np.array_equal(data.x_train, x.transpose(0, 3, 1, 2))
+
+
+def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
+    tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def load_dataset(*words: Any, **options: Any) -> Any:
+        calls.append((words, options))
+        return library.DatasetDict(train=library.Dataset.from_dict(texts()))
+
+    monkeypatch.setattr(library, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^scenario.dataset.path: stanfordnlp/imdb: no such folder; if it is a name"):
+        HuggingFace("stanfordnlp/imdb").checked()
+    assert not calls
+    assert HuggingFace("stanfordnlp/imdb", subset="plain", text="review", download=True).checked().num_classes == 2
+    assert calls == [(("stanfordnlp/imdb", "plain"), {})]
+
+
+# --- Torch data sets -------------------------------------------------------------------------------------------------
+
+
+class Pairs(MapStyle):
+    """Somebody's own data set."""
+
+    def __init__(self, n: int = 20, x: Any = None, y: Any = None) -> None:
+        self.n, self.x, self.y = n, x, y
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x(i) if callable(self.x) else torch.full((4,), float(i)), self.y(i) if callable(self.y) else i % 3
+
+
+def test_items_come_as_they_are() -> None:
+    data = TorchDataset(Pairs(), Pairs(5)).checked()
+    assert data.x_train.tolist() == [[float(i)] * 4 for i in range(20)]
+    assert data.y_test.tolist() == [0, 1, 2, 0, 1]
+    assert (data.num_classes, data.x_train.dtype, data.y_train.dtype) == (3, torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "shape"),
+    [
+        (lambda i: Image.new("RGB", (6, 4), (i, 0, 0)), torch.uint8, (3, 4, 6)),
+        (lambda i: Image.new("L", (6, 4), i), torch.uint8, (1, 4, 6)),
+        (lambda i: Image.new("P", (6, 4), i), torch.uint8, (3, 4, 6)),
+        (lambda i: np.full((2, 2), i, np.float64), torch.float32, (2, 2)),
+        (lambda i: torch.full((2, 2), i, dtype=torch.uint8), torch.uint8, (2, 2)),
+        (lambda i: torch.full((7,), i), torch.int64, (7,)),
+    ],
+    ids=["colour", "grey", "palette", "array", "bytes", "token ids"],
+)
+def test_inputs_of_torch_data_sets_may_be_pictures_arrays_and_tensors(x: Any, dtype: Any, shape: tuple) -> None:
+    data = TorchDataset(Pairs(x=x), Pairs(5, x=x)).checked()
+    assert (data.x_train.dtype, data.in_shape) == (dtype, shape)
+    if "P" not in str(getattr(x(3), "mode", "")):
+        assert data.x_train[3].max() == 3
+
+
+@pytest.mark.parametrize(
+    ("y", "dtype", "shape", "outputs"),
+    [
+        (lambda i: np.int32(i % 4), torch.int64, (20,), 4),
+        (lambda i: torch.tensor(i % 4), torch.int64, (20,), 4),
+        (lambda i: i / 2, torch.float32, (20,), 1),
+        (lambda i: torch.tensor([i, 1.5]), torch.float32, (20, 2), 2),
+        (lambda i: torch.tensor([1, 0, 1]), torch.int64, (20, 3), 3),
+        (lambda i: np.array([True, False]), torch.int64, (20, 2), 2),
+    ],
+)
+def test_labels_of_torch_data_sets_are_classes_numbers_or_several(
+    y: Any, dtype: Any, shape: tuple, outputs: int
+) -> None:
+    data = TorchDataset(Pairs(y=y), Pairs(5, y=y)).load()
+    assert (data.y_train.dtype, tuple(data.y_train.shape), data.num_classes) == (dtype, shape, outputs)
+    assert torch.allclose(data.y_train[2].float(), torch.as_tensor(y(2)).float())
+
+
+def test_random_transforms_draw_once_the_same_whatever_was_drawn_before() -> None:
+    def x(i: int) -> np.ndarray:
+        return np.array([random.random(), np.random.rand(), float(torch.rand(()))])
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one = TorchDataset(Pairs(x=x), Pairs(x=x)).checked()
+    assert torch.equal(torch.get_rng_state(), state)
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    assert torch.equal(TorchDataset(Pairs(x=x), Pairs(x=x)).checked().x_train, one.x_train)
+    assert len(one.x_train.unique()) == 60
+
+
+FAKE = {"class_path": "torchvision.datasets.FakeData", "init_args": {"size": 40, "image_size": [1, 8, 8]}}
+BOTH = f"{{class_path: TorchDataset, init_args: {{train: {FAKE}, test: {FAKE}}}}}"
+TORCH = TINY.replace("dataset: Digits", f"dataset: {BOTH}")
+
+
+def test_a_torch_data_set_by_its_class_path_trains_and_goes_on(tmp_path: Path) -> None:
+    text = TORCH.replace("min_samples: 20", "min_samples: 2")
+    tiny(tmp_path / "run", text=text)
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["scenario"]["dataset"]["init_args"]
+    assert resolved["train"]["class_path"] == "torchvision.datasets.FakeData"
+    code, _, err = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
+    assert code == 0, err
+    assert len(untimed_rows(tmp_path / "run")) == 4
+
+
+def test_transforms_come_from_yaml(tmp_path: Path) -> None:
+    resize = {"class_path": "torchvision.transforms.Resize", "init_args": {"size": [5, 7]}}
+    fake = {**FAKE, "init_args": {**FAKE["init_args"], "transform": resize}}
+    text = TORCH.replace(str(FAKE), str(fake)).replace("min_samples: 20", "min_samples: 2")
+    outcome = tiny(tmp_path / "run", text=text)
+    assert outcome.code == 0
+    weights = torch.load(tmp_path / "run" / "final" / "model.pt", weights_only=True)
+    assert weights["encoder.1.weight"].shape == (8, 35)
+
+
+# --- Whose code may run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["train", "test"])
+@pytest.mark.parametrize("owner", ["TorchDataset", "fl_lightning.data.TorchDataset", "torchdataset"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "LSUN",
+        {"class_path": "LSUN"},
+        {"init_args": {"root": "x"}},
+        "torchvision.datasets.LSUN",
+        {"class_path": "torchvision.datasets.FakeData"},
+        {"class_path": "torchvision.datasets.DatasetFolder", "init_args": {"loader": "os.system"}},
+        {"class_path": "torch.utils.data.Subset"},
+        {"class_path": "nowhere.Mine"},
+    ],
+)
+def test_a_run_of_somebody_elses_chooses_no_torch_data_set(key: str, owner: str, value: Any) -> None:
+    config = {"scenario": {"dataset": {"class_path": owner, "init_args": {key: value}}}}
+    found = doubts(config)
+    assert found
+    assert found[0][0].startswith(f"scenario.dataset.{key}")
+
+
+def test_a_copied_run_of_a_torch_data_set_is_refused_without_trust(tmp_path: Path, monkeypatch: Any) -> None:
+    text = TORCH.replace("min_samples: 20", "min_samples: 2")
+    tiny(tmp_path / "run", text=text)
+    assert run("test", tmp_path / "run").code == 0
+    (tmp_path / "run" / ".signature").unlink()
+    code, _, err = run("test", tmp_path / "run")
+    assert code == 2
+    assert "scenario.dataset.train is torchvision.datasets.FakeData, which a run of somebody else's may not" in err
+    assert run("test", tmp_path / "run", "--trust").code == 0
+
+
+def test_other_own_data_leave_no_doubt() -> None:
+    for name, given in {
+        "Table": {"path": "data/my.csv", "label": ["a.b", "c"]},
+        "TextTable": {"path": "x.parquet"},
+        "ImageFolder": {"path": "my pictures", "cache": "cache"},
+        "HuggingFace": {"path": "stanfordnlp/imdb", "download": True},
+    }.items():
+        assert doubts({"scenario": {"dataset": {"class_path": name, "init_args": given}}}) == []

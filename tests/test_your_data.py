@@ -1,0 +1,73 @@
+"""docs/your-data.md: its snippets run in their order, on files laid out as it shows."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import rows, run
+from layouts import table, write_csv, write_image_folder, write_text_table
+
+from fl_lightning.catalogue import things
+from fl_lightning.data import Table, TorchDataset
+from fl_lightning.data.datasets import LoadedData
+
+PAGE = (Path(__file__).parent.parent / "docs" / "your-data.md").read_text()
+BLOCKS = re.findall(r"```(bash|python|yaml)\n(.*?)```", PAGE, re.S)
+QUICK = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--logger=null"]
+QUICK += ["--scenario.clients=2", "--rounds=1"]
+
+
+def write_what_the_page_shows() -> None:
+    write_image_folder(Path("photos"), n=30)
+    columns = table()
+    shown = {"age": "age", "income": "income", "town": "town", "clinic": "hospital", "label": "ill"}
+    names = shown | {"flu": "flu", "cold": "cold"}
+    write_csv(Path("patients.csv"), {names[name]: columns[name] for name in names})
+    write_text_table(Path("reviews.csv"))
+
+
+def test_the_pages_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets").disable_progress_bars()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write_what_the_page_shows()
+    names: dict[str, object] = {}
+    commands = 0
+    for kind, block in BLOCKS:
+        if kind == "python":
+            exec(block, names)
+        if kind == "bash":
+            for command in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(command)
+                assert words[0] == "fl-lightning"
+                code, _, err = run(*words[1:], *QUICK, "--run_dir", f"run{commands}")
+                assert code == 0, f"{command}\n{err}"
+                assert len(rows(Path(f"run{commands}"))) == 1
+                commands += 1
+    assert commands == 8
+
+
+def test_the_pages_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_what_the_page_shows()
+    several, fake = (yaml.safe_load(block)["scenario"]["dataset"] for kind, block in BLOCKS if kind == "yaml")
+    data = Table(**several["init_args"]).load()
+    assert data.y_train.shape[1] == 2
+    assert data.in_shape == (5,)
+    assert fake["class_path"] == TorchDataset.__name__
+    Path("fake.yaml").write_text(yaml.safe_dump({"scenario": {"dataset": fake}}))
+    configs = ["--config", "digits_fedavg.yaml", "--config", "fake.yaml"]
+    code, out, err = run("fit", *configs, *QUICK, "--run_dir", "run")
+    assert code == 0, out + err
+
+
+def test_the_page_names_what_there_is() -> None:
+    own = ["ImageFolder", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
+    assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
+    assert set(own) <= set(things("datasets"))
+    fields = " ".join(re.findall(r"^\| (`[xynpac][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))
+    assert set(re.findall(r"\w+", fields)) == set(LoadedData.__dataclass_fields__) - {"cut", "evaluate"}
