@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.trainer_options import TRAINER_MENDS, refused
 
 CLASS_WANTED = "it needs the name of a class, or a class_path with its init_args"
 
@@ -60,9 +62,13 @@ def readable(message: str, parser: ArgumentParser) -> str:
         got = given[1] if len(given[1]) <= 60 else f"{given[1][:57]}..."
         return f"{prefix}got {got!r}, expected {' | '.join(expected)}"
     from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
+    from fl_lightning.engines.client_callbacks import known_callbacks
 
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
-    known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
+    names = things(kind) if kind else known_callbacks() if where == "client_callbacks" else []
+    known = f"there are {', '.join(names)}" if names else "`fl-lightning fit --help` names some"
+    if elsewhere := _misplaced(where, message):
+        return f"{prefix}{elsewhere}"
     if named := re.search(r"dot import path string: (\S+)", message):
         return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
@@ -84,10 +90,28 @@ def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> st
     if class_path:
         module, _, owner = class_path.rpartition(".")
         keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
+    group, _, option = name.rpartition(".")
+    if group == "trainer" and option in TRAINER_MENDS:
+        return refused(option)
     near = get_close_matches(name, keys, 1) or [key for key in keys if key.startswith(f"{name}.")]
     top = {key.partition(".")[0]: None for key in keys}
     mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
     return f"{owner} has no key {name!r}; {mend}"
+
+
+def _misplaced(where: str, message: str) -> str | None:
+    """What to say where the class that jsonargparse refuses is a callback under the wrong one of two keys."""
+    homes = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}
+    if where not in homes:
+        return None
+    from fl_lightning.callbacks.defaults import misplaced
+
+    for path in re.findall(r"(?:import path string:|Import path|Given value:) \[?'?([\w.]+)", message):
+        module, _, name = path.rpartition(".")
+        kind = getattr(sys.modules.get(module) or import_module(homes[where]), name, None)
+        if inspect.isclass(kind) and (told := misplaced(kind)):
+            return told
+    return None
 
 
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:

@@ -19,19 +19,21 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
-from fl_lightning.callbacks.defaults import by_name, with_defaults
+from fl_lightning.callbacks.defaults import by_name, refuse_misplaced, with_defaults
+from fl_lightning.callbacks.monitor import round_metrics
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
-from fl_lightning.evaluation import Evaluation, Score, client_summary, train_metrics
+from fl_lightning.evaluation import Evaluation, Score, client_summary, logged_metrics, train_metrics
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import MetricsCsv, WarningsTxt, begin_logging, end_round, few_enough, split_series
@@ -91,6 +93,9 @@ class FederatedOrchestrator:
         min_clients: With `drop`, the fewest uploads a round may be left with.
         logger: A Lightning logger beside `metrics.csv`.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
+        client_callbacks: Lightning's callbacks for each client fit, which gets copies of them: `LearningRateMonitor`,
+            `EarlyStopping` on `train_loss`, your own. What they log joins the round's metrics, `client/<name>` being
+            the mean over the round's clients.
         callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
         run_dir: The folder the run leaves everything in; `runs/<config>/<time>-<id>` from the command line.
 
@@ -129,6 +134,7 @@ class FederatedOrchestrator:
         min_clients: int = 1,
         logger: Logger | None = None,
         log_clients: bool | None = None,
+        client_callbacks: list[Callback] | None = None,
         callbacks: list[RoundCallback] | None = None,
         run_dir: str = "runs/run",
     ) -> None:
@@ -149,6 +155,7 @@ class FederatedOrchestrator:
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
+        refuse_misplaced(callbacks or [], client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
         self.checkpoints = CheckpointFolder(self.run_dir / "checkpoints")
@@ -167,6 +174,7 @@ class FederatedOrchestrator:
             "lr_scheduler": lr_scheduler,
             "compile": compile,
             "channels_last": channels_last,
+            "client_callbacks": client_callbacks or [],
         }
         self._settings: dict[str, Any] = {}
         self._taken_up: Seal | None = None
@@ -240,6 +248,7 @@ class FederatedOrchestrator:
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
+        metrics |= self._logged(results)
         failed = len(participants) - len(results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = failed
@@ -351,6 +360,13 @@ class FederatedOrchestrator:
             if result.failure:
                 raise result.failure
             yield result
+
+    def _logged(self, results: Sequence[Result]) -> Row:
+        metrics = logged_metrics(results)
+        if taken := metrics.keys() & set(round_metrics(self) if metrics else ()):
+            name = min(taken).partition("/")[2]
+            raise ConfigError(f"client_callbacks: one logs {name!r}, which the run has a metric of; name it otherwise")
+        return metrics
 
     def _log(self, metrics: Row) -> None:
         metrics = metrics if self.log_clients else split_series(metrics)[0]
