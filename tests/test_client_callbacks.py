@@ -12,6 +12,7 @@ from fl_lightning.callbacks import RowNorms
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, Timer, WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedProx
 from fl_lightning.client import LossTerm
@@ -267,12 +268,10 @@ def test_a_plain_trainer_logs_each_epochs_own_losses(tmp_path):
     run = one_client(tmp_path, algorithm=FedAvg(loss_terms=[Rising(1, 3)]))
     run.load()
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    batch = torch.rand(8, 1, 8, 8), torch.randint(10, (8,))
+    data, logger = TensorDataset(torch.rand(8, 1, 8, 8), torch.randint(10, (8,))), Recording()
     with lightning_at_ease():
-        trainer = L.Trainer(
-            accelerator="cpu", max_epochs=2, log_every_n_steps=1, logger=(logger := Recording()), **quiet
-        )
-        trainer.fit(run.worker.module(), [batch, batch])
+        trainer = L.Trainer(accelerator="cpu", max_epochs=2, log_every_n_steps=1, logger=logger, **quiet)
+        trainer.fit(run.worker.module(), DataLoader(data, 4))
     assert [row["train_rising"] for row in logger.told if "train_rising" in row] == [1000.0, 3000.0]
 
 
