@@ -36,6 +36,8 @@ def readable(message: str, parser: ArgumentParser) -> str:
         message = re.sub(r" - Expected a typing\.Literal\[.+", "", message)
     message = message.removeprefix('Parser key "config": ')  # given as text: where from is told by who read it
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    if where == "logger":  # or a list of them, or false: what it would be as each is not told
+        message = re.sub(r" - Expected an? (?:<class '(?:list|bool)'>|typing\.Literal\[False\])(?=[ .]|$)", "", message)
     prefix = f"{where}: " if where else ""
     if abstract := re.search(r"class, but (\S+) is abstract", message):
         return f"{prefix}{abstract[1].strip(chr(39))} only says what such classes have in common; name one of them"
@@ -63,9 +65,11 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return f"{prefix}got {got!r}, expected {' | '.join(expected)}"
     from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
     from fl_lightning.engines.client_callbacks import known_callbacks
+    from fl_lightning.loggers import known_loggers
 
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
-    names = things(kind) if kind else known_callbacks() if where == "client_callbacks" else []
+    others = {"client_callbacks": known_callbacks, "logger": known_loggers}
+    names = things(kind) if kind else others[where]() if where in others else []
     known = f"there are {', '.join(names)}" if names else "`fl-lightning fit --help` names some"
     if elsewhere := _misplaced(where, message):
         return f"{prefix}{elsewhere}"
@@ -77,9 +81,10 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return f"{prefix}{CLASS_WANTED}"
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
-        r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
+        r"|Does not validate against any .+? Errors: - | - Expected a <class '(?:list|NoneType)'>.*"
+        r"|\.? (?:Got|Given) value.*"
     )
-    return prefix + re.sub(noise, "", message)
+    return prefix + " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
 
 
 def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> str:

@@ -36,11 +36,12 @@ from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewC
 from fl_lightning.evaluation import Evaluation, Score, client_summary, logged_metrics, train_metrics
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WarningsTxt, begin_logging, end_round, few_enough, split_series
+from fl_lightning.loggers import Loggers, MetricsCsv, WarningsTxt, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
+from fl_lightning.round_logger import Labels, RoundLogger
 from fl_lightning.run_folder import (
     alone,
     missing,
@@ -53,7 +54,6 @@ from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
 from fl_lightning.trust import sign
-from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
 Summary = dict[str, Any]
@@ -91,7 +91,8 @@ class FederatedOrchestrator:
         client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
         on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
-        logger: A Lightning logger beside `metrics.csv`.
+        logger: A Lightning logger beside `metrics.csv`, or a list of them; none with `false` or `null`. Those of this
+            package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the run's folder.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
         client_callbacks: Lightning's callbacks for each client fit, which gets copies of them: `LearningRateMonitor`,
             `EarlyStopping` on `train_loss`, your own. What they log joins the round's metrics, `client/<name>` being
@@ -132,7 +133,7 @@ class FederatedOrchestrator:
         client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
         min_clients: int = 1,
-        logger: Logger | None = None,
+        logger: RoundLogger | Logger | list[RoundLogger | Logger] | Literal[False] | None = None,
         log_clients: bool | None = None,
         client_callbacks: list[Callback] | None = None,
         callbacks: list[RoundCallback] | None = None,
@@ -154,7 +155,7 @@ class FederatedOrchestrator:
         self.engine.fits = rounds * per_round
         self.evaluation, self.evaluate_every = evaluation, evaluate_every
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        self.logger, self.log_clients, self.run_dir = logger, log_clients, Path(run_dir)
+        self.logger, self.log_clients, self.run_dir = Loggers(logger), log_clients, Path(run_dir)
         refuse_misplaced(callbacks or [], client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
@@ -215,8 +216,7 @@ class FederatedOrchestrator:
                 refuse_occupied(self.run_dir)
                 self._build()
             self._notify("check")
-            if isinstance(self.logger, WandbRoundLogger):
-                self.logger.check(self.run_dir)
+            self.logger.check(self.run_dir)
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -371,13 +371,11 @@ class FederatedOrchestrator:
     def _log(self, metrics: Row) -> None:
         metrics = metrics if self.log_clients else split_series(metrics)[0]
         self.csv.append(metrics)
-        if self.logger:
-            self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
+        self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
 
     def _end_round(self, metrics: Row) -> None:
         self._notify("on_round_end", metrics)
-        if self.logger:
-            end_round(self.logger, self.csv.rows, self.evaluation.targets)
+        self.logger.end_round(self.csv.rows, self.evaluation.targets)
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -489,10 +487,9 @@ class FederatedOrchestrator:
             before.tell_of_another_machine(made_with(self.worker.device))
             before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
             self.warned.check(self.round, before.rows[self.warned.path.name])
-        if self.logger:
-            kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
-            labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
-            begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
+        kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
+        labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
+        self.logger.begin(self.run_dir, config, labels, self.data.class_counts(), self.round)
         try:
             if not before:
                 self.save_checkpoint()  # what the run was started from is on record from here on
@@ -506,8 +503,7 @@ class FederatedOrchestrator:
             self.warned.rewind(self.round)
             write_counts(self.run_dir / "partition.csv", self.data)
         except BaseException as error:
-            if self.logger:
-                self.logger.finalize("failed")
+            self.logger.finalize("failed")
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
@@ -537,8 +533,7 @@ class FederatedOrchestrator:
             self.writer.close()
             self.engine.close()
             self._notify("on_fit_end")
-            if self.logger:
-                self.logger.finalize(status)
+            self.logger.finalize(status)
 
     def _finish(self) -> Summary:
         self.writer.wait()
@@ -547,8 +542,7 @@ class FederatedOrchestrator:
             torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
             write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
-        if isinstance(self.logger, WandbRoundLogger):
-            self.logger.log_files()
+        self.logger.log_files()
         return summary
 
     def _interrupted(self, signum: int) -> Interrupted:

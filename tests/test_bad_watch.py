@@ -134,8 +134,25 @@ KINDS = [
     kind("WANDB_INIT_TIMEOUT", WANDB, "WANDB_INIT_TIMEOUT: Input should be a valid number", WANDB_INIT_TIMEOUT="soon"),
     kind("WANDB_BASE_URL", WANDB, "WANDB_BASE_URL: Input should be a valid URL", WANDB_BASE_URL="garbage"),
     # Other loggers
-    kind("no logger's argument", [*FIT, "--logger", "CSVLogger"], "logger: save_dir must be given"),
-    kind("not installed", [*FIT, "--logger", "MLFlowLogger"], "MLFlowLogger", "mlflow"),
+    kind(
+        "no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be given"
+    ),
+    kind(
+        "no place",
+        [*FIT, "--logger=CSVLogger", "--logger.version=1"],
+        "logger.version: ",
+        "give that too, or leave it out",
+    ),
+    kind(
+        "unknown logger's option",
+        [*FIT, "--logger=CSVLogger", "--logger.bad=1"],
+        "CSVLogger has no key 'bad'; there are save_dir",
+    ),
+    kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is there twice; list it once"),
+    kind(
+        "unknown among several", [*FIT, "--logger=[CSVLogger, Paper]"], "logger: there is no class 'Paper'", "CSVLogger"
+    ),
+    kind("true", [*FIT, "--logger=true"], "logger: there is no class 'true'", "WandbRoundLogger"),
 ]
 
 
