@@ -7,7 +7,8 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from matplotlib.image import imread
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_atomically
 from fl_lightning.round_logger import Labels, RoundLogger
+
+TRACKING = "MLFLOW_TRACKING_URI"
+"""MLflow's environment variable for where its runs are."""
 
 
 def need(package: str) -> None:
@@ -198,7 +202,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             "prefix": prefix,
             "artifact_location": artifact_location,
         }
-        self._named, self._uri = run_name, tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._named, self._uri = run_name, tracking_uri or os.environ.get(TRACKING)
         self._own_tags = tags or {}
         self._held = -1  # the last round that the MLflow run held when this folder's run was resumed
 
@@ -231,6 +235,8 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             tags=kinds | self._own_tags,
             run_id=noted,
         )
+        with _tracking_elsewhere():
+            _ = self.experiment
         if noted:
             key = "-".join(filter(None, (self._prefix, "time/round_s")))
             self._held = max((one.step for one in self.experiment.get_metric_history(noted, key)), default=-1)
@@ -243,6 +249,18 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         """Log a round, unless the MLflow run holds it already."""
         if step is None or step > self._held:
             super().log_metrics(metrics, step)
+
+
+@contextmanager
+def _tracking_elsewhere() -> Iterator[None]:
+    """Leave the environment as it was: Lightning has MLflow set its variable, which the next run would read."""
+    before = os.environ.get(TRACKING)
+    try:
+        yield
+    finally:
+        os.environ.pop(TRACKING, None)
+        if before is not None:
+            os.environ[TRACKING] = before
 
 
 def _noted(run_dir: Path) -> str | None:

@@ -306,18 +306,20 @@ def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
     close(steps, series(run_dir))
     assert parameters["algorithm/class_path"].endswith("FedSKC")
     assert (tags["algorithm"], tags["dataset"], tags["partition"]) == ("FedSKC", "Digits", "Dirichlet")
-    assert tags["mlflow.runName"] == "run-seed0"
+    assert tags["mlflow.runName"] == "run-rounds=2-seed0"
     assert status == "FINISHED"
 
 
 @mlflow_as_it_is
 def test_rounds_that_mlflow_holds_are_not_sent_again(tmp_path):
     pytest.importorskip("mlflow")
+    told = os.environ.get("MLFLOW_TRACKING_URI")
     first = MLFlowLogger()
     first.begin(tmp_path, {"seed": 0}, LABELS, 0)
     for step in (1, 2, 3):
         first.log_metrics({"time/round_s": 1.0, "a": step}, step=step)
     first.finalize("failed")
+    assert os.environ.get("MLFLOW_TRACKING_URI") == told
     again = MLFlowLogger()
     again.check(tmp_path)
     again.begin(tmp_path, {"seed": 1}, LABELS, 2)
