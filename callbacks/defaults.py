@@ -10,7 +10,9 @@ from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.communication import CommunicationMeter
 from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
+from lightning.pytorch.callbacks import Callback
 
+from fl_lightning.engines.client_callbacks import refused
 from fl_lightning.errors import ConfigError, check_positive
 
 
@@ -34,6 +36,37 @@ def with_defaults(callbacks: Sequence[RoundCallback], every: int, keep: int) -> 
             raise ConfigError(f"callbacks: {kind.__name__} is there twice; list it once")
     missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
     return sorted([*callbacks, *missing], key=lambda one: isinstance(one, Monitor) + isinstance(one, Checkpointing))
+
+
+def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[object]) -> None:
+    """Refuse, under each of the two keys, what belongs under the other, or under none.
+
+    Args:
+        callbacks: What is to watch the run.
+        client_callbacks: What is to watch each client's fit.
+
+    Raises:
+        ConfigError: Names the callback, and where it belongs.
+    """
+    kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
+    for key, (given, kind) in kinds.items():
+        for one in given:
+            if not isinstance(one, kind):
+                raise ConfigError(f"{key}: {misplaced(type(one)) or f'{type(one).__name__} is no callback'}")
+
+
+def misplaced(kind: type) -> str | None:
+    """What to say of a class that is given under the wrong one of `callbacks` and `client_callbacks`; None of another.
+
+    Args:
+        kind: The class.
+    """
+    if issubclass(kind, RoundCallback):
+        return f"{kind.__name__} watches the run, not a client's fit; give it under callbacks"
+    if issubclass(kind, Callback):
+        mend = refused(kind) or "it watches a fit, not the run; give it under client_callbacks"
+        return f"{kind.__name__} is Lightning's: {mend}"
+    return None
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:

@@ -113,10 +113,8 @@ class RoundFigure(RoundCallback):
         np.savez_compressed(content := BytesIO(), **cast(dict[str, Any], self._arrays))
         self._write(folder / f"{stem}.npz", content.getvalue())
         self._write(folder / f"{stem}.png", png(self.draw(self._arrays)))
-        log_image = getattr(run.logger, "log_image", None)
-        if log_image:
-            caption = [f"round {run.round}"]
-            log_image(f"figures/{name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
+        caption = [f"round {run.round}"]
+        run.logger.log_image(f"figures/{name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
         self._arrays = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -167,6 +167,7 @@ def adds_unknown(run: FederatedOrchestrator) -> bool:
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
+        or bool(run.worker.client_callbacks)
         or any(is_own(type(term)) and not term.active for term in terms)  # it may count in a later round
         or any(_defines(callback, "on_round_metrics", "numbers") for callback in run.callbacks if not _says(callback))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.trainer_options import TRAINER_MENDS, refused
 
 CLASS_WANTED = "it needs the name of a class, or a class_path with its init_args"
 
@@ -34,6 +36,8 @@ def readable(message: str, parser: ArgumentParser) -> str:
         message = re.sub(r" - Expected a typing\.Literal\[.+", "", message)
     message = message.removeprefix('Parser key "config": ')  # given as text: where from is told by who read it
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    if where == "logger":  # or a list of them, or false: what it would be as each is not told
+        message = re.sub(r" - Expected an? (?:<class '(?:list|bool)'>|typing\.Literal\[False\])(?=[ .]|$)", "", message)
     prefix = f"{where}: " if where else ""
     if abstract := re.search(r"class, but (\S+) is abstract", message):
         return f"{prefix}{abstract[1].strip(chr(39))} only says what such classes have in common; name one of them"
@@ -61,9 +65,15 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return f"{prefix}got {got!r}, expected {' | '.join(expected)}"
     from fl_lightning.catalogue import BASES, things  # these know every class, so they need torch
     from fl_lightning.data.torch_dataset import way_for
+    from fl_lightning.engines.client_callbacks import known_callbacks
+    from fl_lightning.loggers import known_loggers
 
     kind = next((kind for kind, (_, _, key) in BASES.items() if key == where), None)
-    known = f"there are {', '.join(things(kind))}" if kind else "`fl-lightning fit --help` names some"
+    others = {"client_callbacks": known_callbacks, "logger": known_loggers}
+    names = things(kind) if kind else others[where]() if where in others else []
+    known = f"there are {', '.join(names)}" if names else "`fl-lightning fit --help` names some"
+    if elsewhere := _misplaced(where, message):
+        return f"{prefix}{elsewhere}"
     if named := re.search(r"dot import path string: (\S+)", message):
         return f"{prefix}there is no class {named[1]!r}; {known}; others need an import path (package.module.Class)"
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
@@ -75,9 +85,10 @@ def readable(message: str, parser: ArgumentParser) -> str:
         return f"{prefix}{CLASS_WANTED}"
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
-        r"|Does not validate against any .+? Errors: - | - Expected a <class 'NoneType'>.*|\.? (?:Got|Given) value.*"
+        r"|Does not validate against any .+? Errors: - | - Expected a <class '(?:list|NoneType)'>.*"
+        r"|\.? (?:Got|Given) value.*"
     )
-    return prefix + re.sub(noise, "", message)
+    return prefix + " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
 
 
 def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> str:
@@ -88,10 +99,28 @@ def unknown_key(name: str, class_path: str | None, parser: ArgumentParser) -> st
     if class_path:
         module, _, owner = class_path.rpartition(".")
         keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
+    group, _, option = name.rpartition(".")
+    if group == "trainer" and option in TRAINER_MENDS:
+        return refused(option)
     near = get_close_matches(name, keys, 1) or [key for key in keys if key.startswith(f"{name}.")]
     top = {key.partition(".")[0]: None for key in keys}
     mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(top) or 'none'}"
     return f"{owner} has no key {name!r}; {mend}"
+
+
+def _misplaced(where: str, message: str) -> str | None:
+    """What to say where the class that jsonargparse refuses is a callback under the wrong one of two keys."""
+    homes = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}
+    if where not in homes:
+        return None
+    from fl_lightning.callbacks.defaults import misplaced
+
+    for path in re.findall(r"(?:import path string:|Import path|Given value:) \[?'?([\w.]+)", message):
+        module, _, name = path.rpartition(".")
+        kind = getattr(sys.modules.get(module) or import_module(homes[where]), name, None)
+        if inspect.isclass(kind) and (told := misplaced(kind)):
+            return told
+    return None
 
 
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:

@@ -168,6 +168,7 @@ class ClientModule(L.LightningModule):
         optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
         notes: What a method notes for the rest of the client's round: in `receive` or `prepare`, to be read in
             `prepare`, `upload` or `remember`. Training steps do not look at it.
+        logged: What callbacks have logged in the client's fit.
 
     Raises:
         ConfigError: Two loss terms have one name, or a checkpoint names a network of somebody's own.
@@ -208,6 +209,7 @@ class ClientModule(L.LightningModule):
         self.class_counts: Tensor | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
+        self.logged: dict[str, float] = {}
         self._losses = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -274,10 +276,10 @@ class ClientModule(L.LightningModule):
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Stop at a loss that is not finite; log the means where somebody listens."""
-        self._losses.settle()
+        """Stop at a loss that is not finite; log the epoch's means where somebody listens."""
+        means = self._losses.settle()
         if self.trainer.loggers:
-            self.log_dict({f"train_{name}": value for name, value in self.train_losses().items()})
+            self.log_dict({f"train_{name}": value for name, value in means.items()})
 
     @property
     def loss_names(self) -> list[str]:
@@ -438,14 +440,17 @@ class LossRecord:
         self._names = names
         self._pending.append(values)
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, float]:
         """Fold the steps since the last call into the sums.
+
+        Returns:
+            What `means` would be of those steps alone.
 
         Raises:
             NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
         """
         if not self._pending:
-            return
+            return {}
         steps = torch.stack(self._pending).cpu().double()
         self._pending = []
         sums = steps.sum(dim=0)
@@ -455,6 +460,7 @@ class LossRecord:
             raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
         self._sums = sums + (self._sums if self._steps else 0)
         self._steps += len(steps)
+        return self._named(sums / len(steps))
 
     @property
     def steps(self) -> int:
@@ -464,8 +470,11 @@ class LossRecord:
     def means(self) -> dict[str, float]:
         """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
         self.settle()
-        values = (self._sums / max(self._steps, 1)).tolist()
-        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))} if self._steps else {}
+        return self._named(self._sums / self._steps) if self._steps else {}
+
+    def _named(self, means: Tensor) -> dict[str, float]:
+        values = means.tolist()
+        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -156,3 +157,11 @@ def train_metrics(results: Sequence[Result]) -> Row:
     """Mean over a round's clients of the training loss and of each of its terms."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
+
+
+def logged_metrics(results: Sequence[Result]) -> Row:
+    """What callbacks logged in clients' fits: each client's, and the mean over the round's clients that have it."""
+    own = {f"client_{r.client}/{name}": value for r in results for name, value in r.logged.items()}
+    names = dict.fromkeys(name for result in results for name in result.logged)
+    means = {name: fmean(r.logged[name] for r in results if name in r.logged) for name in names}
+    return {**{f"client/{name}": mean for name, mean in means.items()}, **own}

@@ -17,23 +17,8 @@ from fl_lightning.cli_errors import plainly, refuse_nulls
 from fl_lightning.config import strict
 from fl_lightning.errors import CheckpointError, ConfigError
 from fl_lightning.orchestrator import FederatedOrchestrator
+from fl_lightning.trainer_options import TRAINER_KEYS
 from fl_lightning.trust import run_config
-
-# What of Lightning's Trainer a client's fit takes: where and how precisely to compute, and how much.
-TRAINER_KEYS = {
-    "accelerator",
-    "devices",
-    "precision",
-    "max_epochs",
-    "max_steps",
-    "limit_train_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "accumulate_grad_batches",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-}
 
 NOTED_BARE = ("FedAvg", "FedSKC")
 """The algorithms that runs have noted without the module they are in."""

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.csv`, `clients.csv` and any Lightning logger; and its warnings: `warnings.txt`."""
+"""Where a run's numbers go: `metrics.csv`, `clients.csv` and Lightning's loggers; and its warnings: `warnings.txt`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.checkpoint import Damaged
-from fl_lightning.errors import CheckpointError, blame, one_line
+from fl_lightning.errors import CheckpointError, ConfigError, blame, one_line
+from fl_lightning.file_loggers import CSVLogger as CSVLogger
+from fl_lightning.file_loggers import MLFlowLogger as MLFlowLogger
+from fl_lightning.file_loggers import TensorBoardLogger as TensorBoardLogger
 from fl_lightning.files import replacing, write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
+from fl_lightning.round_logger import Labels, RoundLogger
 from fl_lightning.seal import Digest
-from fl_lightning.wandb_logger import Labels, WandbRoundLogger
+from fl_lightning.wandb_logger import WandbRoundLogger as WandbRoundLogger
 
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
@@ -328,41 +332,110 @@ def _flush(file: TextIO) -> None:
     os.fsync(file.fileno())
 
 
-def begin_logging(
-    logger: Logger, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
-) -> None:
-    """Show a logger the run's config and, to W&B, what it is called and who holds what.
+def known_loggers() -> list[str]:
+    """Names of the loggers that are told of a run's moments."""
+    return sorted(kind.__name__ for kind in (CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger))
+
+
+class Loggers:
+    """A run's Lightning loggers, told the same one after another; falsy where there are none.
 
     Args:
-        logger: The run's logger.
-        run_dir: The run's folder, where W&B leaves its files.
-        config: The resolved config, if there is one.
-        labels: What to call the run.
-        counts: Samples a client and class, `(clients, C)`.
-        round: The last finished round.
+        given: A logger, a list of them, or False or None for none.
 
     Raises:
-        ConfigError: The logger fails.
+        ConfigError: Something else is among them, or two would write to one place.
     """
-    with blame("logger"):
-        if not isinstance(logger, WandbRoundLogger):
-            if config:
-                logger.log_hyperparams(config)
-        elif logger.attach(run_dir, config or {}, labels) and len(counts) <= FEW_CLIENTS:
-            logger.log_counts("partition", counts.tolist(), round)
 
+    def __init__(self, given: Logger | Sequence[Logger] | Literal[False] | None) -> None:
+        self._all: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        if given is None or given is False:
+            self._all = []
+        for n, one in enumerate(self._all):
+            if not isinstance(one, Logger):
+                raise ConfigError(f"logger: {one!r} is no Lightning logger; give one, a list of them, or false")
+            if isinstance(one, RoundLogger) and type(one) in map(type, self._all[:n]):
+                raise ConfigError(f"logger: {type(one).__name__} is there twice; list it once")
+        self._begun: list[Logger] = []
 
-def end_round(logger: Logger, rows: Sequence[Row], targets: Sequence[float]) -> None:
-    """Let a logger put a round away, of which everything has been logged, and show W&B what the run has come to.
+    def __len__(self) -> int:
+        return len(self._all)
 
-    Args:
-        logger: The run's logger.
-        rows: All rounds' metrics so far.
-        targets: The accuracies of R_acc.
-    """
-    logger.save()
-    if isinstance(logger, WandbRoundLogger):
-        logger.log_summary(summarize(rows, targets) | lowest_losses(rows))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all)
+
+    def check(self, run_dir: Path) -> None:
+        """Refuse what cannot work; nothing is written yet.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        for one in self._all:
+            if isinstance(one, RoundLogger):
+                one.check(run_dir)
+
+    def begin(
+        self, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
+    ) -> None:
+        """A run begins, or goes on after a round.
+
+        Args:
+            run_dir: The run's folder.
+            config: The resolved config, if there is one.
+            labels: What to call the run.
+            counts: Samples a client and class, `(clients, C)`.
+            round: The last finished round.
+
+        Raises:
+            ConfigError: A logger fails.
+        """
+        shown = counts.tolist() if len(counts) <= FEW_CLIENTS else None
+        try:
+            with blame("logger"):
+                for one in self._all:
+                    if isinstance(one, RoundLogger):
+                        one.begin(run_dir, config or {}, labels, round, shown)
+                    elif config:
+                        one.log_hyperparams(config)
+                    self._begun.append(one)
+        except BaseException:
+            self.finalize("failed")
+            raise
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add to a round's row."""
+        for one in self._all:
+            one.log_metrics(dict(metrics), step)
+
+    def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
+        """Log pictures from their files, with the loggers that take them."""
+        for one in self._all:
+            if log_image := getattr(one, "log_image", None):
+                log_image(key, list(images), **options)
+
+    def end_round(self, rows: Sequence[Row], targets: Sequence[float]) -> None:
+        """A round is over, of which everything has been logged.
+
+        Args:
+            rows: All rounds' metrics so far.
+            targets: The accuracies of R_acc.
+        """
+        for one in self._all:
+            one.save()
+            if isinstance(one, RoundLogger):
+                one.log_summary(summarize(rows, targets) | lowest_losses(rows))
+
+    def log_files(self) -> None:
+        """The run's files are all there."""
+        for one in self._all:
+            if isinstance(one, RoundLogger):
+                one.log_files()
+
+    def finalize(self, status: str) -> None:
+        """The run is over, or broken off: close what was begun."""
+        begun, self._begun = self._begun, []
+        for one in begun:
+            one.finalize(status)
 
 
 def _column_order(name: str) -> tuple[int, list[tuple[int, str]]]:

@@ -20,27 +20,38 @@ from typing import Any, Literal
 
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning import trial
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import Checkpointing, RoundCallback
-from fl_lightning.callbacks.defaults import by_name, with_defaults
+from fl_lightning.callbacks.defaults import by_name, refuse_misplaced, with_defaults
+from fl_lightning.callbacks.monitor import round_metrics
 from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
-from fl_lightning.evaluation import Evaluation, Score, client_summary, own_series, personal_means, train_metrics
+from fl_lightning.evaluation import (
+    Evaluation,
+    Score,
+    client_summary,
+    logged_metrics,
+    own_series,
+    personal_means,
+    train_metrics,
+)
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import MetricsCsv, WarningsTxt, begin_logging, end_round, few_enough, split_series
+from fl_lightning.loggers import Loggers, MetricsCsv, WarningsTxt, few_enough, split_series
 from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row, summarize
 from fl_lightning.models import ModelFactory
 from fl_lightning.report.tables import write_counts
+from fl_lightning.round_logger import Labels, RoundLogger
 from fl_lightning.run_folder import (
     alone,
     fresh,
@@ -55,7 +66,6 @@ from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
 from fl_lightning.store import ClientStore, Kept
 from fl_lightning.trust import sign
-from fl_lightning.wandb_logger import Labels, WandbRoundLogger
 from fl_lightning.writer import Writer
 
 
@@ -91,8 +101,12 @@ class FederatedOrchestrator:
         client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
         on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
-        logger: A Lightning logger beside `metrics.csv`.
+        logger: A Lightning logger beside `metrics.csv`, or a list of them; none with `false` or `null`. Those of this
+            package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the run's folder.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
+        client_callbacks: Lightning's callbacks for each client fit, which gets copies of them: `LearningRateMonitor`,
+            `EarlyStopping` on `train_loss`, your own. What they log joins the round's metrics, `client/<name>` being
+            the mean over the round's clients.
         callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
         run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
             command line `runs/<config>/<time>-<id>`. It is made when the run begins.
@@ -131,8 +145,9 @@ class FederatedOrchestrator:
         client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
         min_clients: int = 1,
-        logger: Logger | None = None,
+        logger: RoundLogger | Logger | list[RoundLogger | Logger] | Literal[False] | None = None,
         log_clients: bool | None = None,
+        client_callbacks: list[Callback] | None = None,
         callbacks: list[RoundCallback] | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
@@ -146,7 +161,8 @@ class FederatedOrchestrator:
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         if scenario.clients is not None:  # else the data say it
             self._count(scenario.clients)
-        self.logger, self.log_clients, self.client_store = logger, log_clients, client_store
+        self.logger, self.log_clients, self.client_store = Loggers(logger), log_clients, client_store
+        refuse_misplaced(callbacks or [], client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
         self._named_callbacks = by_name(self.callbacks)
         self.round = 0
@@ -163,6 +179,7 @@ class FederatedOrchestrator:
             "compile": compile,
             "channels_last": channels_last,
             "metrics": evaluation.metrics,
+            "client_callbacks": client_callbacks or [],
         }
         self._settings: dict[str, Any] = {}
         self._taken_up: Seal | None = None
@@ -233,8 +250,7 @@ class FederatedOrchestrator:
                 refuse_occupied(self.run_dir)
                 self._build()
             self._notify("check")
-            if isinstance(self.logger, WandbRoundLogger):
-                self.logger.check(self.run_dir)
+            self.logger.check(self.run_dir)
             if fast:
                 self._cut_down()
             made = missing(self.run_dir)
@@ -256,7 +272,7 @@ class FederatedOrchestrator:
     def _cut_down(self) -> None:
         """Make what was checked a round that tries everything in little time."""
         self.rounds, self._asked_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
-        self.min_clients, self.on_client_failure, self.logger = 1, "raise", None
+        self.min_clients, self.on_client_failure, self.logger = 1, "raise", Loggers(None)
         scored = min(self.evaluation.max_clients or trial.CLIENTS, trial.CLIENTS)
         self.evaluation = replace(self.evaluation, max_clients=scored)
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
@@ -279,6 +295,7 @@ class FederatedOrchestrator:
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
+        metrics |= self._logged(results)
         failed = len(participants) - len(results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = failed
@@ -387,16 +404,21 @@ class FederatedOrchestrator:
                 raise result.failure
             yield result
 
+    def _logged(self, results: Sequence[Result]) -> Row:
+        metrics = logged_metrics(results)
+        if taken := metrics.keys() & set(round_metrics(self) if metrics else ()):
+            name = min(taken).partition("/")[2]
+            raise ConfigError(f"client_callbacks: one logs {name!r}, which the run has a metric of; name it otherwise")
+        return metrics
+
     def _log(self, metrics: Row) -> None:
         metrics = metrics if self.log_clients else split_series(metrics)[0]
         self.csv.append(metrics)
-        if self.logger:
-            self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
+        self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
 
     def _end_round(self, metrics: Row) -> None:
         self._notify("on_round_end", metrics)
-        if self.logger:
-            end_round(self.logger, self.csv.rows, self.evaluation.targets)
+        self.logger.end_round(self.csv.rows, self.evaluation.targets)
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -515,10 +537,9 @@ class FederatedOrchestrator:
             before.tell_of_another_machine(made_with(self.worker.device))
             before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
             self.warned.check(self.round, before.rows[self.warned.path.name])
-        if self.logger:
-            kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
-            labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
-            begin_logging(self.logger, self.run_dir, config, labels, self.data.class_counts(), self.round)
+        kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
+        labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
+        self.logger.begin(self.run_dir, config, labels, self.data.class_counts(), self.round)
         try:
             if not before:
                 self.save_checkpoint()  # what the run was started from is on record from here on
@@ -532,8 +553,7 @@ class FederatedOrchestrator:
             self.warned.rewind(self.round)
             write_counts(self.run_dir / "partition.csv", self.data)
         except BaseException as error:
-            if self.logger:
-                self.logger.finalize("failed")
+            self.logger.finalize("failed")
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
@@ -563,8 +583,7 @@ class FederatedOrchestrator:
             self.writer.close()
             self.engine.close()
             self._notify("on_fit_end")
-            if self.logger:
-                self.logger.finalize(status)
+            self.logger.finalize(status)
 
     def _finish(self) -> Figures:
         self.writer.wait()
@@ -573,8 +592,7 @@ class FederatedOrchestrator:
             torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
             write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
         write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
-        if isinstance(self.logger, WandbRoundLogger):
-            self.logger.log_files()
+        self.logger.log_files()
         return summary
 
     def _interrupted(self, signum: int) -> Interrupted:

@@ -26,7 +26,7 @@ SIGNATURE = ".signature"
 LEFT = ("config.yaml", "partition.csv", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
 """What a run leaves in its folder, once it has begun."""
 
-WRITTEN = (*LEFT, "checkpoints", "wandb", LOCK, OWNER, SIGNATURE)
+WRITTEN = (*LEFT, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
 """All that a run writes to."""
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import get_loader
+from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim import Optimizer
@@ -47,6 +48,13 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 GROUPS = {"scenario", "evaluation", "trainer", "head", "few_shot"}
 """Keys of several settings; jsonargparse takes text there for the path of a file with more of a config."""
+
+LOGGER = re.compile(r"logger(\[\d+\])?")
+LOGGERS = ("WandbRoundLogger", "CSVLogger", "TensorBoardLogger")
+"""Loggers that write to the run's folder, or to a place that is in doubt itself."""
+
+CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
+"""Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""
 
 LONGEST_TEXT = 10_000
 KEY_BYTES = 32
@@ -107,7 +115,8 @@ def _doubts(key: str, value: Any, owner: str | None = None) -> Iterator[Doubt]:
         for place, each in enumerate(value):
             yield from _doubts(f"{key}[{place}]", each)
     elif isinstance(value, str):
-        if (PATH.fullmatch(value) and not is_known(value) and _origin(value, os.getcwd())) or _unfolds(value):
+        foreign = PATH.fullmatch(value) and not is_known(value) and _origin(value, os.getcwd())
+        if foreign or _unfolds(value) or (LOGGER.fullmatch(key) and _is_other_logger(value)):
             yield key, value
     elif isinstance(value, dict):
         for name, each in value.items():
@@ -120,8 +129,6 @@ def _doubts(key: str, value: Any, owner: str | None = None) -> Iterator[Doubt]:
 
 def _may_not_hold(key: str, name: Any, value: Any, owner: str | None) -> bool:
     """Whether a key, whose last part is `name`, may not hold what it does, whatever there is in it."""
-    if key == "logger" and isinstance(value, str):
-        return _class_name(value) != "WandbRoundLogger" or _is_foreign(value)  # others write where the config says
     if name == "class_path":
         return _is_foreign(str(value))
     if owner is not None and owner.lower() == "torchdataset" and name in ("train", "test"):
@@ -133,6 +140,8 @@ def _may_not_hold(key: str, name: Any, value: Any, owner: str | None) -> bool:
         return value is not None
     if name == "offline":  # W&B's: else the run goes where the config says
         return value not in (True, None)
+    if name == "save_dir":  # of a logger: else it writes where the config says
+        return value is not None
     return not isinstance(name, int) and not re.fullmatch(r"(?!__)\w+", str(name))
 
 
@@ -142,7 +151,7 @@ def is_known(path: str) -> bool:
     What it leads to is looked up attribute by attribute, and counts where it was defined: `torch.os.system` does not.
     """
     root, *parts = path.split(".")
-    if root not in {home.partition(".")[0] for home in KINDS}:
+    if root not in {"lightning", *(home.partition(".")[0] for home in KINDS)}:
         return False
     found: Any = import_module(root)
     try:
@@ -151,6 +160,8 @@ def is_known(path: str) -> bool:
     except Exception:  # torch.classes, which are looked up when they are asked for, raise what they like
         return False
     if inspect.isclass(found):
+        if found in [getattr(callbacks, name) for name in CLIENT_CALLBACKS]:
+            return True
         return any(f"{found.__module__}.".startswith(f"{home}.") and issubclass(found, KINDS[home]) for home in KINDS)
     if root != "torchvision":
         return False
@@ -160,6 +171,11 @@ def is_known(path: str) -> bool:
 
 def _is_foreign(path: str) -> bool:
     return "." in path and not is_known(path)
+
+
+def _is_other_logger(path: str) -> bool:
+    """Whether a logger may write where the config says, and not where the run is."""
+    return _class_name(path) not in LOGGERS or _is_foreign(path)
 
 
 def _class_name(value: Any) -> str | None:

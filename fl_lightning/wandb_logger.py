@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import wandb
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.provenance import source
+from fl_lightning.round_logger import Labels, RoundLogger
 
 OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
@@ -45,21 +46,7 @@ LONGEST = {"name": 128, "group": 128, "job_type": 64, "id": 128}
 LONGEST_TAG = 64
 
 
-class Labels(NamedTuple):
-    """What a run is called where neither its config nor the environment says.
-
-    Attributes:
-        name: Its own name.
-        group: The name of its setting, which other seeds share.
-        tags: Names of the algorithm, the dataset and the partition.
-    """
-
-    name: str | None
-    group: str | None
-    tags: Sequence[str]
-
-
-class WandbRoundLogger(LightningWandbLogger):
+class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     """Weights & Biases: one run an experiment, one step a round, offline unless told otherwise.
 
     An option that is not given takes the value of W&B's environment variable for it, and the default where that is not
@@ -159,6 +146,18 @@ class WandbRoundLogger(LightningWandbLogger):
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment
+
+    def begin(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        labels: Labels,
+        round: int,
+        counts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Begin the W&B run, or go on with it; a new one gets the table of who holds what."""
+        if self.attach(run_dir, config, labels) and counts is not None:
+            self.log_counts("partition", counts, round)
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
         """Begin the W&B run of a run folder, or go on with it: what it is called is noted there.

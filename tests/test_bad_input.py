@@ -79,7 +79,7 @@ KINDS = [
     kind("more uploads than clients", [*FIT, "--min_clients", "99"], "min_clients: 99 is above"),
     kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "did you mean algorithm?"),
     kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "did you mean scenario.clients?"),
-    kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "'trainer.logger'", "did you mean"),
+    kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "use logger"),
     kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "there are config, scenario, model, algorithm"),
     kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "did you mean tau?"),
     kind(

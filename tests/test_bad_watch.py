@@ -42,6 +42,7 @@ from fl_lightning.wandb_logger import NOTE, Labels, sealed
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]
 WANDB = [*FIT, "--logger", "WandbRoundLogger"]
+CSV = [*FIT, "--logger", "CSVLogger"]
 
 
 def callback(name, **options):
@@ -134,8 +135,12 @@ KINDS = [
     kind("WANDB_INIT_TIMEOUT", WANDB, "WANDB_INIT_TIMEOUT: Input should be a valid number", WANDB_INIT_TIMEOUT="soon"),
     kind("WANDB_BASE_URL", WANDB, "WANDB_BASE_URL: Input should be a valid URL", WANDB_BASE_URL="garbage"),
     # Other loggers
-    kind("no logger's argument", [*FIT, "--logger", "CSVLogger"], "logger: save_dir must be given"),
-    kind("not installed", [*FIT, "--logger", "MLFlowLogger"], "MLFlowLogger", "mlflow"),
+    kind("no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be"),
+    kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "give that too, or leave it out"),
+    kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'; there are save_dir"),
+    kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is there twice; list it once"),
+    kind("unknown logger", [*FIT, "--logger=[CSVLogger, Paper]"], "logger: there is no class 'Paper'", "CSVLogger"),
+    kind("true", [*FIT, "--logger=true"], "logger: there is no class 'true'", "WandbRoundLogger"),
 ]
 
 

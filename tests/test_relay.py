@@ -191,7 +191,7 @@ class WithOwnModule(FedAvg):
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (FedAvg, {"trainer": CPU | {"callbacks": [Counts()]}}),
+        (FedAvg, {"trainer": CPU, "client_callbacks": [Counts()]}),
         (FedAvg, {"trainer": CPU | {"accumulate_grad_batches": 2}}),
         (FedAvg, {"trainer": CPU | {"limit_train_batches": 0.5}, "batch_size": 8}),
         (WithOwnModule, {}),

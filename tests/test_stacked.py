@@ -677,8 +677,7 @@ REFUSED = {
     "Recurrent .*RNN, a recurrent layer": {"model": Recurrent},
     "Counted .its forward changes 'backbone.encoder.1.calls'": {"model": Counted},
     "trainer.accumulate_grad_batches .it is for one fit": {"trainer": {"accumulate_grad_batches": 2}},
-    "trainer.callbacks ": {"trainer": {"callbacks": [L.pytorch.callbacks.Timer()]}},
-    "trainer.max_time ": {"trainer": {"max_time": "00:00:01:00", "max_epochs": 1}},
+    "the callback Timer .it is for one fit": {"client_callbacks": [L.pytorch.callbacks.Timer()]},
     "trainer.limit_train_batches .a share": {"trainer": {"limit_train_batches": 0.5}, "batch_size": 4},
 }
 
@@ -697,7 +696,8 @@ def test_a_scaler_of_gradients_is_not_for_several_clients():
     """On a CPU Lightning makes bf16 of 16-mixed."""
     plugin = object.__new__(MixedPrecision)
     plugin.precision = "16-mixed"
-    odd = not_for_each({}, SimpleNamespace(limit_train_batches=1.0, precision_plugin=plugin))
+    trainer = {"callbacks": [], "accumulate_grad_batches": 1, "limit_train_batches": 1.0, "precision_plugin": plugin}
+    odd = not_for_each(SimpleNamespace(**trainer))
     assert odd == ("trainer.precision 16-mixed", "gradients are scaled for all clients alike")
 
 

@@ -165,6 +165,11 @@ PLACES = [
     ("evaluation.__path__", "evaluation.__path__", "file.yaml"),
     ("model.head.a.b", "model.init_args.head", {"a.b": 1}),
 ]
+PLACES += [
+    ("client_callbacks[0]", "client_callbacks", ["evil.Net"]),
+    ("client_callbacks[0]", "client_callbacks", ["lightning.pytorch.callbacks.ModelCheckpoint"]),
+    ("client_callbacks[0]", "client_callbacks", [{"class_path": "lightning.pytorch.callbacks.LambdaCallback"}]),
+]
 # In what a test has no use for, and a run that goes on has.
 WATCHERS = [
     ("callbacks[0]", "callbacks", ["evil.Net"]),
@@ -174,8 +179,14 @@ WATCHERS = [
     ("engine.address", "engine", {"class_path": "fl_lightning.engines.RayEngine", "init_args": {"address": "far:1"}}),
     ("logger", "logger", "evil.WandbRoundLogger"),
     ("logger", "logger", {"class_path": "nowhere.WandbRoundLogger"}),
-    ("logger", "logger", "CSVLogger"),
-    ("logger", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
+    ("logger", "logger", "nowhere.WandbRoundLogger"),
+    ("logger", "logger", "MLFlowLogger"),
+    ("logger", "logger", {"class_path": "fl_lightning.loggers.MLFlowLogger"}),
+    ("logger[1]", "logger", ["CSVLogger", "MLFlowLogger"]),
+    ("logger[0]", "logger", [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}]),
+    ("logger[0].offline", "logger", [{"class_path": "WandbRoundLogger", "init_args": {"offline": False}}]),
+    ("logger.save_dir", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
+    ("logger[0].save_dir", "logger", [{"class_path": "TensorBoardLogger", "init_args": {"save_dir": "x"}}]),
     ("logger", "logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}),
     ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": False}}),
     ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": "no"}}),
@@ -297,6 +308,7 @@ def import_paths():
         yield from (f"{module.__name__}.{c.__name__}" for c in named if isinstance(c, type) and issubclass(c, bases))
     yield from (f"torchvision.models.{name}" for name in ("resnet18", "vgg11", "detection.ssd300_vgg16", "ResNet"))
     yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.WandbRoundLogger")
+    yield from (f"lightning.pytorch.callbacks.{name}" for name in trust.CLIENT_CALLBACKS)
 
 
 def test_all_that_can_be_named_is_known():
@@ -326,6 +338,8 @@ def test_shipped_configs_leave_no_doubt(here):
         put("engine", {"class_path": "RayEngine", "init_args": {"address": None, "workers": 2}}),
         put("logger", "WandbRoundLogger"),
         put("logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": True, "notes": "1.5 of 2.5"}}),
+        put("logger", ["CSVLogger", {"class_path": "fl_lightning.loggers.WandbRoundLogger"}]),
+        put("logger", False),
         put("x", {0: 1}),
         put("x", "[broken"),
     ],

@@ -19,7 +19,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 import fl_lightning
 from fl_lightning.algorithms import Local
 from fl_lightning.errors import ConfigError
-from fl_lightning.loggers import WandbRoundLogger, begin_logging
+from fl_lightning.loggers import Loggers, WandbRoundLogger
 from fl_lightning.wandb_logger import Labels, grouped
 
 BLOCK = 32 * 1024
@@ -416,7 +416,7 @@ def test_the_partition_of_many_clients_is_no_table(tmp_path, monkeypatch):
         online.rows.clear()
         (tmp_path / str(clients)).mkdir()
         counts = torch.ones(clients, 2).int().numpy()
-        begin_logging(WandbRoundLogger(), tmp_path / str(clients), {}, LABELS, counts, 0)
+        Loggers(WandbRoundLogger()).begin(tmp_path / str(clients), {}, LABELS, counts, 0)
         assert len(online.rows) == tables
 
 

@@ -15,6 +15,7 @@ import torch
 from fl_lightning.client import LOOK_AHEAD, ClientModule, learning_rates, optimizer_tensors
 from fl_lightning.engines.trainer import DEFAULTS
 from fl_lightning.errors import ConfigError, check_number
+from fl_lightning.trainer_options import TRAINER_KEYS, refused
 
 MOST = 10**9
 """Epochs, steps or batches of a client's fit, at most."""
@@ -30,7 +31,7 @@ ROUNDING = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse numbers that Lightning's `Trainer` takes, or takes badly, and no fit can be carried out with.
+    """Refuse options that are none of a client's fit, and numbers that no fit can be carried out with.
 
     Args:
         options: Keyword arguments of `Trainer`.
@@ -38,6 +39,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Names the key.
     """
+    for name in options:
+        if name not in TRAINER_KEYS:
+            raise ConfigError(refused(name))
     for name in ("max_epochs", "max_steps"):
         check_number(f"trainer.{name}", options.get(name), f"[-1, {MOST}]", "-1 is without bound")
     check_number("trainer.accumulate_grad_batches", options.get("accumulate_grad_batches"), f"[0, {MOST}]")
@@ -72,7 +76,10 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
         ConfigError: Names the key.
     """
     if trainer.world_size > 1:
-        raise ConfigError("trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th")
+        raise ConfigError(
+            "trainer.devices: a client's fit runs on one device; give 1, or [n] for the n-th, and use "
+            "the engine processes for more"
+        )
     for name in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches"):
         if getattr(trainer, name) == 0:
             raise ConfigError(f"trainer.{name}: 0 leaves a client nothing to do; give 1 or more")

@@ -28,8 +28,7 @@ def can_relay(worker: Worker) -> bool:
     own, or a scaler of gradients.
     """
     module, trainer = worker.module(), worker.setup
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if type(module) is not ClientModule or callbacks or not_for_each(worker.trainer, trainer):
+    if type(module) is not ClientModule or not_for_each(trainer):
         return False
     optimizer, schedules = configured(module)
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)

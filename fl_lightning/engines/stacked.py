@@ -58,7 +58,7 @@ class StackedEngine(Engine):
             ConfigError: Something cannot be stacked; the message says what and why.
         """
         trainer = worker.setup
-        if odd := not_for_each(worker.trainer, trainer):
+        if odd := not_for_each(trainer):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")

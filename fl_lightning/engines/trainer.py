@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -16,7 +16,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+from fl_lightning.engines.client_callbacks import fresh
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(L.Trainer).parameters.items()}
 """Lightning's own. All are stated: what is not, it would look for in environment variables."""
@@ -38,15 +41,6 @@ CHATTER = "|".join(
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
-FOR_EACH = (
-    *("accelerator", "devices", "precision", "deterministic", "benchmark", "detect_anomaly"),
-    *("max_epochs", "max_steps", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-    *("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir"),
-    *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps", "inference_mode"),
-    *("check_val_every_n_epoch", "log_every_n_steps"),
-)
-"""Trainer options that one fit of several clients keeps for each of them, or that mean nothing in a client's fit."""
-
 FOR_ALL: dict[str, Any] = {
     "max_epochs": 1,
     "max_steps": -1,
@@ -57,30 +51,29 @@ FOR_ALL: dict[str, Any] = {
 """Of a trainer that fits several clients, what it leaves to each of them."""
 
 
-def quiet_trainer(options: dict[str, Any], heard: set[str] | None = None) -> L.Trainer:
-    """A trainer for one fit on one device: one epoch unless told otherwise, no logger, no validation.
+def quiet_trainer(
+    options: dict[str, Any], heard: set[str] | None = None, callbacks: Sequence[Callback] = ()
+) -> L.Trainer:
+    """A trainer for one fit on one device: one epoch unless told otherwise, no validation, nothing on screen or disk.
 
     Args:
         options: Keyword arguments of `Trainer`.
         heard: What was warned of already, which is not shown again; it is added to.
+        callbacks: Lightning's callbacks, of which it gets copies.
     """
     options = DEFAULTS | {"devices": 1, "limit_val_batches": 0} | options
     if options["max_epochs"] is None:
         options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
     with lightning_at_ease(heard):
-        return L.Trainer(**options | dict.fromkeys(QUIET, False))
+        return L.Trainer(**options | dict.fromkeys(QUIET, False) | fresh(callbacks))
 
 
-def not_for_each(options: dict[str, Any], trainer: L.Trainer) -> tuple[str, str] | None:
-    """What about a trainer could not be kept for each of several clients in one fit, and why; None if nothing.
-
-    Args:
-        options: Keyword arguments of `Trainer`.
-        trainer: The trainer they make.
-    """
-    for name, value in options.items():
-        if name not in FOR_EACH and value is not None and value != DEFAULTS[name]:
-            return f"trainer.{name}", "it is for one fit, and all clients are in one"
+def not_for_each(trainer: L.Trainer) -> tuple[str, str] | None:
+    """What about a client's trainer could not be kept for each of several in one fit, and why; None if nothing."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        return f"the callback {type(callback).__name__}", "it is for one fit, and all clients are in one"
+    if trainer.accumulate_grad_batches != 1:
+        return "trainer.accumulate_grad_batches", "it is for one fit, and all clients are in one"
     if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1:
         return "trainer.limit_train_batches", "a share is rounded for each client; give a number of batches"
     plugin = trainer.precision_plugin

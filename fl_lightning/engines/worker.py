@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -34,6 +35,7 @@ from fl_lightning.engines.checks import (
     most_epochs,
     warn_of_environment,
 )
+from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
 from fl_lightning.engines.device import channels_last, compile_backbone, resident
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
@@ -82,6 +84,7 @@ class Result:
         upload: What it sends, or None where the task did not ask for it, or failed.
         memory: What it keeps for its next round.
         losses: Mean training loss a step: `loss`, `ce` and each term.
+        logged: What callbacks logged in its fit, by name.
         local: Score on its own test split, if asked for and not empty.
         on_global: Score on the global test set, if asked for.
         failure: Why there is no upload.
@@ -92,6 +95,7 @@ class Result:
     upload: Message | None = None
     memory: State = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
     local: Score | None = None
     on_global: Score | None = None
     failure: ClientFailure | None = None
@@ -118,6 +122,7 @@ class Worker:
         compile: Compile the backbone, once for all clients and rounds.
         channels_last: Lay images and convolutions out with their channels side by side.
         metrics: Metrics beside what the objective measures, as `Evaluation.metrics` names them.
+        client_callbacks: Lightning's callbacks, of which each fit gets copies.
         eval_batch_size: Samples a batch where nothing is trained; by default 128 on a CPU, whose caches hold no
             more of a convolution's activations, and 512 elsewhere.
     """
@@ -134,6 +139,7 @@ class Worker:
     compile: bool = False
     channels_last: bool = False
     metrics: Sequence[str | dict[str, Any]] = ()
+    client_callbacks: Sequence[Callback] = ()
     eval_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,7 +178,10 @@ class Worker:
     @cached_property
     def setup(self) -> L.Trainer:
         """A trainer that never fits, asked for the device and the precision."""
-        return quiet_trainer(self.trainer, self.heard)
+        return self._trainer()
+
+    def _trainer(self) -> L.Trainer:
+        return quiet_trainer(self.trainer, self.heard, self.client_callbacks)
 
     @cached_property
     def heard(self) -> set[str]:
@@ -195,6 +204,7 @@ class Worker:
             labels = f"the labels are no classes but for {type(objective).__name__}"
             raise ConfigError(f"algorithm: {part} compares classes, and {labels}; take one that does not, as FedAvg")
         measures = self.measures
+        check_client_callbacks(self.client_callbacks)
         with blame("trainer"):
             check_options(self.trainer)
             trainer = self.setup
@@ -202,6 +212,7 @@ class Worker:
         warn_of_environment(self.device)
         with blame("model"):
             module = self.module().to(self.device)
+        set_up(self.client_callbacks, trainer, self.module())
         with blame("optimizer"):
             spare = self.module().to(self.device)
             check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
@@ -362,6 +373,7 @@ class Worker:
             upload,
             memory,
             module.train_losses() if task.fit else {},
+            module.logged,
             local,
             on_global,
         )
@@ -394,9 +406,12 @@ class Worker:
         """Train; the optimizer as it ended."""
         batches = self.batches(task)
         module.train()
-        trainer = quiet_trainer(self.trainer, self.heard)
+        trainer = self._trainer()
         with lightning_at_ease(self.heard):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.ready_to_train))
+        if self.client_callbacks and not module.train_losses():
+            raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")
+        module.logged = logged(trainer, module.train_losses())
         return trainer.optimizers[0]
 
     @contextmanager

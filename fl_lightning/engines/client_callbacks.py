@@ -1,0 +1,159 @@
+"""Lightning's callbacks in a client's fit: a copy for each, and what it logs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import lightning as L
+import yaml
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks.timer import Interval
+from lightning.pytorch.loggers import Logger
+
+from fl_lightning.client import ClientModule
+from fl_lightning.errors import ConfigError, blame, one_line
+
+INSTEAD = {
+    "Checkpoint": "the run is checkpointed, not a client's fit; use checkpoint_every, or Checkpointing under callbacks",
+    "OnExceptionCheckpoint": "what a run has finished is checkpointed however it ends; leave it out",
+    "ProgressBar": "the run has a bar, a client's fit none; use RoundProgress under callbacks",
+    "ModelSummary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one",
+    "BasePredictionWriter": "a client's fit predicts nothing; in Python, open_run(RUN).client_module(0) is its model",
+    "BatchSizeFinder": "a run has one batch_size for all clients; set that",
+    "LearningRateFinder": "a run has one optimizer.lr for all clients; try some with fl-lightning sweep",
+    "GradientAccumulationScheduler": "a method must know of it beforehand; use trainer.accumulate_grad_batches",
+    "BackboneFinetuning": "a client's backbone is its whole network; use FedRep or FedBABU, which train parts of it",
+    "StochasticWeightAveraging": "it averages what epochs begin with, and of a fit's last one nothing is left; "
+    "use EMAWeightAveraging, which averages steps",
+    "SpikeDetection": "it leaves files beside the run; use on_client_failure drop for clients whose loss is NaN or Inf",
+}
+"""Lightning's callbacks that make no sense in a client's fit, and what to use instead; so of subclasses."""
+
+
+yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent_str(value.value))  # Timer's default
+
+
+def refused(kind: type) -> str | None:
+    """What to use in a callback's place in a client's fit; None if it can be had there."""
+    lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
+    return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
+
+
+def known_callbacks() -> list[str]:
+    """Names of Lightning's own callbacks that a client's fit can have."""
+    kinds = {name: getattr(callbacks, name) for name in callbacks.__all__}
+    return [name for name, kind in kinds.items() if not refused(kind) and kind not in (Callback, BaseFinetuning)]
+
+
+def check_client_callbacks(given: Sequence[Callback]) -> None:
+    """Refuse callbacks that a client's fit has no use for, or that there can be no copies of.
+
+    Args:
+        given: The callbacks, as they were given.
+
+    Raises:
+        ConfigError: Names the callback, and what to use in its place.
+    """
+    for callback in given:
+        name = f"client_callbacks: {type(callback).__name__}"
+        if mend := refused(type(callback)):
+            raise ConfigError(f"{name} makes no sense in a client's fit: {mend}")
+        try:
+            copy.deepcopy(callback)
+        except Exception as error:  # whatever an object's own copying raises
+            raise ConfigError(f"{name} cannot be copied, and each fit has a copy: {one_line(error)}") from error
+
+
+def set_up(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
+    """Try what callbacks do before a fit begins: what they refuse then is refused before round 1.
+
+    Args:
+        given: The callbacks, as they were given.
+        trainer: A trainer that never fits.
+        module: A client's module that nobody needs any more: a callback may change it.
+
+    Raises:
+        ConfigError: Names the callback.
+    """
+    losses = ["loss", *module.loss_names]
+    known = type(module) is ClientModule and all(type(one) in (EarlyStopping, Timer) for one in given)
+    metrics = [f"train_{name}" for name in losses if known]  # others may log what they like
+    for callback in copy.deepcopy(list(given)):
+        name = f"client_callbacks: {type(callback).__name__}"
+        if isinstance(callback, EarlyStopping):
+            _check_early_stopping(name, callback, metrics)
+        with blame(name):
+            callback.setup(trainer, module, "fit")
+
+
+def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[str]) -> None:
+    unmeasured = "a client's fit has no validation"
+    if callback.monitor.startswith(("val_", "test_")):
+        mend = "monitor train_loss, or stop the run by EarlyStopping under callbacks"
+        raise ConfigError(f"{name}.monitor: {callback.monitor}: {unmeasured}; {mend}")
+    if metrics and callback.monitor not in metrics:
+        raise ConfigError(f"{name}.monitor: there is no metric {callback.monitor!r}; there are {', '.join(metrics)}")
+    if callback._check_on_train_epoch_end is False:
+        raise ConfigError(f"{name}.check_on_train_epoch_end: {unmeasured}, after which it would look; leave it out")
+
+
+def fresh(given: Sequence[Callback]) -> dict[str, Any]:
+    """What a trainer is given so that callbacks can watch its fit: copies of them, and a logger that listens.
+
+    Args:
+        given: The callbacks, as they were given; nothing that a fit leaves behind reaches them.
+    """
+    if not given:
+        return {}
+    return {"callbacks": copy.deepcopy(list(given)), "logger": Listener(), "log_every_n_steps": 1}
+
+
+class Listener(Logger):
+    """A logger that keeps what it was told last of each metric, in memory.
+
+    Attributes:
+        heard: The values by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: dict[str, Any] = {}
+
+    @property
+    def name(self) -> None:
+        """None: it leaves no files."""
+
+    @property
+    def version(self) -> None:
+        """None: it leaves no files."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run's loggers have the config."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep the values."""
+        self.heard |= metrics
+
+
+def logged(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
+    """What was logged in a fit that callbacks watched, by name: the last value of each.
+
+    That is what `log` of the callbacks or of the client's module was given, a mean over the last epoch where it was
+    told so (`on_epoch=True`), and what callbacks told the fit's logger.
+
+    Args:
+        trainer: The fit's trainer, which is done.
+        losses: The fit's losses, as the run has them already.
+    """
+    found: dict[str, float] = {}
+    for listener in trainer.loggers:
+        if isinstance(listener, Listener):
+            for name, value in {**listener.heard, **trainer.callback_metrics}.items():
+                if name != "epoch" and name.removeprefix("train_") not in losses:
+                    with suppress(TypeError, ValueError, RuntimeError):  # no number: text, or a tensor of several
+                        found[name] = float(value)
+    return found

@@ -1,0 +1,430 @@
+"""Lightning's callbacks in clients' fits: a copy for each, what they log among the metrics, no use refused by name."""
+
+import re
+
+import lightning as L
+import pytest
+import torch
+from commands import TINY, run, tiny
+from experiments import NormMLP, client_series, digits, experiment, same_bytes, untimed, weights_after
+from fl_lightning.callbacks import EarlyStopping as StopsRun
+from fl_lightning.callbacks import RowNorms
+from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, Timer, WeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.algorithms import FedAvg, FedProx
+from fl_lightning.client import LossTerm
+from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
+from fl_lightning.engines.client_callbacks import known_callbacks
+from fl_lightning.engines.trainer import lightning_at_ease
+from fl_lightning.errors import ClientFailure, ConfigError
+
+CPU = {"accelerator": "cpu"}
+
+
+class Counts(Callback):
+    """Logs the number of each step in every way that Lightning has, and in ways of its own."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps += 1
+        self.log("step_number", float(self.steps))
+        self.log("mean_number", float(self.steps), on_step=False, on_epoch=True, batch_size=1)
+
+    def on_train_end(self, trainer, module):
+        trainer.logger.log_metrics({"told": torch.tensor(2.5), "text": "none", "several": torch.zeros(3)})
+
+
+class Epochs(Callback):
+    """Tells the logger how many epochs began."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def on_train_epoch_start(self, trainer, module):
+        self.begun += 1
+        trainer.logger.log_metrics({"epochs": self.begun})
+
+
+class Leaves(Callback):
+    """Tries to leave something behind for the next fit, and tells what it finds."""
+
+    def __init__(self, box):
+        self.box, self.count = box, 0
+
+    def on_fit_start(self, trainer, module):
+        found = self.count + len(self.box) + len(module.backbone._forward_hooks)
+        found += hasattr(module, "left") + hasattr(trainer, "left")
+        trainer.logger.log_metrics({"found": found})
+        self.count += 1
+        self.box.append(1)
+        module.left = trainer.left = True
+        module.backbone.register_forward_hook(lambda *given: None)
+
+
+class Watches(Callback):
+    """Logs a metric that the run has itself."""
+
+    def on_train_end(self, trainer, module):
+        trainer.logger.log_metrics({"acc_mean": 1.0})
+
+
+class Ends(Callback):
+    """Ends a fit before its first step."""
+
+    def on_train_start(self, trainer, module):
+        trainer.should_stop = True
+        trainer.fit_loop.epoch_loop.max_steps = 0
+
+
+class Quits(Callback):
+    """Fails in the fits of some clients."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if float(outputs["loss"]) > 0:
+            raise RuntimeError("enough")
+
+
+class Locked(Callback):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("there is one of me")
+
+
+def one_client(tmp_path, *given, epochs=3, **options):
+    return experiment(
+        tmp_path,
+        scenario=digits(1),
+        clients_per_round=1,
+        rounds=1,
+        trainer=CPU | {"max_epochs": epochs},
+        client_callbacks=list(given),
+        **options,
+    )
+
+
+def batches_of_one_client(run):
+    return -(-len(run.data.shards[0].train) // 32)
+
+
+# --- What they log ---
+
+
+def test_what_is_logged_is_each_clients_and_their_mean(tmp_path):
+    run = experiment(tmp_path, rounds=2, client_callbacks=[Counts()])
+    run.fit()
+    for row in run.csv.rows:
+        own = client_series(tmp_path, row["round"])
+        for name in ("step_number", "mean_number", "told"):
+            series = [value for key, value in own.items() if key.endswith(f"/{name}")]
+            assert len(series) == 4
+            assert row[f"client/{name}"] == pytest.approx(sum(series) / 4, rel=1e-12)
+        assert row["client/told"] == 2.5
+        assert not {"client/text", "client/several", "client/epoch", "client/step"} & row.keys()
+
+
+def test_it_is_the_last_value_or_the_last_epochs_mean(tmp_path):
+    run = one_client(tmp_path, Counts(), epochs=3)
+    run.fit()
+    batches, (row,) = batches_of_one_client(run), run.csv.rows
+    assert batches > 10
+    assert row["client/step_number"] == 3 * batches
+    assert row["client/mean_number"] == pytest.approx(2 * batches + (batches + 1) / 2, rel=1e-6)
+
+
+def test_learning_rates_are_logged_even_in_a_fit_of_one_step(tmp_path):
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+    run = one_client(tmp_path / "epochs", LearningRateMonitor(), lr_scheduler=scheduler)
+    run.fit()
+    assert run.csv.rows[0]["client/lr-SGD"] == pytest.approx(0.1 * 0.5**2)
+    run = experiment(
+        tmp_path / "step", rounds=1, trainer=CPU | {"max_steps": 1}, client_callbacks=[LearningRateMonitor("step")]
+    )
+    run.fit()
+    assert run.csv.rows[0]["client/lr-SGD"] == pytest.approx(0.1)
+
+
+def test_the_runs_own_losses_stay_what_they_are(tmp_path):
+    plain, watched = experiment(tmp_path / "plain"), experiment(tmp_path / "watched", client_callbacks=[Epochs()])
+    plain.fit()
+    watched.fit()
+    for one, other in zip(untimed(plain.csv.rows), untimed(watched.csv.rows), strict=True):
+        assert other.pop("client/epochs") == 2
+        assert one == other
+
+
+def test_a_name_that_the_run_has_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^client_callbacks: one logs 'acc_mean', which the run has a metric of"):
+        experiment(tmp_path, client_callbacks=[Watches()]).fit()
+
+
+def test_what_they_log_can_be_watched(tmp_path):
+    stop = StopsRun("client/told", patience=1)
+    run = experiment(tmp_path, client_callbacks=[Counts()], callbacks=[stop])
+    run.fit()
+    assert run.round == 2
+    with pytest.raises(ConfigError, match="there is no metric 'client/tolt'"):
+        experiment(tmp_path / "no", client_callbacks=[Counts()], callbacks=[StopsRun("client/tolt")]).fit()
+
+
+# --- A copy for each fit ---
+
+
+def test_nothing_that_a_fit_leaves_behind_reaches_the_next(tmp_path):
+    box = []
+    given = Leaves(box)
+    run = experiment(tmp_path, rounds=2, client_callbacks=[given])
+    run.fit()
+    found = [value for n in (1, 2) for key, value in client_series(tmp_path, n).items() if key.endswith("/found")]
+    assert found == [0.0] * 8
+    assert (box, given.count) == ([], 0)
+
+
+def test_what_clients_train_is_what_they_train_without(tmp_path):
+    alone = weights_after(tmp_path / "alone", FedProx(0.1), model=NormMLP)
+    watched = weights_after(tmp_path / "watched", FedProx(0.1), model=NormMLP, client_callbacks=[Counts()])
+    assert same_bytes(alone, watched)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [lambda: SequentialEngine(0), lambda: ProcessesEngine(2), lambda: AutoEngine(1)],
+    ids=["alone", "processes", "auto"],
+)
+def test_every_engine_gives_the_same(tmp_path, engine):
+    options = {"client_callbacks": [Counts(), EarlyStopping("train_loss", patience=0, min_delta=0.3)], "rounds": 2}
+    runs = []
+    for name, one in (("sequential", SequentialEngine()), ("other", engine())):
+        runs.append(experiment(tmp_path / name, model=NormMLP, engine=one, trainer=CPU | {"max_epochs": 4}, **options))
+        runs[-1].fit()
+    assert same_bytes(*(run.state["model"] for run in runs))
+    assert untimed(runs[0].csv.rows) == untimed(runs[1].csv.rows)
+    assert client_series(tmp_path / "sequential", 2) == client_series(tmp_path / "other", 2)
+
+
+def test_the_stacked_engine_refuses_them(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot stack the callback Timer \(it is for one fit.*use SequentialEngine"):
+        experiment(tmp_path, engine=StackedEngine(), client_callbacks=[Timer()]).fit()
+    assert not tmp_path.joinpath("config.yaml").exists()
+
+
+def test_a_resumed_run_goes_on_to_the_same_bytes(tmp_path):
+    options = {"client_callbacks": [Counts()], "rounds": 4}
+    whole, half = experiment(tmp_path / "whole", **options), experiment(tmp_path / "half", **options | {"rounds": 2})
+    whole.fit()
+    half.fit()
+    rest = experiment(tmp_path / "half", **options)
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+
+
+# --- Those that change a fit ---
+
+
+class Rising(LossTerm):
+    """Its n-th step adds n, or the numbers that were given."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values, self.steps = values, 0
+
+    def begin(self, module):
+        self.steps = 0
+
+    def begin_epoch(self, module):
+        self.epoch = module.current_epoch
+
+    def forward(self, step):
+        return step.logits.sum() * 0 + 1000.0 * self.values[self.epoch]
+
+
+def test_a_fit_stops_early_on_its_epochs_losses(tmp_path):
+    """Their mean over the fit so far still falls in the third epoch, in which the epoch's own rises."""
+    term = FedAvg(loss_terms=[Rising(9, 1, 2, 3, 4, 5)])
+    run = one_client(tmp_path, Epochs(), EarlyStopping("train_loss", patience=1), epochs=6, algorithm=term)
+    run.fit()
+    assert run.csv.rows[0]["client/epochs"] == 3
+    assert run.csv.rows[0]["client/train_loss"] == pytest.approx(1000 * (9 + 1 + 2) / 3, rel=0.01)
+
+
+class Recording(DummyLogger):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append(metrics)
+
+
+def test_a_plain_trainer_logs_each_epochs_own_losses(tmp_path):
+    run = one_client(tmp_path, algorithm=FedAvg(loss_terms=[Rising(1, 3)]))
+    run.load()
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    data, logger = TensorDataset(torch.rand(8, 1, 8, 8), torch.randint(10, (8,))), Recording()
+    with lightning_at_ease():
+        trainer = L.Trainer(accelerator="cpu", max_epochs=2, log_every_n_steps=1, logger=logger, **quiet)
+        trainer.fit(run.worker.module(), DataLoader(data, 4))
+    assert [row["train_rising"] for row in logger.told if "train_rising" in row] == [1000.0, 3000.0]
+
+
+class MeanOfTwo(WeightAveraging):
+    """The mean of what the last two epochs end with."""
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None and epoch_idx >= 1
+
+
+def test_averaged_weights_are_what_is_uploaded(tmp_path):
+    ends = []
+    for epochs in (2, 3):
+        plain = one_client(tmp_path / str(epochs), epochs=epochs, model=NormMLP)
+        plain.fit()
+        ends.append(plain.state["model"])
+    averaged = one_client(tmp_path / "mean", MeanOfTwo(), model=NormMLP)
+    averaged.fit()
+    for name, value in averaged.state["model"].items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_a_fit_that_takes_no_step_is_the_clients_failure(tmp_path):
+    with pytest.raises(ClientFailure, match=r"client 0, round 1: the fit was over before its first step, ended by one"):
+        one_client(tmp_path, Ends()).fit()
+
+
+def test_an_error_of_theirs_is_the_clients(tmp_path):
+    with pytest.raises(ClientFailure, match=r"^client \d, round 1: RuntimeError: enough$"):
+        experiment(tmp_path, client_callbacks=[Quits()]).fit()
+
+
+# --- What is refused ---
+
+STAND_INS = {
+    "ModelCheckpoint": "checkpoint_every",
+    "Checkpoint": "checkpoint_every",
+    "OnExceptionCheckpoint": "checkpointed",
+    "ProgressBar": "RoundProgress",
+    "RichProgressBar": "RoundProgress",
+    "TQDMProgressBar": "RoundProgress",
+    "ModelSummary": "client_module",
+    "RichModelSummary": "client_module",
+    "BasePredictionWriter": "client_module",
+    "BatchSizeFinder": "batch_size",
+    "LearningRateFinder": "sweep",
+    "GradientAccumulationScheduler": "trainer.accumulate_grad_batches",
+    "BackboneFinetuning": "FedRep",
+    "StochasticWeightAveraging": "EMAWeightAveraging",
+    "SpikeDetection": "on_client_failure drop",
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_one_without_a_use_says_what_to_use(tmp_path, name):
+    kind = getattr(lightnings, name)
+    for given in (object.__new__(type(name, (kind,), {})), object.__new__(type("Own", (kind,), {}))):
+        told = f"^client_callbacks: {type(given).__name__} makes no sense in a client's fit: .*{STAND_INS[name]}"
+        with pytest.raises(ConfigError, match=told):
+            experiment(tmp_path, client_callbacks=[given]).load()
+
+
+def test_every_callback_of_lightnings_is_known_or_refused():
+    assert {*known_callbacks(), *STAND_INS, "Callback", "BaseFinetuning"} == set(lightnings.__all__)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            EarlyStopping("val_loss"),
+            "EarlyStopping.monitor: val_loss: a client's fit has no validation; monitor train_loss",
+        ),
+        (
+            EarlyStopping("train_los"),
+            "EarlyStopping.monitor: there is no metric 'train_los'; there are train_loss, train_ce",
+        ),
+        (
+            EarlyStopping("train_loss", check_on_train_epoch_end=False),
+            "EarlyStopping.check_on_train_epoch_end: a client",
+        ),
+        (Locked(), "Locked cannot be copied, and each fit has a copy: there is one of me"),
+        (RowNorms(), "RowNorms watches the run, not a client's fit; give it under callbacks"),
+        (3, "int is no callback"),
+    ],
+    ids=["validation", "unknown", "after validation", "one of a kind", "of a run", "none"],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, given, told):
+    with pytest.raises(ConfigError, match=f"^client_callbacks: {re.escape(told)}"):
+        experiment(tmp_path / "run", client_callbacks=[given]).fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_callback_may_log_what_is_watched(tmp_path):
+    """A metric of which nobody says beforehand that it is there is looked for in the fit."""
+    run = one_client(tmp_path, Counts(), Epochs(), EarlyStopping("mean_number", patience=0), epochs=4)
+    run.fit()
+    assert run.csv.rows[0]["client/epochs"] == 2
+
+
+def test_one_of_lightnings_is_refused_where_the_runs_belong(tmp_path):
+    for given, mend in (
+        (LearningRateMonitor(), "client_callbacks"),
+        (lightnings.ModelCheckpoint(), "checkpoint_every"),
+    ):
+        with pytest.raises(ConfigError, match=f"^callbacks: {type(given).__name__} is Lightning's: .*{mend}"):
+            experiment(tmp_path, callbacks=[given])
+
+
+# --- On the command line ---
+
+FIT = ["fit", "--config", "tiny.yaml", "--rounds", "1", "--run_dir", "run"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--client_callbacks", "[RowNorms]"], ["client_callbacks: RowNorms watches the run", "under callbacks"]),
+        (["--client_callbacks", "[fl_lightning.callbacks.RowNorms]"], ["RowNorms watches the run", "under callbacks"]),
+        (
+            ["--callbacks", "[LearningRateMonitor]"],
+            ["LearningRateMonitor is Lightning's", "client_callbacks"],
+        ),
+        (["--callbacks+=lightning.pytorch.callbacks.Timer"], ["Timer is Lightning's", "under client_callbacks"]),
+        (["--callbacks", "[RichProgressBar]"], ["RichProgressBar is Lightning's", "RoundProgress"]),
+        (["--client_callbacks", "[ModelCheckpoint]"], ["ModelCheckpoint makes no sense", "checkpoint_every"]),
+        (["--client_callbacks", "[Tymer]"], ["there is no class 'Tymer'", "EarlyStopping", "Timer"]),
+        (["--client_callbacks", "[EarlyStopping]"], ["client_callbacks: monitor must be given"]),
+        (["--client_callbacks", "Timer"], ["client_callbacks: got 'Timer', expected list"]),
+        (["--client_callbacks", "[Timer]", "--engine", "stacked"], ["cannot stack the callback Timer"]),
+    ],
+)
+def test_the_command_line_says_where_one_belongs(here, words, told):
+    code, _, err = run(*FIT, *words)
+    assert (code, len(err.splitlines())) == (2, 1), err
+    assert all(part in err for part in told), err
+    assert not (here / "run").exists()
+    assert run(*FIT, "--client_callbacks", "[Timer]").code == 0
+
+
+def test_a_run_with_callbacks_is_resumed_from_its_own_config(tmp_path):
+    words = ["--client_callbacks+=EarlyStopping", "--client_callbacks.monitor=train_loss"]
+    tiny(tmp_path / "run", *words, "--client_callbacks+=LearningRateMonitor", "--client_callbacks+=Timer")
+    outcome = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
+    assert outcome.code == 0, outcome.err
+    code, _, err = run("fit", "--resume", tmp_path / "run", "--rounds", "5", "--client_callbacks", "null")
+    assert code == 2
+    assert "client_callbacks" in err

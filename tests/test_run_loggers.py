@@ -1,0 +1,385 @@
+"""A run's loggers: several, none, and Lightning's own, which leave their files in the run's folder and go on there."""
+
+import csv
+import importlib.util
+import json
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from commands import TINY, rows, run, tiny
+from experiments import experiment
+from fl_lightning.callbacks import RoundCallback
+from lightning.pytorch import loggers as lightnings
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from fl_lightning import file_loggers
+from fl_lightning.errors import ConfigError
+from fl_lightning.file_loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+from fl_lightning.loggers import Loggers, known_loggers
+from fl_lightning.round_logger import Labels, RoundLogger
+from fl_lightning.run_folder import WRITTEN
+
+LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
+COUNTS = np.ones((3, 2), dtype=int)
+
+
+class Recording(DummyLogger):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log_hyperparams(self, params, *rest):
+        self.told.append("config")
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, metrics))
+
+    def save(self):
+        self.told.append("save")
+
+    def finalize(self, status):
+        self.told.append(status)
+
+
+class Knowing(Recording, RoundLogger):
+    """Keeps what it is told of a run's moments, too."""
+
+    def check(self, run_dir=None):
+        self.told.append("check")
+
+    def begin(self, run_dir, config, labels, round, counts=None):
+        self.told.append(("begin", round, labels.tags))
+
+    def log_summary(self, summary):
+        self.told.append(("summary", summary["rounds"]))
+
+    def log_files(self):
+        self.told.append("files")
+
+
+class Failing(Recording, RoundLogger):
+    """Cannot begin."""
+
+    def begin(self, *given, **options):
+        raise RuntimeError("no room")
+
+
+class Beside(RoundCallback):
+    """Logs by itself."""
+
+    def on_round_end(self, run, metrics):
+        run.logger.log_metrics({"beside": 7.0}, step=run.round)
+
+
+def lines(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def series(run_dir):
+    """What metrics.csv and clients.csv say, by round, as loggers are told it."""
+    found = {int(row["round"]): {k: float(v) for k, v in row.items() if v and k != "round"} for row in rows(run_dir)}
+    for row in rows(run_dir, "clients.csv"):
+        own = {k: float(v) for k, v in row.items() if v and k not in ("round", "client")}
+        found[int(row["round"])] |= {f"client_{row['client']}/{k}": v for k, v in own.items()}
+    return found
+
+
+def csv_logs(run_dir, place="csv_logs/metrics.csv"):
+    told = lines(run_dir / place)
+    assert len({row["step"] for row in told}) == len(told)
+    return {int(row["step"]): {k: float(v) for k, v in row.items() if v and k != "step"} for row in told}
+
+
+def events(folder):
+    """The scalars of a TensorBoard folder, by step."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = reading.EventAccumulator(str(folder))
+    accumulator.Reload()
+    found = {}
+    for name in accumulator.Tags()["scalars"]:
+        for event in accumulator.Scalars(name):
+            found.setdefault(event.step, {})[name] = event.value
+    return found
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, rel=1e-6, nan_ok=True)
+
+
+# --- Several, and none ---
+
+
+def test_several_are_told_the_same(tmp_path):
+    one, other = Recording(), Recording()
+    experiment(tmp_path, rounds=2, logger=[one, other]).fit(config={"seed": 0})
+    assert one.told == other.told
+    steps = [told[0] for told in one.told if isinstance(told, tuple)]
+    assert (one.told[0], steps, one.told[-1]) == ("config", [1, 2], "success")
+
+
+def test_one_that_knows_of_runs_is_told_of_their_moments(tmp_path):
+    knowing = Knowing()
+    experiment(tmp_path, rounds=2, logger=knowing, callbacks=[Beside()]).fit()
+    moments = [len(told[1]) if isinstance(told[0], int) else told for told in knowing.told]
+    (row,) = {count for count in moments if isinstance(count, int) and count > 1}
+    a_round = lambda n: [row, 1, "save", ("summary", n)]  # noqa: E731
+    begin = ("begin", 0, ["FedAvg", "Digits", "Dirichlet"])
+    assert moments == ["check", begin, *a_round(1), *a_round(2), "files", "success"]
+    assert (2, {"beside": 7.0}) in knowing.told
+
+
+@pytest.mark.parametrize("given", [None, False, [], ()])
+def test_there_need_be_none(tmp_path, given):
+    run = experiment(tmp_path, rounds=1, logger=given)
+    run.fit()
+    assert not run.logger
+    assert {path.name for path in tmp_path.iterdir()} <= {*WRITTEN} - {"wandb", "csv_logs", "tensorboard", "mlflow"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (True, "True is no Lightning logger; give one, a list of them, or false"),
+        ([Recording(), "CSVLogger"], "'CSVLogger' is no Lightning logger"),
+        ([CSVLogger(), Recording(), CSVLogger(prefix="x")], "CSVLogger is there twice"),
+    ],
+)
+def test_what_is_no_logger_is_refused(tmp_path, given, told):
+    with pytest.raises(ConfigError, match=f"^logger: {told}"):
+        experiment(tmp_path, logger=given)
+    assert len(Loggers([Recording(), Recording()])) == 2
+
+
+def test_where_one_cannot_begin_the_others_are_closed(tmp_path):
+    first, last = Recording(), Recording()
+    with pytest.raises(ConfigError, match=r"^logger: no room$"):
+        experiment(tmp_path / "run", logger=[first, Failing(), last]).fit(config={"seed": 0})
+    assert (first.told, last.told) == (["config", "failed"], [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_go_to_those_that_take_them(tmp_path):
+    class Pictures(Recording):
+        def log_image(self, key, images, step=None, caption=None):
+            self.told.append((key, images, step, caption))
+
+    plain, taking = Recording(), Pictures()
+    Loggers([plain, taking]).log_image("figures/x", ["a.png"], step=3, caption=["round 3"])
+    assert (plain.told, taking.told) == ([], [("figures/x", ["a.png"], 3, ["round 3"])])
+
+
+# --- In the run's folder, whole and after a kill ---
+
+LOCAL = ["CSVLogger", "TensorBoardLogger"]
+
+
+def test_files_lie_in_the_runs_folder_and_hold_its_rows(tmp_path):
+    pytest.importorskip("tensorboard")
+    tiny(tmp_path / "run", "--logger", f"[{', '.join(LOCAL)}]")
+    close(csv_logs(tmp_path / "run"), series(tmp_path / "run"))
+    told = events(tmp_path / "run" / "tensorboard")
+    assert told.pop(0) == {"hp_metric": -1.0}
+    close(told, series(tmp_path / "run"))
+    for place in ("csv_logs", "tensorboard"):
+        assert yaml.safe_load((tmp_path / "run" / place / "hparams.yaml").read_text())["rounds"] == 3
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN)
+
+
+@pytest.mark.parametrize("harm", ["none", "later rows", "cut short", "new column"])
+def test_a_resumed_run_goes_on_in_its_files(tmp_path, harm):
+    pytest.importorskip("tensorboard")
+    run_dir = tmp_path / "run"
+    tiny(run_dir, "--logger", f"[{', '.join(LOCAL)}]")
+    logged = run_dir / "csv_logs" / "metrics.csv"
+    text = logged.read_text()
+    width = text.splitlines()[0].count(",")
+    last = "," * text.splitlines()[0].split(",").index("step")
+    if harm == "later rows":  # as a kill after round 5 leaves them, whose last checkpoint is of round 3
+        logged.write_text(text + f"{last}4{',' * (width - len(last))}\n{last}5{',' * (width - len(last))}\n")
+        stray = lightnings.TensorBoardLogger(str(run_dir), name="tensorboard", version="")
+        stray.log_metrics({"global/acc": 99.0, "stray": 1.0}, step=5)
+        stray.finalize("failed")
+    if harm == "cut short":
+        logged.write_text(text + "0.25,0.5")
+    callbacks = ["--callbacks", "[{class_path: ClientDrift, init_args: {every: 1}}]"] if harm == "new column" else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outcome = run("fit", "--resume", run_dir, "--rounds", "5", *callbacks)
+    assert outcome.code == 0, outcome.err
+    close(csv_logs(run_dir), series(run_dir))
+    told = events(run_dir / "tensorboard")
+    told.pop(0)
+    close(told, series(run_dir))
+    assert set(csv_logs(run_dir)) == {1, 2, 3, 4, 5}
+
+
+def test_a_resume_to_before_the_first_row_begins_the_file_anew(tmp_path):
+    logger = CSVLogger()
+    logger.begin(tmp_path, {}, LABELS, 0)
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.save()
+    again = CSVLogger()
+    again.begin(tmp_path, {}, LABELS, 0)
+    assert not (tmp_path / "csv_logs" / "metrics.csv").exists()
+    again.log_metrics({"b": 2.0}, step=1)
+    again.save()
+    assert csv_logs(tmp_path) == {1: {"b": 2.0}}
+
+
+def test_a_prefix_begins_the_names(tmp_path):
+    tiny(tmp_path / "run", "--logger", "CSVLogger", "--logger.prefix", "mine")
+    assert csv_logs(tmp_path / "run")[3]["mine-global/acc"] == series(tmp_path / "run")[3]["global/acc"]
+
+
+def test_a_folder_of_its_own_is_lightnings(tmp_path):
+    tiny(tmp_path / "run", "--logger=CSVLogger", f"--logger.save_dir={tmp_path / 'logs'}", "--logger.name=mine")
+    close(csv_logs(tmp_path / "logs", "mine/version_0/metrics.csv"), series(tmp_path / "run"))
+    outcome = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
+    assert outcome.code == 0, outcome.err
+    assert set(csv_logs(tmp_path / "logs", "mine/version_1/metrics.csv")) == {4}
+    assert not (tmp_path / "run" / "csv_logs").exists()
+
+
+def test_no_link_in_the_folder_is_followed(tmp_path):
+    tiny(tmp_path / "run", "--logger", "CSVLogger")
+    (tmp_path / "elsewhere.csv").write_text("mine")
+    place = tmp_path / "run" / "csv_logs" / "metrics.csv"
+    place.unlink()
+    place.symlink_to(tmp_path / "elsewhere.csv")
+    code, _, err = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
+    assert code == 2
+    assert "is a link" in err
+    assert (tmp_path / "elsewhere.csv").read_text() == "mine"
+
+
+def test_a_picture_reaches_tensorboard(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    words = ["--rounds=1", "--logger", "TensorBoardLogger", "--callbacks", "[ClientDrift]"]
+    tiny(tmp_path / "run", *words)
+    accumulator = reading.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    accumulator.Reload()
+    (name,) = accumulator.Tags()["images"]
+    (image,) = accumulator.Images(name)
+    assert (name, image.step) == ("figures/drift", 1)
+    assert image.width > 100
+
+
+# --- MLflow ---
+
+mlflow_as_it_is = pytest.mark.filterwarnings("ignore:The ``noload``", "ignore::DeprecationWarning:mlflow")
+
+
+def metrics_of(run_dir):
+    """The MLflow runs of a run's folder: their metrics by step, parameters, tags and status."""
+    mlflow = pytest.importorskip("mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{run_dir}/mlflow/mlflow.db")
+    found = []
+    (experiment,) = [one for one in client.search_experiments() if one.name == "fl-lightning"]
+    for one in client.search_runs([experiment.experiment_id]):
+        steps = {}
+        for name in one.data.metrics:
+            for metric in client.get_metric_history(one.info.run_id, name):
+                assert name not in steps.setdefault(metric.step, {})
+                steps[metric.step][name] = metric.value
+        found.append((steps, one.data.params, one.data.tags, one.info.status))
+    return found
+
+
+@mlflow_as_it_is
+def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
+    pytest.importorskip("mlflow")
+    run_dir = tmp_path / "run"
+    tiny(run_dir, "--rounds", "2", "--logger", "MLFlowLogger", "--checkpoint_every", "5")
+    assert {path.name for path in run_dir.iterdir()} <= set(WRITTEN)
+    outcome = run("fit", "--resume", run_dir, "--rounds", "4")
+    assert outcome.code == 0, outcome.err
+    ((steps, parameters, tags, status),) = metrics_of(run_dir)
+    close(steps, series(run_dir))
+    assert parameters["algorithm/class_path"].endswith("FedSKC")
+    assert (tags["algorithm"], tags["dataset"], tags["partition"]) == ("FedSKC", "Digits", "Dirichlet")
+    assert tags["mlflow.runName"] == "run-rounds=2-seed0"
+    assert status == "FINISHED"
+
+
+@mlflow_as_it_is
+def test_rounds_that_mlflow_holds_are_not_sent_again(tmp_path):
+    pytest.importorskip("mlflow")
+    told = os.environ.get("MLFLOW_TRACKING_URI")
+    first = MLFlowLogger()
+    first.begin(tmp_path, {"seed": 0}, LABELS, 0)
+    for step in (1, 2, 3):
+        first.log_metrics({"time/round_s": 1.0, "a": step}, step=step)
+    first.finalize("failed")
+    assert os.environ.get("MLFLOW_TRACKING_URI") == told
+    again = MLFlowLogger()
+    again.check(tmp_path)
+    again.begin(tmp_path, {"seed": 1}, LABELS, 2)
+    for step in (3, 4):
+        again.log_metrics({"time/round_s": 1.0, "a": 10 * step}, step=step)
+    again.finalize("success")
+    ((steps, parameters, _, status),) = metrics_of(tmp_path)
+    assert {step: row["a"] for step, row in steps.items()} == {1: 1, 2: 2, 3: 3, 4: 40}
+    assert (parameters, status) == ({"seed": "0"}, "FINISHED")
+
+
+def test_a_note_of_mlflow_that_is_none_is_refused(tmp_path):
+    pytest.importorskip("mlflow")
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "run_id").write_text("../../x")
+    with pytest.raises(ConfigError, match=r"run_id is damaged: put it back, or remove it to begin another MLflow run"):
+        MLFlowLogger().check(tmp_path)
+
+
+# --- On the command line ---
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("logger: null\n", ""))
+    return tmp_path
+
+
+FIT = ["fit", "--config", "tiny.yaml", "--rounds", "1", "--run_dir", "run"]
+
+
+def test_one_more_comes_to_the_default(here):
+    assert run(*FIT, "--logger+=CSVLogger").code == 0
+    assert (here / "run" / "wandb" / "run.json").is_file()
+    assert set(csv_logs(here / "run")) == {1}
+    assert json.loads((here / "run" / "wandb" / "run.json").read_text())["name"] == "tiny-rounds=1-seed0"
+
+
+@pytest.mark.parametrize("word", ["null", "false", "False", "[]"])
+def test_none_is_said_in_many_words(here, word):
+    code, _, err = run(*FIT, "--logger", word)
+    assert code == 0, err
+    assert not (here / "run" / "wandb").exists()
+    assert run("fit", "--resume", "run", "--rounds", "2").code == 0
+    assert run("test", "run").code == 0
+
+
+@pytest.mark.parametrize(("name", "package"), [("TensorBoardLogger", "tensorboard"), ("MLFlowLogger", "mlflow")])
+def test_a_package_that_is_missing_is_named_with_its_command(here, name, package, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(file_loggers, "find_spec", lambda wanted: None if wanted == package else find(wanted))
+    code, _, err = run(*FIT, "--logger", name)
+    told = f"logger: it needs {package}; pip install 'fl-lightning[{package}]'"
+    assert (code, err) == (2, f"fl-lightning: error: {told}\n")
+    assert not Path("run").exists()
+
+
+def test_all_that_write_to_the_runs_folder_are_named():
+    assert known_loggers() == ["CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"]
+    assert issubclass(TensorBoardLogger, lightnings.TensorBoardLogger)

@@ -1,0 +1,68 @@
+"""Every option of Lightning's `Trainer`: taken, or refused with what stands in its place."""
+
+import inspect
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import yaml
+from commands import TINY, run
+from experiments import experiment
+
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.commands import fit
+from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import experiment_parser
+from fl_lightning.trainer_options import TRAINER_KEYS, TRAINER_MENDS
+
+OPTIONS = set(inspect.signature(L.Trainer).parameters)
+
+
+def test_none_is_both_taken_and_refused_and_none_is_forgotten():
+    assert not TRAINER_KEYS & TRAINER_MENDS.keys()
+    assert TRAINER_KEYS | TRAINER_MENDS.keys() == OPTIONS
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS - TRAINER_KEYS))
+def test_a_key_that_is_not_taken_says_what_to_use(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    config = yaml.safe_load(TINY)
+    config["trainer"][name] = 1
+    Path("bad.yaml").write_text(yaml.safe_dump(config))
+    told = f"fl-lightning: error: trainer.{name}: {TRAINER_MENDS[name]}\n"
+    assert run("fit", "--config", "tiny.yaml", f"--trainer.{name}", "1") == (2, "", told)
+    assert run("fit", "--config", "bad.yaml") == (2, "", told)
+    with pytest.raises(ConfigError, match=f"^{re.escape(told[21:-1])}$"):
+        experiment(tmp_path / "run", trainer={name: None}).fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.yaml", "tiny.yaml"]
+
+
+def test_what_is_told_of_is_there():
+    """The keys that a mend names are keys of an experiment."""
+    keys = {action.dest for action in experiment_parser()._actions}
+    own = {word for mend in TRAINER_MENDS.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", mend)}
+    assert own <= keys
+    for key in ("client_callbacks", "callbacks", "checkpoint_every", "keep_checkpoints", "evaluate_every", "run_dir"):
+        assert key in keys
+        assert any(key in mend for mend in TRAINER_MENDS.values())
+
+
+@pytest.mark.parametrize("name", sorted(TRAINER_KEYS))
+def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
+    values = {"accelerator": "cpu", "precision": "64-true", "gradient_clip_algorithm": "norm", "deterministic": True}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fit, "summary_table", lambda summary: "")
+    given = []
+    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda self, *rest: given.append(self._worker_options["trainer"]))
+    Path("tiny.yaml").write_text(TINY)
+    value = values.get(name, True if name in ("benchmark", "detect_anomaly") else 1)
+    outcome = run("fit", "--config", "tiny.yaml", f"--trainer.{name}", str(value))
+    assert outcome.code == 0, outcome.err
+    assert str(given[0][name]) == str(value)
+
+
+def test_one_that_nobody_knows_yet_names_those_there_are(tmp_path):
+    with pytest.raises(ConfigError, match=r"^trainer.frobnicate: a client's fit does not take it; there are acc"):
+        experiment(tmp_path, trainer={"frobnicate": 1}).fit()
