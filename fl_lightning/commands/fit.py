@@ -22,12 +22,13 @@ from fl_lightning.report.tables import summary_table
 from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
 from fl_lightning.seal import MAY_CHANGE
+from fl_lightning.spelling import spelled
 from fl_lightning.trust import let_in, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
-    words = with_rival(with_config_paths(words))
+    words = with_rival(spelled(with_config_paths(words)))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
