@@ -85,7 +85,7 @@ class ConfusionMatrix(RoundFigure):
         figure, places = panels(len(drawn))
         classes = len(next(iter(drawn.values())))
         side = min(4.0 + 0.05 * classes, 9.0)
-        figure.set_size_inches(side * len(drawn) + 0.6, side)
+        figure.set_size_inches(side * len(drawn) + 1.0, side + 0.6)
         for axes, (title, matrix) in zip(places, drawn.items(), strict=True):
             held = matrix.sum(axis=1, keepdims=True)
             shares = np.ma.masked_where(np.repeat(held == 0, classes, axis=1), matrix / np.maximum(held, 1))

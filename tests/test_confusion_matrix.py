@@ -152,9 +152,11 @@ def test_labels_are_legible_at_any_number_of_classes(classes):
             boxes.sort(key=lambda box: getattr(box, start))
             assert len(boxes) >= min(classes, 10)
             assert all(getattr(a, end) < getattr(b, start) for a, b in pairwise(boxes))
-        title = axes.title.get_window_extent()
-        assert title.x0 >= 0
-        assert title.x1 <= figure.bbox.x1
+        for text in (axes.title, axes.xaxis.label):
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= 0
+            assert box.x1 <= figure.bbox.x1
+            assert box.y1 <= figure.bbox.y1
         assert len(axes.texts) == (np.count_nonzero(axes.images[0].get_array().filled(0)) if classes <= 12 else 0)
     first, second = (axes.title.get_window_extent() for axes in figure.axes[:2])
     assert first.x1 < second.x0
