@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
     """A working folder with a config and a run's folder, and a `fit` that ends before it begins."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: {})
-    monkeypatch.setattr(fit, "summary_table", lambda summary: "fitted")
+    monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
     Path("tiny.yaml").write_text(TINY)
     Path("runs/old").mkdir(parents=True)
     Path("runs/old/config.yaml").write_text(TINY)

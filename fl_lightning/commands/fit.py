@@ -52,7 +52,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     orchestrator = build(given, parser, run_dir)
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     summary = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(summary))
+    Console().print(summary_table(summary, orchestrator.evaluation.clients))
     print(f"run: {run_dir}")
     return 0
 
