@@ -124,6 +124,15 @@ def test_nothing_to_test_on_is_refused(tmp_path):
         figure.check(run)
 
 
+def test_few_shot_data_tests_on_other_classes_so_there_is_no_global_matrix(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure])
+    run._build()
+    assert "global" in figure.measure(run)
+    run.data.data.evaluate = lambda module, batches: None
+    assert {*figure.measure(run)} == {"worst", "client"}
+
+
 def test_the_command_line_knows_it(tmp_path):
     tiny(tmp_path / "run", "--callbacks+=confusion_matrix", "--callbacks.every", "2")
     assert len([*(tmp_path / "run" / "figures" / "confusion_matrix").glob("*.png")]) == 2
