@@ -133,6 +133,15 @@ def test_few_shot_data_tests_on_other_classes_so_there_is_no_global_matrix(tmp_p
     assert {*figure.measure(run)} == {"worst", "client"}
 
 
+def test_of_clients_that_are_alike_the_first_is_the_worst(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure])
+    run._build()
+    for shard in run.data.shards:
+        shard.test = run.data.shards[0].test
+    assert figure.measure(run)["client"] == 0
+
+
 def test_the_command_line_knows_it(tmp_path):
     tiny(tmp_path / "run", "--callbacks+=confusion_matrix", "--callbacks.every", "2")
     assert len([*(tmp_path / "run" / "figures" / "confusion_matrix").glob("*.png")]) == 2
