@@ -26,9 +26,8 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
         summary: The run's figures, as `summarize` gives them.
         clients: Which model stood for a client, as in `Evaluation`.
     """
-    table = Table(title=f"{summary['rounds']} rounds", caption_justify="left")
-    for header, longest in (("", "weighted"), ("last", "reached"), ("best", "0.1234"), ("best\nround", "round")):
-        table.add_column(header, min_width=len(longest))  # names and rounds are wrapped in 40 columns, no word is cut
+    headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
+    table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
     names = {
         "global/acc": "global acc",
         "client/acc_mean": "client acc",
