@@ -6,6 +6,7 @@ from fl_lightning.callbacks.checkpointing import Checkpointing
 from fl_lightning.callbacks.class_relations import ClassRelations
 from fl_lightning.callbacks.cluster_norms import ClusterNorms
 from fl_lightning.callbacks.communication import BytesByRound, CommunicationMeter
+from fl_lightning.callbacks.confusion_matrix import ConfusionMatrix
 from fl_lightning.callbacks.divergence import UnitDivergence
 from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
@@ -22,6 +23,7 @@ __all__ = [
     "ClientDrift",
     "ClusterNorms",
     "CommunicationMeter",
+    "ConfusionMatrix",
     "EarlyStopping",
     "KnowledgeMap",
     "RoundCallback",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Bbox
 
 from fl_lightning.algorithms.global_model.fedskc import local_knowledge
 from fl_lightning.errors import ConfigError
@@ -18,6 +24,14 @@ from fl_lightning.report.figures import panels
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
     from fl_lightning.orchestrator import FederatedOrchestrator
+
+
+MOST_IN_LEGEND = 20
+"""Up to how many classes each has a line of its own in the legend; of more there is a colour scale."""
+DIAMOND = 7.5
+"""Side of a diamond, in points."""
+MOST_LABELS = 120
+"""Up to how many classes of a client's knowledge are named beside it."""
 
 
 class KnowledgeMap(RoundFigure):
@@ -89,13 +103,78 @@ class KnowledgeMap(RoundFigure):
         }
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Samples by class, the client's knowledge as large points."""
+        """Samples as points in the colours of their classes, the client's knowledge as diamonds with theirs beside."""
+        labels, held = arrays["labels"], arrays["classes"]
+        classes = int(max(labels.max(), held.max(initial=0))) + 1
+        named = classes <= MOST_IN_LEGEND
+        colors = colormaps["tab10" if classes <= 10 else "tab20" if named else "turbo"]
+        scale: dict[str, Any] = {"cmap": colors, "vmin": 0, "vmax": colors.N - 1 if named else classes - 1}
         figure, (axes,) = panels(1)
-        (x, y), (at_x, at_y), labels = arrays["points"].T, arrays["knowledge"].T, arrays["labels"]
-        axes.scatter(x, y, c=labels, s=8, cmap="tab10" if labels.max() < 10 else "hsv")
-        axes.scatter(at_x, at_y, s=130, color="blue", edgecolors="white")
-        for point, label in zip(arrays["knowledge"], arrays["classes"], strict=True):
-            axes.annotate(str(label), point, color="white", ha="center", va="center", fontsize=7)
+        side = min(4.2 + 0.05 * max(0, len(held) - 10), 9.0)
+        figure.set_size_inches(side + 1.5, side + 0.6)
+        (x, y), (at_x, at_y) = arrays["points"].T, arrays["knowledge"].T
+        shown = axes.scatter(x, y, c=labels, s=8, **scale)
+        axes.scatter(at_x, at_y, c=held, s=DIAMOND**2, marker="D", edgecolors="black", zorder=4, **scale)
         axes.set(xticks=[], yticks=[])
-        axes.set_title(f"test samples, and knowledge of client {arrays['client']}", fontsize=9)
+        axes.set_title("logits of test samples, and structural knowledge", fontsize=9)
+        kinds = [
+            Line2D([], [], color="grey", marker=".", linestyle="", label="test sample"),
+            Line2D([], [], color="grey", marker="D", markeredgecolor="black", linestyle="", label=self._whose(arrays)),
+        ]
+        figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        if named:
+            points = [
+                Line2D([], [], color=colors(j), marker="o", linestyle="", label=str(j))
+                for j in np.union1d(labels, held).tolist()
+            ]
+            figure.legend(handles=points, loc="outside right upper", title="class", fontsize=8, frameon=False)
+        else:
+            figure.colorbar(shown, ax=axes, label="class")
+        if len(held) <= MOST_LABELS:
+            label_apart(axes, arrays["knowledge"], [str(label) for label in held])
         return figure
+
+    @staticmethod
+    def _whose(arrays: Arrays) -> str:
+        return f"knowledge of client {arrays['client']}, by class"
+
+
+def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
+    """Write a text beside each point, where it lies on no other text and no other point, with a line to its own.
+
+    The picture is laid out first and its size is settled then.
+
+    Args:
+        axes: Where the points are drawn.
+        points: `(n, 2)`, in the axes' own numbers.
+        texts: One a point.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    notes = [axes.annotate(text, (0, 0), xycoords="figure pixels", fontsize=7) for text in texts]
+    sizes = np.array([(box.width, box.height) for box in (note.get_window_extent() for note in notes)]).reshape(-1, 2)
+    inside, marker = axes.get_window_extent(), DIAMOND * 2**0.5 * figure.dpi / 72
+    at = axes.transData.transform(points) if len(points) else points
+    taken = [Bbox.from_bounds(x - marker / 2, y - marker / 2, marker, marker) for x, y in at]
+    for note, size, point in zip(notes, sizes + 2, at, strict=True):
+        note.remove()
+        for place in around(point, marker):
+            box = Bbox.from_bounds(*(place - size / 2), *size)
+            within = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0 and box.y1 < inside.y1
+            if within and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+        spot, own = axes.transData.inverted().transform([place, point])
+        line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+        halo = [withStroke(linewidth=1.5, foreground="white")]
+        style: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "zorder": 3, "path_effects": halo}
+        axes.annotate(note.get_text(), own, xytext=spot, arrowprops=line, **style)
+
+
+def around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:
+    """Places about a point, on circles that grow by `step`, twenty of them."""
+    for ring in range(1, 21):
+        for angle in np.linspace(np.pi / 4, 9 * np.pi / 4, 8 * ring, endpoint=False):
+            yield point + step * ring * np.array([np.cos(angle), np.sin(angle)])

@@ -145,18 +145,27 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, *words = words
     if name not in COMMANDS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, COMMANDS, 1)
-        mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no command {name!r}; {mend}")
+        raise ConfigError(f"there is no command {name!r}; {_command_meant(name, words)}")
     command = load(f"fl_lightning.commands.{name}")
     parser = command.parser()
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
-    with load("fl_lightning.cli_errors").plainly(parser):
-        given = parser.parse_args(getattr(command, "expand", list)(words))
+    plainly = load("fl_lightning.cli_errors").plainly
+    with plainly(parser):
+        words = getattr(command, "expand", list)(words)
+    with plainly(parser, words):
+        given = parser.parse_args(words)
     with stopped_by_interrupts():
         return command.main(given, parser)
+
+
+def _command_meant(name: str, words: Sequence[str]) -> str:
+    from fl_lightning.other_tools import COMMANDS as OTHERS
+    from fl_lightning.spelling import fold, nearest
+
+    if name.startswith("-"):
+        return f"did you mean: fl-lightning fit {name} {' '.join(words)}".rstrip() + "?"
+    near = OTHERS.get(fold(name)) or nearest(name, COMMANDS)
+    return f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
 
 
 def usage() -> str:

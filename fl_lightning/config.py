@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 
 from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.spelling import nearest
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -47,19 +49,53 @@ def with_config_paths(words: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> str:
-    """A config file by path, or by the bare name of a shipped one.
+    """A config file by path, or by the bare name of a shipped one; `.yaml` may be left out.
 
     Raises:
         ConfigError: There is none, or it is no YAML mapping.
     """
-    path = Path(name)
-    if not os.path.isfile(path):  # Path.is_file raises where a name is too long
-        path = Path(str(files("fl_lightning.configs") / name))
-        if os.sep in name or not os.path.isfile(path):
-            hint = "`fl-lightning list configs` names those"
-            raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {hint}")
+    path = named_file(name, "configs")
+    if path is None:
+        if is_run(name):
+            raise ConfigError(f"--config: {name} is the folder of a run; did you mean --resume {name}?")
+        near = nearest_file(name, "configs")
+        mend = f"did you mean {near}?" if near else "`fl-lightning list configs` names those"
+        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {mend}")
     read_config(path, f"--config: {name}")
     return str(path)
+
+
+def named_file(name: str, kind: str) -> Path | None:
+    """A YAML file by path, else by the bare name of a shipped one; `.yaml` may be left out. None if there is none.
+
+    Args:
+        name: The path or the name.
+        kind: Where the shipped ones lie: `configs`, `sweeps` or `papers`.
+    """
+    folder = Path(str(files(f"fl_lightning.{kind}")))
+    names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
+    paths = [Path(one) for one in names] + [folder / one for one in names if os.sep not in one]
+    return next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises where a name is too long
+
+
+def nearest_file(name: str, kind: str) -> str | None:
+    """The file that a name was most likely meant for: one beside where it would lie, or a shipped one; None if none."""
+    folder, _, last = name.rpartition(os.sep)
+    with suppress(OSError):
+        near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
+        if near:
+            return os.path.join(folder, near)
+    return nearest(last, shipped(kind))
+
+
+def shipped(kind: str) -> list[str]:
+    """The names of the shipped `configs`, `sweeps` or `papers`, with their ending."""
+    return sorted(path.name for path in files(f"fl_lightning.{kind}").iterdir() if path.name.endswith(".yaml"))
+
+
+def is_run(path: str) -> bool:
+    """Whether a path is a run's folder."""
+    return os.path.isfile(os.path.join(path, "config.yaml"))
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:

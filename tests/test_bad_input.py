@@ -77,10 +77,10 @@ KINDS = [
         "round_lr_scheduler",
     ),
     kind("more uploads than clients", [*FIT, "--min_clients", "99"], "min_clients: 99 is above"),
-    kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "did you mean algorithm?"),
-    kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "did you mean scenario.clients?"),
+    kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "did you mean --algorithm.tau?"),
+    kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "did you mean --scenario.clients?"),
     kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "use logger"),
-    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "there are config, scenario, model, algorithm"),
+    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "`fl-lightning fit --help` names them"),
     kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "did you mean tau?"),
     kind(
         "unlike any init_arg", [*FIT, "--algorithm.mu", "1"], "FedSKC has no key 'mu'", "there are tau, similar_clients"
@@ -112,9 +112,19 @@ KINDS = [
     kind(
         "unknown class path", [*FIT, "--model", "own_module.Other"], "model: ", "'own_module' has no attribute 'Other'"
     ),
-    kind("unknown class", [*FIT, "--algorithm", "FedFoo"], "algorithm: there is no class 'FedFoo'", "FedSKC"),
-    kind("unknown optimizer", [*FIT, "--optimizer", "SGDD"], "optimizer: there is no class 'SGDD'", "fit --help"),
-    kind("unknown logger", [*FIT, "--logger", "Paper"], "logger: there is no class 'Paper'", "fit --help"),
+    kind(
+        "unknown class",
+        [*FIT, "--algorithm", "FedFoo"],
+        "algorithm: there is no class 'FedFoo'",
+        "did you mean FedFomo?",
+    ),
+    kind("unknown optimizer", [*FIT, "--optimizer", "SGDD"], "optimizer: there is no class 'SGDD'", "mean SGD?"),
+    kind(
+        "unknown logger",
+        [*FIT, "--logger", "Paper"],
+        "logger: there is no class 'Paper'",
+        "WandbRoundLogger, ",
+    ),
     kind("unknown callback", [*FIT, "--callbacks", "[Foo]"], "callbacks: there is no class 'Foo'", "EarlyStopping"),
     kind(
         "unknown loss term", [*FIT, "--algorithm.loss_terms", "[Foo]"], "algorithm.loss_terms: there is no class 'Foo'"
@@ -123,7 +133,10 @@ KINDS = [
         "a model for an algorithm", [*FIT, "--algorithm", "fl_lightning.models.MLP"], "algorithm: ", "is no Algorithm"
     ),
     kind(
-        "no backbone", [*FIT, "--model", "own_module.NoBackbone"], "model: own_module.NoBackbone is no Backbone", "MLP"
+        "no backbone",
+        [*FIT, "--model", "own_module.NoBackbone"],
+        "model: own_module.NoBackbone is no Backbone",
+        "FromModule",
     ),
     # Values
     kind("no rounds", [*FIT, "--rounds", "0"], "rounds: 0 is below 1"),

@@ -61,16 +61,18 @@ def test_a_run_ends_with_its_figures() -> None:
         ["bytes down", "999 B", "", ""],
     ]
     assert table.title == "7 rounds"
-    assert [column.header for column in table.columns] == ["", "last", "best", "best round"]
+    assert [column.header for column in table.columns] == ["", "last", "best", "best\nround"]
 
 
 def test_without_a_global_model_r_acc_is_the_clients() -> None:
     summary = {name: value for name, value in SUMMARY.items() if not name.startswith("global/")}
-    assert ["R_0.5 (clients)", "round 3", "", ""] in cells(tables.summary_table(summary))
+    assert ["R_0.5 (client)", "round 3", "", ""] in cells(tables.summary_table(summary))
 
 
 def test_test_shows_figures_without_the_single_clients() -> None:
-    table = tables.test_table({"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1})
+    table = tables.test_table(
+        {"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1}, server=True
+    )
     assert table.title == "after round 4"
     assert cells(table) == [["global/acc", "0.5000"], ["client/acc_mean", "0.2500"]]
 

@@ -426,10 +426,8 @@ def test_a_bad_table_is_one_line(here, old, new, message):
 
 
 def test_a_table_that_is_not_there_is_one_line(here):
-    message = (
-        "there is neither a file fedskc_table9 nor a shipped table of that name; `fl-lightning list papers` names those"
-    )
-    assert run("reproduce", "fedskc_table9") == (2, "", f"fl-lightning: error: {message}\n")
+    message = "there is neither a file nowhere nor a shipped table of that name; `fl-lightning list papers` names those"
+    assert run("reproduce", "nowhere") == (2, "", f"fl-lightning: error: {message}\n")
 
 
 def test_the_tables_are_listed(here):

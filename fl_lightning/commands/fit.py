@@ -22,6 +22,7 @@ from fl_lightning.rivals import given as values
 from fl_lightning.rivals import with_rival
 from fl_lightning.run_folder import fresh
 from fl_lightning.seal import MAY_CHANGE
+from fl_lightning.spelling import spelled
 from fl_lightning.trial import tried
 from fl_lightning.trust import let_in, run_config
 
@@ -35,7 +36,7 @@ WORDS: dict[str, dict[str, Any]] = {
 
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
-    words = with_rival(with_config_paths(words))
+    words = with_rival(spelled(with_config_paths(words)))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
@@ -66,7 +67,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(run.summary))
+    Console().print(summary_table(run.summary, orchestrator.evaluation.clients))
     print(f"run: {run_dir}")
     return 0
 

@@ -20,5 +20,6 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Evaluate a checkpoint of a finished or half-finished run."""
-    Console().print(test_table(open_run(given.run, given.checkpoint, given.trust).test()))
+    run = open_run(given.run, given.checkpoint, given.trust)
+    Console().print(test_table(run.test(), run.algorithm.server))
     return 0

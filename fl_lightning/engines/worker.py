@@ -430,6 +430,10 @@ class Worker:
         """A client's training data in fixed order, prepared, not augmented, on the trainer's device, at each pass."""
         return self._ordered(self.held(client)[0])
 
+    def own_test_batches(self, client: int) -> ReadyBatches:
+        """A client's own test split, prepared, on the trainer's device."""
+        return self._ordered(self.data.shards[client].test)
+
     def _ordered(self, index: Tensor | None) -> ReadyBatches:
         return ReadyBatches(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch), self._ready)
 

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
@@ -22,20 +22,28 @@ MOST_CLIENTS, ENDS = 100, 20
 """Up to how many clients a table shows them all, and how many at either end otherwise."""
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
-    """The table a run ends with: what was measured last and at best, R_acc, and bytes."""
-    table = Table("", "last", "best", "best round", title=f"{summary['rounds']} rounds")
+def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
+    """The table a run ends with: what was measured last and at best, R_acc, and bytes; below it, whose that is.
+
+    Args:
+        summary: The run's figures, as `summarize` gives them.
+        clients: Which model stood for a client, as in `Evaluation`.
+    """
+    headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
+    table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
     for name in (key.removesuffix("_last") for key in summary if key.endswith("_last")):
         figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
         table.add_row(label_of(name), *figures, str(summary[f"{name}_best_round"]))
     table.add_section()
-    whose = "global" if "global/acc_last" in summary else "clients"
+    whose = "global" if "global/acc_last" in summary else "client"
     for name, value in summary.items():
         if name.startswith("R_"):
             table.add_row(f"{name} ({whose})", "not reached" if value is None else f"round {value}")
     table.add_section()
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
     table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
+    model = "as trained in the round" if clients == "trained" else "as received after the round"
+    table.caption = _caption({name.partition("/")[0] for name in summary}, model)
     return table
 
 
@@ -48,13 +56,30 @@ def label_of(name: str) -> str:
     return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
 
 
-def test_table(metrics: Row) -> Table:
-    """What `test` prints: the global model and the clients' figures."""
-    table = Table("metric", "value", title=f"after round {int(metrics['round'])}")
+def test_table(metrics: Row, server: bool) -> Table:
+    """What `test` prints: the global model and the clients' figures; below it, which models were measured.
+
+    Args:
+        metrics: What `FederatedOrchestrator.test` gives.
+        server: Whether the method has a server that clients receive models from.
+    """
+    table = Table("metric", "value", title=f"after round {int(metrics['round'])}", caption_justify="left")
     for name, value in metrics.items():
         if name != "round" and not name.startswith("client_"):
             table.add_row(name, f"{value:.4f}")
+    model = "as received after the round" if server else "as it was trained last"
+    table.caption = _caption({name.partition("/")[0] for name in metrics}, model)
     return table
+
+
+def _caption(families: set[str], model: str) -> str:
+    """Which models were measured, and on what, a line for each family of metrics that there is."""
+    lines = {
+        "global": "global: the global model, on the global test set",
+        "client": f"client: each client's model {model}, on its own test split",
+        "personal_on_global": "personal: clients' models as trained, on the global test set",
+    }
+    return "\n".join(line for family, line in lines.items() if family in families)
 
 
 def partition_table(

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.config import read_config
+from fl_lightning.config import named_file, nearest_file, read_config, shipped
 from fl_lightning.errors import ConfigError
 from fl_lightning.rivals import text
 
@@ -103,13 +102,12 @@ def sweep_path(name: str) -> Path:
     Raises:
         ConfigError: There is none.
     """
-    folder = Path(str(files("fl_lightning.sweeps")))
-    for path in (Path(name), *([] if os.sep in name else [folder / name, folder / f"{name}.yaml"])):
-        if path.is_file():
-            return path
-    shipped = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    if path := named_file(name, "sweeps"):
+        return path
+    near = nearest_file(name, "sweeps") if name else None
+    names = ", ".join(one.removesuffix(".yaml") for one in shipped("sweeps"))
     wrong = f"{name} is neither a file here nor a shipped sweep;" if name else "which one?"
-    raise ConfigError(f"sweep: {wrong} there are {shipped}")
+    raise ConfigError(f"sweep: {wrong} " + (f"did you mean {near}?" if near else f"there are {names}"))
 
 
 def read_sweep(path: Path) -> dict[str, Any]:

@@ -13,14 +13,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.config import flatten, load_yaml, read_config, read_yaml, with_config_paths
+from fl_lightning.config import flatten, load_yaml, named_file, nearest_file, read_config, read_yaml, with_config_paths
 from fl_lightning.errors import ConfigError
 from fl_lightning.rivals import text, with_rival
 from fl_lightning.study.executor import Point
@@ -135,13 +134,11 @@ def read_table(name: str) -> PaperTable:
     Raises:
         ConfigError: There is none, or it does not hold what a table needs; the message says what.
     """
-    path = Path(name)
-    if not path.is_file():
-        shipped = {one.name.removesuffix(".yaml"): one for one in files("fl_lightning.papers").iterdir()}
-        if name.removesuffix(".yaml") not in shipped:
-            listed = "`fl-lightning list papers` names those"
-            raise ConfigError(f"there is neither a file {name} nor a shipped table of that name; {listed}")
-        path = Path(str(shipped[name.removesuffix(".yaml")]))
+    path = named_file(name, "papers")
+    if path is None:
+        near = nearest_file(name, "papers")
+        mend = f"did you mean {near}?" if near else "`fl-lightning list papers` names those"
+        raise ConfigError(f"there is neither a file {name} nor a shipped table of that name; {mend}")
     content = read_yaml(path, path.name)
     try:
         return _table(path.stem, content)

@@ -1,0 +1,124 @@
+"""Which classes are taken for which others: by the global model, and by the model of the client that fares worst."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import evaluate
+from fl_lightning.report.figures import panels
+
+if TYPE_CHECKING:
+    from fl_lightning.orchestrator import FederatedOrchestrator
+
+MOST_COUNTS = 12
+"""Up to how many classes each cell has its count written in it."""
+
+
+class ConfusionMatrix(RoundFigure):
+    """Samples by true and predicted class, of the global model on the global test set and of the worst client.
+
+    A client's model is the one that `fl-lightning test` measures: as it would start the next round or, without a
+    server, as it trained last. The worst client has the lowest accuracy with it on its own test split; of clients that
+    are alike it is the first. Methods without a global model have the client's alone.
+
+    Args:
+        every: Rounds between measurements; by default only the last round has one.
+
+    Raises:
+        ConfigError: The labels are no classes, or there is nothing to test on.
+    """
+
+    name = "confusion_matrix"
+
+    def check(self, run: FederatedOrchestrator) -> None:
+        """Refuse data without classes, or without anything to test on.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        super().check(run)
+        labels = run.data.data.y_train
+        if labels.ndim != 1 or labels.is_floating_point():
+            raise ConfigError("callbacks: ConfusionMatrix: the labels are no classes; leave it out")
+        if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in run.scored):
+            raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
+
+    def measure(self, run: FederatedOrchestrator) -> Arrays:
+        """`global` and `worst` `(C, C)`, samples by true class (row) and predicted one; the worst `client`."""
+        arrays: Arrays = {}
+        worker, classes = run.worker, run.data.data.num_classes
+        if self._tests_globally(run):
+            module = worker.shared_module(run.state["model"])
+            with worker.inference(module):
+                arrays["global"] = confusion(module, worker.test_batches(), classes)
+        lowest = float("inf")
+        for client in run.scored:
+            if not len(run.data.shards[client].test):
+                continue
+            module = run.client_module(client)
+            with worker.inference(module):
+                matrix = confusion(module, worker.own_test_batches(client), classes)
+            if (acc := accuracy(matrix)) < lowest:
+                lowest, arrays["worst"], arrays["client"] = acc, matrix, np.array(client)
+        return arrays
+
+    @staticmethod
+    def _tests_globally(run: FederatedOrchestrator) -> bool:
+        """Whether there is a global model, and the global test set is of the classes that it knows."""
+        return run.algorithm.one_model and run.data.data.evaluate is evaluate
+
+    def draw(self, arrays: Arrays) -> Figure:
+        """Of each true class the shares of predicted ones, as colours; classes without samples in grey."""
+        titles = {"global": "global model on the global test set"}
+        if "client" in arrays:
+            titles["worst"] = f"client {arrays['client']}, the worst on its own test split"
+        drawn = {title: arrays[name] for name, title in titles.items() if name in arrays}
+        figure, places = panels(len(drawn))
+        classes = len(next(iter(drawn.values())))
+        side = min(4.0 + 0.05 * classes, 9.0)
+        figure.set_size_inches(side * len(drawn) + 1.0, side + 0.6)
+        for axes, (title, matrix) in zip(places, drawn.items(), strict=True):
+            held = matrix.sum(axis=1, keepdims=True)
+            shares = np.ma.masked_where(np.repeat(held == 0, classes, axis=1), matrix / np.maximum(held, 1))
+            image = axes.imshow(shares, cmap=colormaps["Blues"].with_extremes(bad="lightgrey"), vmin=0, vmax=1)
+            axes.set(xlabel="predicted class")
+            axes.set_title(f"{title}\naccuracy {accuracy(matrix):.4f}", fontsize=9)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_ticks(range(0, classes, max(1, classes // 20)))
+                axis.set_tick_params(labelsize=7)
+            if classes <= MOST_COUNTS:
+                for row, column in np.argwhere(matrix):
+                    color = "white" if shares[row, column] > 0.5 else "black"
+                    axes.text(column, row, str(matrix[row, column]), color=color, ha="center", va="center", fontsize=7)
+        places[0].set_ylabel("true class")
+        figure.colorbar(image, ax=places, label="share of the true class", shrink=0.8)
+        return figure
+
+
+def confusion(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> np.ndarray:
+    """Samples by true class (row) and predicted class (column), `(C, C)`.
+
+    Args:
+        module: Puts out logits `(B, C)`; it is taken in the mode and on the device it is in.
+        batches: Inputs and classes `(B,)`.
+        num_classes: Number of classes, `C`.
+    """
+    counts = torch.zeros(num_classes * num_classes, dtype=torch.int64)
+    for x, y in batches:
+        predicted = module(x).detach().float().argmax(dim=1)
+        counts += torch.bincount((y * num_classes + predicted).cpu(), minlength=len(counts))
+    return counts.reshape(num_classes, num_classes).numpy()
+
+
+def accuracy(matrix: np.ndarray) -> float:
+    """The share of samples on a confusion matrix's diagonal."""
+    return float(np.trace(matrix) / matrix.sum())

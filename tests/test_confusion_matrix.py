@@ -1,0 +1,201 @@
+"""The confusion matrix of the global model and of the worst client, against scikit-learn's on the same predictions."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from commands import run as command
+from commands import tiny
+from experiments import experiment
+from fl_lightning.callbacks import ConfusionMatrix
+from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
+from fl_lightning.callbacks.defaults import by_name
+from matplotlib.image import imread
+from sklearn.metrics import confusion_matrix
+
+from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
+from fl_lightning.data import Scenario
+from fl_lightning.errors import ConfigError
+from fl_lightning.evaluation import Evaluation
+
+
+def drawn(run_dir, algorithm=None, figure=None, **options):
+    """A run with the callback, and the arrays that it left after the last round."""
+    run = experiment(run_dir, algorithm, callbacks=[figure or ConfusionMatrix()], **options)
+    run.fit()
+    last = run_dir / "figures" / "confusion_matrix" / f"round-{run.round:06d}"
+    assert imread(last.with_suffix(".png")).std() > 0
+    with np.load(last.with_suffix(".npz"), allow_pickle=False) as arrays:
+        return run, dict(arrays)
+
+
+def expected(run, module, x, y):
+    """scikit-learn's matrix, on all samples at once."""
+    with torch.no_grad():
+        predicted = module.eval()(run.data.data.prepare(x)).argmax(dim=1)
+    return confusion_matrix(y, predicted, labels=range(10))
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
+def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
+    run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(clients="received"))
+    data = run.data.data
+    if run.algorithm.one_model:
+        module = run.worker.shared_module(run.state["model"])
+        np.testing.assert_array_equal(arrays["global"], expected(run, module, data.x_test, data.y_test))
+        assert accuracy(arrays["global"]) == pytest.approx(run.csv.rows[-1]["global/acc"])
+    assert ("global" in arrays) == run.algorithm.one_model
+    own = []
+    for client, shard in enumerate(run.data.shards):
+        own.append(expected(run, run.client_module(client), data.x_train[shard.test], data.y_train[shard.test]))
+    accs = [matrix.trace() / matrix.sum() for matrix in own]
+    worst = int(np.argmin(accs))
+    assert arrays["client"] == worst
+    np.testing.assert_array_equal(arrays["worst"], own[worst])
+    tested = run.test()
+    assert accuracy(arrays["worst"]) == pytest.approx(min(tested[f"client_{client}/acc"] for client in range(6)))
+
+
+def test_only_the_clients_that_are_scored_count(tmp_path):
+    run, arrays = drawn(tmp_path, evaluation=Evaluation(max_clients=2), rounds=1)
+    accs = {client: run.test()[f"client_{client}/acc"] for client in run.scored}
+    assert len(accs) == 2
+    assert arrays["client"] == min(accs, key=accs.get)
+
+
+def test_a_client_without_test_samples_is_none(tmp_path, monkeypatch):
+    plain = Scenario.build
+
+    def build(self, seed):
+        data = plain(self, seed)
+        for shard in data.shards[1:]:
+            shard.test = shard.test[:0]
+        return data
+
+    monkeypatch.setattr(Scenario, "build", build)
+    _, arrays = drawn(tmp_path, rounds=1)
+    assert arrays["client"] == 0
+
+
+def test_it_measures_every_few_rounds_and_the_last(tmp_path):
+    drawn(tmp_path, figure=ConfusionMatrix(every=2))
+    names = [path.name for path in sorted((tmp_path / "figures" / "confusion_matrix").iterdir())]
+    assert names == [f"round-{n:06d}.{end}" for n in (2, 3) for end in ("npz", "png")]
+
+
+def test_it_changes_nothing_of_the_run(tmp_path):
+    run, _ = drawn(tmp_path / "with", figure=ConfusionMatrix(every=1))
+    other = experiment(tmp_path / "without")
+    other.fit()
+    for name, value in other.state["model"].items():
+        assert torch.equal(run.state["model"][name], value), name
+    assert {*by_name(run.callbacks)} - {*by_name(other.callbacks)} == {"ConfusionMatrix"}
+
+
+def test_counts_add_up_over_batches_of_any_size():
+    torch.manual_seed(0)
+    logits, y = torch.randn(97, 7), torch.randint(7, (97,))
+    whole = confusion_matrix(y, logits.argmax(dim=1), labels=range(7))
+    for size in (1, 10, 97):
+        batches = zip(logits.split(size), y.split(size), strict=True)
+        np.testing.assert_array_equal(confusion(torch.nn.Identity(), batches, 7), whole)
+
+
+def test_labels_that_are_no_classes_are_refused(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure])
+    run._build()
+    figure.check(run)
+    for labels in (run.data.data.y_train.float(), torch.zeros(len(run.data.data.y_train), 3, dtype=torch.int64)):
+        run.data.data.y_train = labels
+        with pytest.raises(ConfigError, match=r"^callbacks: ConfusionMatrix: the labels are no classes; leave it out$"):
+            figure.check(run)
+
+
+def test_nothing_to_test_on_is_refused(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
+    run._build()
+    figure.check(run)
+    for shard in run.data.shards:
+        shard.test = shard.test[:0]
+    with pytest.raises(ConfigError, match=r"no client has samples to test on; raise scenario\.local_test$"):
+        figure.check(run)
+
+
+def test_few_shot_data_tests_on_other_classes_so_there_is_no_global_matrix(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure])
+    run._build()
+    assert "global" in figure.measure(run)
+    run.data.data.evaluate = lambda module, batches: None
+    assert {*figure.measure(run)} == {"worst", "client"}
+
+
+def test_of_clients_that_are_alike_the_first_is_the_worst(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure])
+    run._build()
+    for shard in run.data.shards:
+        shard.test = run.data.shards[0].test
+    assert figure.measure(run)["client"] == 0
+
+
+def test_the_command_line_knows_it(tmp_path):
+    tiny(tmp_path / "run", "--callbacks+=confusion_matrix", "--callbacks.every", "2")
+    assert len([*(tmp_path / "run" / "figures" / "confusion_matrix").glob("*.png")]) == 2
+    assert "ConfusionMatrix" in command("list", "callbacks").out
+
+
+# --- The picture ---
+
+
+def matrices(classes, seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = rng.integers(0, 3, (classes, classes)) + np.diag(rng.integers(5, 30, classes))
+    own = matrix.copy()
+    own[classes // 2 :] = 0
+    return {"global": matrix, "worst": own, "client": np.array(7)}
+
+
+@pytest.mark.parametrize("classes", [2, 10, MOST_COUNTS + 1, 62, 100, 1000])
+def test_labels_are_legible_at_any_number_of_classes(classes):
+    """None overlaps its neighbour, and titles stay inside the picture."""
+    figure = ConfusionMatrix().draw(matrices(classes))
+    figure.savefig("/dev/null", format="png", dpi=120)
+    for axes in figure.axes[:2]:
+        for axis, start, end in ((axes.xaxis, "x0", "x1"), (axes.yaxis, "y0", "y1")):
+            boxes = [label.get_window_extent() for label in axis.get_ticklabels()]
+            boxes.sort(key=lambda box: getattr(box, start))
+            assert len(boxes) >= min(classes, 10)
+            assert all(getattr(a, end) < getattr(b, start) for a, b in pairwise(boxes))
+        for text in (axes.title, axes.xaxis.label):
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= 0
+            assert box.x1 <= figure.bbox.x1
+            assert box.y1 <= figure.bbox.y1
+        assert len(axes.texts) == (np.count_nonzero(axes.images[0].get_array().filled(0)) if classes <= 12 else 0)
+    first, second = (axes.title.get_window_extent() for axes in figure.axes[:2])
+    assert first.x1 < second.x0
+
+
+def test_the_picture_says_whose_it_is():
+    arrays = matrices(10)
+    figure = ConfusionMatrix().draw(arrays)
+    titles = [axes.get_title() for axes in figure.axes[:2]]
+    assert titles == [
+        f"global model on the global test set\naccuracy {np.trace(arrays['global']) / arrays['global'].sum():.4f}",
+        f"client 7, the worst on its own test split\naccuracy {np.trace(arrays['worst']) / arrays['worst'].sum():.4f}",
+    ]
+    assert figure.axes[0].get_ylabel() == "true class"
+    shares = figure.axes[1].images[0].get_array()
+    assert shares.mask[5:].all()
+    assert not shares.mask[:5].any()
+    np.testing.assert_allclose(shares[:5].sum(axis=1), 1)
+
+
+def test_without_a_global_model_only_the_client_is_drawn():
+    arrays = matrices(10)
+    del arrays["global"]
+    assert [bool(axes.get_title()) for axes in ConfusionMatrix().draw(arrays).axes] == [True, False]

@@ -1,0 +1,425 @@
+"""Names that are nearly right: they work where they can mean one thing only, else one line holds what was meant."""
+
+import re
+import shlex
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import TINY, contents, run
+
+from fl_lightning import FederatedOrchestrator, cli
+from fl_lightning.catalogue import BASES, KINDS, things
+from fl_lightning.commands import fit
+from fl_lightning.config import nearest_file, shipped
+from fl_lightning.other_tools import CLASSES, COMMANDS, OPTIONS
+from fl_lightning.spelling import (
+    OTHER_CLASSES,
+    as_backbone,
+    builders_of_torchvision,
+    class_names,
+    fold,
+    nearest,
+    same,
+    spelled,
+)
+
+FIT = "fit --config digits_fedskc.yaml --logger null"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with a config and a run's folder, and a `fit` that ends before it begins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: {})
+    monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
+    Path("tiny.yaml").write_text(TINY)
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/config.yaml").write_text(TINY)
+    Path("digits_fedavg").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def configs(monkeypatch):
+    """The resolved configs of what is fitted."""
+    seen = []
+    plain = fit.plain_config
+    monkeypatch.setattr(fit, "plain_config", lambda *args: seen.append(plain(*args)) or seen[-1])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return fit.parser()
+
+
+def refusal(line):
+    """The line that a command line is refused with, less what is the same for all."""
+    before = contents(Path())
+    code, out, err = run(*shlex.split(line))
+    assert (code, out) == (2, "")
+    assert re.fullmatch("fl-lightning: error: [^\n]{1,360}\n", err), err
+    assert contents(Path()) == before
+    return err.removeprefix("fl-lightning: error: ").rstrip("\n")
+
+
+# --- Refusals, and that their mends work ---
+
+TYPED = {
+    # commands
+    "fti --config tiny.yaml": "did you mean fit?",
+    "train --config tiny.yaml": "did you mean fit?",
+    "Fit --config tiny.yaml": "did you mean fit?",
+    "run": "did you mean fit?",
+    "validate runs/old": "did you mean test?",
+    "eval runs/old": "did you mean test?",
+    "predict runs/old": "did you mean test?",
+    "resume runs/old": "did you mean fit --resume?",
+    "plot runs/old": "did you mean report?",
+    "--config tiny.yaml --rounds 3": "did you mean: fl-lightning fit --config tiny.yaml --rounds 3?",
+    # files
+    "fit --config digits_fedsck.yaml": "did you mean digits_fedskc.yaml?",
+    "fit --config digits_fedsck": "did you mean digits_fedskc.yaml?",
+    "fit --config tinny.yaml": "did you mean tiny.yaml?",
+    "fit --config ./tinny": "did you mean ./tiny.yaml?",
+    "partition --config digits_fedsck.yaml": "did you mean digits_fedskc.yaml?",
+    "sweep digits_fedskc_tua": "did you mean digits_fedskc_tau.yaml?",
+    "reproduce fedskc_tabel1": "did you mean fedskc_table1.yaml?",
+    "fit digits_fedskc.yaml": "did you mean --config digits_fedskc.yaml?",
+    "fit digits_fedsck": "did you mean --config digits_fedskc.yaml?",
+    "fit runs/old": "did you mean --resume runs/old?",
+    "fit --config runs/old": "runs/old is the folder of a run; did you mean --resume runs/old?",
+    f"{FIT} FedAvg": "did you mean --algorithm FedAvg?",
+    f"{FIT} seed=3": "did you mean --seed=3?",
+    # classes
+    f"{FIT} --algorithm FedAvgN": "algorithm: there is no class 'FedAvgN'; did you mean FedAvg?",
+    f"{FIT} --model MPL": "did you mean MLP?",
+    f"{FIT} --scenario.dataset CIFAR1O": "did you mean CIFAR10?",
+    f"{FIT} --scenario.partition Dirchlet": "did you mean Dirichlet?",
+    f"{FIT} --scenario.partition noniid": "did you mean Dirichlet?",
+    f"{FIT} --algorithm.aggregator WeightedMaen": "did you mean WeightedMean?",
+    f"{FIT} --algorithm.loss_terms+=Proxmal": "did you mean Proximal?",
+    f"{FIT} --algorithm DFedAvgM --algorithm.graph Rign": "did you mean Ring?",
+    f"{FIT} --callbacks+=EarlyStoping": "did you mean EarlyStopping?",
+    f"{FIT} --optimizer Adm": "did you mean Adam?",
+    f"{FIT} --lr_scheduler StpLR": "did you mean StepLR?",
+    f"{FIT} --round_lr_scheduler exponential": "did you mean ExponentialLR?",
+    f"{FIT} --logger wandb": "did you mean WandbRoundLogger?",
+    f"{FIT} --logger CSVLoger": "did you mean CSVLogger?",
+    f"{FIT} --algorithm xyzzy": "`fl-lightning list algorithms` names them",
+    f"{FIT} --callbacks EarlyStopping": "did you mean --callbacks+=EarlyStopping?",
+    f"{FIT} --callbacks early_stoping": "did you mean --callbacks+=EarlyStopping?",
+    f"{FIT} --algorithm.loss_terms Proximal": "did you mean --algorithm.loss_terms+=Proximal?",
+    f"{FIT} --evaluation.targets 0.5": "did you mean [0.5]?",
+    # options
+    f"{FIT} --lr 0.1": "did you mean --optimizer.lr?",
+    f"{FIT} --lr=0.1": "did you mean --optimizer.lr?",
+    f"{FIT} -lr 0.1": "did you mean --optimizer.lr?",
+    "fit --lr 0.1": "did you mean --optimizer.lr?",
+    f"{FIT} --learning-rate 0.1": "did you mean --optimizer.lr?",
+    f"{FIT} --optimizer.learning_rate 0.1": "did you mean --optimizer.lr?",
+    f"{FIT} --algorithm.lr 0.1": "FedSKC has no key 'lr'; did you mean --optimizer.lr?",
+    f"{FIT} --seed_everything 1": "did you mean --seed?",
+    f"{FIT} --scenario.dataset CIFAR10 --data_dir d": "did you mean --scenario.dataset.data_dir?",
+    f"{FIT} --epochs 1": "did you mean --trainer.max_epochs?",
+    f"{FIT} --local-epochs 1": "did you mean --trainer.max_epochs?",
+    f"{FIT} --num_clients 3": "did you mean --scenario.clients?",
+    f"{FIT} --global_rounds 3": "did you mean --rounds?",
+    f"{FIT} -gr 3": "did you mean --rounds?",
+    f"{FIT} -C 0.1": "did you mean --clients_per_round (a number of clients, no share)?",
+    f"{FIT} --fraction-fit 0.1": "did you mean --clients_per_round (a number of clients, no share)?",
+    f"{FIT} --dataset MNIST": "did you mean --scenario.dataset?",
+    f"{FIT} --partition IID": "did you mean --scenario.partition?",
+    f"{FIT} --alpha 0.1": "did you mean --scenario.partition.alpha?",
+    f"{FIT} --scenario.alpha 0.1": "did you mean --scenario.partition.alpha?",
+    f"{FIT} --scenario.partition IID --alpha 1": "--scenario.partition=Dirichlet --scenario.partition.alpha?",
+    f"{FIT} --momentum 0.9": "did you mean --optimizer.momentum?",
+    f"{FIT} --optimizer Adam --momentum 0.9": "did you mean --optimizer=SGD --optimizer.momentum?",
+    f"{FIT} --gpus 1": "did you mean --trainer.accelerator=gpu?",
+    f"{FIT} --batch-size 8": "did you mean --batch_size?",
+    f"{FIT} --batch_sise 8": "did you mean --batch_size?",
+    f"{FIT} --precision bf16-mixed": "did you mean --trainer.precision?",
+    f"{FIT} --project p": "did you mean --logger=WandbRoundLogger --logger.project?",
+    "fit --config digits_fedskc.yaml --project p": "did you mean --logger.project?",
+    f"{FIT} --wandb": "did you mean --logger=WandbRoundLogger?",
+    f"{FIT} --tau 1": "did you mean --algorithm.tau?",
+    f"{FIT} --tua 1": "did you mean --algorithm.tau?",
+    f"{FIT} --algorithm FedProx --mu 1": "did you mean --algorithm.mu?",
+    f"{FIT} --hidden [8]": "did you mean --model.hidden or --model.head.hidden?",
+    f"{FIT} --lr 1 --tau 1": "has no key 'lr'; did you mean --optimizer.lr?",
+    f"{FIT} --tau 1 --lr 1e-1": "has no key 'tau'; did you mean --algorithm.tau?",
+    f"{FIT} --xyzzy 1": "`fl-lightning fit --help` names them",
+    "partition --config tiny.yaml --alpha 1": "did you mean --scenario.partition.alpha?",
+    "test runs/old --checkpont last": "did you mean --checkpoint?",
+}
+
+
+OURS = {word for word in {line.split()[0] for line in TYPED} if word not in ("sweep", "reproduce")}
+"""Commands whose mended lines may be carried out: a sweep's would take its time."""
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_what_is_typed_is_answered_in_one_line_that_works(line, here):
+    """With the mend in the place of what it is for, the same line is refused for no name any more."""
+    answer = refusal(line)
+    assert TYPED[line] in answer
+    if line.split()[0] not in OURS or "did you mean" not in answer:
+        return
+    mended_line = mended(line, answer)
+    code, _, err = run(*shlex.split(mended_line))
+    if "has no key" in err:  # there were several
+        mended_line = mended(mended_line, err)
+        code, _, err = run(*shlex.split(mended_line))
+    assert not re.search("did you mean|has no key|no class|no command|belongs to|neither|expected list", err), err
+    if line.startswith(FIT) and not re.search("must be given|expected int", err):
+        assert (code, err) == (0, ""), mended_line
+
+
+def mended(line, answer):
+    mend = re.search(r"did you mean(?:: fl-lightning)? (.+?)( \(.*| or .*)?\?$", answer)[1]
+    if command := re.match("there is no command '(.+?)'", answer):
+        return mend if command[1] == "--config" else line.replace(command[1], mend, 1)
+    if key := re.search("has no key '(.+?)'", answer):
+        given = r"([ =][\d.]+)?" if re.search(r"=\w+$", mend) else ""
+        return re.sub(rf"(?<!\S)-{{1,2}}([a-z]+\.)?{re.escape(key[1])}(?![\w-]){given}", mend, line)
+    if "+=" in mend:
+        return re.sub(rf"--{re.escape(mend.partition('+=')[0][2:])} \S+", mend, line)
+    if "is the folder of a run" in answer:
+        return line.replace("--config runs/old", mend)
+    if wrong := re.search(r"no class '(.+?)'|got '(.+?)'|(\S+) belongs to|--config: (\S+) is neither", answer):
+        return re.sub(rf"(?<![^\s=]){re.escape(next(filter(None, wrong.groups())))}(?!\S)", mend, line)
+    raise AssertionError(answer)
+
+
+CHOSEN = "--config digits_fedskc.yaml --scenario.dataset MNIST"
+VALUES = {
+    "clients_per_round": "2",
+    "engine": "stacked",
+    "round_lr_scheduler.gamma": "0.9",
+    "scenario.partition.alpha": "1",
+    "optimizer.momentum": "0.9",
+    "scenario.dataset": "Digits",
+    "scenario.partition": "IID",
+    "algorithm": "FedAvg",
+    "model": "CNN",
+    "optimizer": "Adam",
+    "trainer.accelerator": "cpu",
+    "logger": "null",
+    "callbacks": "[]",
+    "lr_scheduler": "null",
+    "optimizer.lr": "0.1",
+    "optimizer.weight_decay": "0.1",
+    "trainer.gradient_clip_val": "1.0",
+}
+
+
+@pytest.mark.parametrize("mend", sorted({*OPTIONS.values()}))
+def test_each_option_of_the_table_is_taken_by_the_parser(mend, here, parser):
+    """With a class that takes it, where the mend does not itself name one; text stands for what is given."""
+    words = [f"--{option}" for option in mend.partition(" (")[0].split()]
+    if "=" not in words[-1]:
+        words += [VALUES.get(words[-1].removeprefix("--"), "1")]
+    parser.parse_args(fit.with_config_paths(CHOSEN.split()) + words)
+
+
+def test_no_habit_is_an_option_of_ours(parser):
+    keys = {key for key, _ in parser.get_defaults().items()}
+    assert not keys & {*OPTIONS}
+    assert not {*COMMANDS} & {*cli.COMMANDS}
+    assert {target.split()[0] for target in COMMANDS.values()} <= {*cli.COMMANDS}
+    assert {target.split()[1] for target in COMMANDS.values() if target.startswith("list ")} <= {*KINDS}
+
+
+def test_each_class_of_the_table_is_there():
+    known = {name for key in keys_of_classes() for name in class_names(key)}
+    assert {*CLASSES.values()} <= known
+    assert {fold(name) for name in CLASSES} == {*CLASSES}
+    assert not {*CLASSES} & {fold(name) for name in known} - {"wandblogger"}
+
+
+# --- A key of a config file ---
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("lr: 0.1", "the config has no key 'lr'; did you mean optimizer.lr?"),
+        ("tau: 0.1", "the config has no key 'tau'; did you mean algorithm.tau?"),
+        ("batch-size: 3", "the config has no key 'batch-size'; did you mean batch_size?"),
+        ("gpus: 1", "the config has no key 'gpus'; did you mean trainer.accelerator: gpu?"),
+        ("callbacks: EarlyStopping", "callbacks: got 'EarlyStopping', expected list; did you mean [EarlyStopping]?"),
+    ],
+)
+def test_in_a_file_the_mend_is_a_key(more, told, here):
+    Path("bad.yaml").write_text(f"{TINY}{more}\n")
+    assert refusal("fit --config bad.yaml") == told
+
+
+def test_a_file_is_spelled_right(here):
+    """It stays, and is compared by its letters: so nothing is guessed."""
+    Path("bad.yaml").write_text(TINY.replace("FedSKC\n", "fedskc\n"))
+    assert refusal("fit --config bad.yaml") == "algorithm: there is no class 'fedskc'; did you mean FedSKC?"
+
+
+# --- What simply works ---
+
+
+def keys_of_classes():
+    return [key for _, _, key in BASES.values()] + [key for key in OTHER_CLASSES if key != "engine"]
+
+
+@pytest.mark.parametrize("key", keys_of_classes())
+def test_a_class_may_be_written_in_any_case(key):
+    names = class_names(key)
+    if kind := next((kind for kind, (_, _, place) in BASES.items() if place == key and kind != "engines"), None):
+        assert names == [*things(kind)]
+    assert len({fold(name) for name in names}) == len(names) > 1
+    for name in names:
+        for typed in (name, name.lower(), name.upper(), f"{name[:3]}_{name[3:]}".lower(), f"{name[:2]}-{name[2:]}"):
+            ambiguous = key == "model" and typed != name and typed in builders_of_torchvision()
+            expected = typed if ambiguous else name
+            assert spelled([f"--{key}", typed]) == [f"--{key}", expected]
+            assert spelled([f"--{key}={typed}", "--seed", typed]) == [f"--{key}={expected}", "--seed", typed]
+            assert spelled([f"--{key}+={typed}"]) == [f"--{key}+={expected}"]
+
+
+def test_the_resolved_config_holds_the_right_name(here, configs):
+    words = "--algorithm fed_skc --model mlp --scenario.partition iid --optimizer adam --engine Sequential"
+    assert run(*f"{FIT} {words} --callbacks+=earlystopping".split())[::2] == (0, "")
+    config = configs[0]
+    assert config["algorithm"]["class_path"] == "fl_lightning.FedSKC"
+    assert config["model"]["class_path"] == "fl_lightning.models.MLP"
+    assert config["scenario"]["partition"]["class_path"] == "fl_lightning.data.IID"
+    assert config["optimizer"]["class_path"] == "torch.optim.Adam"
+    assert config["callbacks"][0]["class_path"] == "fl_lightning.callbacks.EarlyStopping"
+    assert config["engine"] == "sequential"
+
+
+def test_a_rival_is_found_whatever_the_case(here, configs):
+    Path("rivals.yaml").write_text(f"{TINY}rivals: {{MOON: {{algorithm.mu: 7}}}}\n")
+    assert run("fit", "--config", "rivals.yaml", "--algorithm", "moon")[::2] == (0, "")
+    assert configs[0]["algorithm"]["init_args"]["mu"] == 7
+
+
+def test_a_name_that_could_be_two_stays_as_it_is():
+    assert same("resnet_18", ["ResNet18", "Resnet18"]) == "resnet_18"
+    assert same("Ab", ["Ab", "AB"]) == "Ab"
+    assert spelled(["--model", "resnet18"]) == ["--model", "resnet18"]
+    assert spelled(["--model", "RESNET18"]) == ["--model", "ResNet18"]
+
+
+def test_what_is_no_name_of_a_class_is_left_alone():
+    words = ["--run_dir", "mlp", "--algorithm.preset=fedavg", "fedskc", "--callbacks", "[earlystopping]", "--resume"]
+    assert spelled(words) == words
+
+
+@pytest.mark.parametrize("command", ["fit --logger null", "partition"])
+@pytest.mark.parametrize("name", ["digits_fedskc", "tiny", "./tiny", "digits_fedavg"])
+def test_the_ending_of_a_config_may_be_left_out(command, name, here):
+    """A folder of that name, as `runs/` has them, is in nobody's way."""
+    for option in (["--config", name], [f"--config={name}"], ["-c", name]):
+        code, out, err = run(*command.split(), *option)
+        assert (code, err) == (0, "")
+    if command.startswith("fit"):
+        assert f"run: runs/{Path(name).name}/" in out
+
+
+def test_a_file_here_goes_before_a_shipped_one(here, configs):
+    shutil.copy("tiny.yaml", "digits_fedavg.yaml")
+    assert run("fit", "--config", "digits_fedavg", "--seed", "4")[::2] == (0, "")
+    assert configs[0]["rounds"] == yaml.safe_load(TINY)["rounds"]
+
+
+def test_a_sweep_and_a_table_need_no_ending(here, monkeypatch):
+    from fl_lightning.study.sweep_file import sweep_path
+    from fl_lightning.study.table import read_table
+
+    assert sweep_path("digits_fedskc_tau") == sweep_path("digits_fedskc_tau.yaml")
+    assert read_table("fedskc_table1") == read_table("fedskc_table1.yaml")
+
+
+@pytest.mark.parametrize("kind", ["configs", "sweeps", "papers"])
+def test_the_nearest_of_the_shipped_files_is_the_one_meant(kind, here):
+    folder = Path(str(files(f"fl_lightning.{kind}")))
+    assert shipped(kind) == sorted(path.name for path in folder.glob("*.yaml"))
+    for name in shipped(kind):
+        stem = name.removesuffix(".yaml")
+        middle = len(stem) // 2
+        assert nearest_file(f"{stem[:middle]}{stem[middle + 1 :]}", kind) in shipped(kind)
+        assert nearest_file(stem.upper(), kind) == name
+        assert nearest_file(stem.replace("_", "-"), kind) == name
+
+
+@pytest.mark.parametrize("name", ["", "/", "no/such/folder/x.yaml", "x" * 5000, "a\0b"])
+def test_names_that_no_file_can_have(name, here):
+    code, _, err = run("fit", "--config", name)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_what_is_like_nothing_has_no_nearest_name():
+    assert nearest("xyzzy", ["FedAvg", "FedSKC"]) is None
+    assert nearest("x", []) is None
+
+
+# --- Other people's networks ---
+
+
+def test_a_network_of_torchvision_is_told_as_a_line_that_works(here, configs):
+    for given in ("torchvision.models.resnet18", "resnet18"):
+        line = refusal(f"{FIT} --model {given}")
+        assert ("ResNet18, or torchvision's, " in line) == (given == "resnet18")
+        words = re.search(r"(--model FromModule .+?)( \(as many as there are classes\))\?$", line)[1]
+        assert words == (
+            "--model FromModule --model.module torchvision.models.resnet18 --model.head fc "
+            "--model.module_args.num_classes 10"
+        )
+        assert run(*shlex.split(f"{FIT} {words}"))[::2] == (0, "")
+        assert configs.pop()["model"]["init_args"]["module_args"] == {"num_classes": 10}
+
+
+@pytest.mark.parametrize("builder", ["mobilenet_v3_small", "densenet121", "shufflenet_v2_x0_5"])
+def test_the_head_that_is_named_is_the_last_layer(builder):
+    from torchvision import models
+
+    from fl_lightning.models import FromModule
+
+    head = re.search(r"--model\.head (\S+)", as_backbone(builder))[1]
+    options = {"num_classes": 7}
+    backbone = FromModule((3, 224, 224), 7, f"torchvision.models.{builder}", head, options)
+    assert backbone.head.out_features == 7
+    whole = models.get_model(builder, num_classes=7)
+    assert [*whole.state_dict()][-1].rpartition(".")[0] == head
+
+
+@pytest.mark.parametrize("builder", ["regnet_y_400mf", "squeezenet1_0"])
+def test_a_head_that_cannot_be_found_is_asked_for(builder):
+    assert "--model.head NAME_OF_ITS_LAST_LAYER" in as_backbone(builder)
+
+
+# --- Null within an argument of a class ---
+
+
+def test_null_reaches_what_stands_within_an_argument(here, configs):
+    words = f"{FIT} --model.head.prediction null --model.head.projection=8 --algorithm.beta null"
+    assert run(*words.split())[::2] == (0, "")
+    head = configs[0]["model"]["init_args"]["head"]
+    assert (head["prediction"], head["projection"]) == (None, 8)
+    assert configs[0]["algorithm"]["init_args"]["beta"] is None
+
+
+def test_null_takes_the_place_of_what_a_config_says(here, configs):
+    Path("head.yaml").write_text(TINY.replace("hidden: [8]", "hidden: [8], head: {prediction: 4, projection: 6}"))
+    assert run("fit", "--config", "head.yaml", "--model.head.prediction=null")[::2] == (0, "")
+    head = configs[0]["model"]["init_args"]["head"]
+    assert (head["prediction"], head["projection"]) == (None, 6)
+
+
+def test_only_what_jsonargparse_loses_is_written_otherwise():
+    words = ["--scenario.few_shot.ways", "null", "--evaluation.max_clients=null", "--algorithm.beta", "null"]
+    assert spelled(words) == words
+    assert spelled(["--scenario.dataset.few_shot.ways", "null"]) == ["--scenario.dataset.few_shot", "{ways: null}"]
+    assert spelled(["--model.head.prediction=null", "x"]) == ["--model.head={prediction: null}", "x"]
