@@ -271,6 +271,18 @@ def test_mapped_arrays_stay_on_disk_and_are_never_written_to(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["a", "a.npz"])
+def test_mapped_arrays_of_float32_stay_on_disk_too(path: str, tmp_path: Path) -> None:
+    x = images(20, 8, 6, 3).astype(np.float32)
+    save_arrays(tmp_path / "a", x_train=x, x_test=x[:6])
+    data = Arrays(str(tmp_path / path)).checked()
+    assert np.array_equal(data.x_train, x.transpose(0, 3, 1, 2))
+    with (tmp_path / "a" / "x_train.npy").open("r+b") as there:
+        there.seek(-4, 2)
+        there.write(np.float32(-1).tobytes())
+    assert (data.x_train[-1, -1, -1, -1] == -1) == (path == "a")
+
+
+@pytest.mark.parametrize("path", ["a", "a.npz"])
 def test_arrays_say_who_samples_come_from(path: str, tmp_path: Path) -> None:
     clients = {"client_train": np.array([f"u{i % 4}" for i in range(20)]), "client_test": np.array(["u0"] * 6)}
     save_arrays(tmp_path / "a", **clients)
