@@ -133,6 +133,13 @@ def test_statistics_and_dropout_are_as_in_evaluation(suffix, tmp_path):
         close(opened(path, batch()), module(batch()))
 
 
+def test_the_global_model_is_as_in_evaluation_too(tmp_path):
+    path, _ = export(tmp_path, ".ts", name="normed")
+    whole = open_run("normed")
+    with torch.no_grad():
+        close(opened(path, batch()), whole.worker.shared_module(whole.state["model"]).eval()(batch()))
+
+
 def test_a_checkpoint_of_another_round(tmp_path):
     path, out = export(tmp_path, ".pt", "--checkpoint", "2")
     assert "after round 2" in out
