@@ -45,6 +45,7 @@ PACKAGES = (
     "fl_lightning.engines",
     "fl_lightning.callbacks",
 )
+AFTER_THE_GUIDE = "---\nsearch:\n  boost: 0.3\n---\n\n"  # where a search finds both
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
@@ -72,8 +73,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     made = {target: (ROOT / source).read_text() for source, target in WHOLE.items()}
-    made |= {target: listing(ROOT / source) for source, target in EXAMPLES.items()}
-    made |= reference()
+    quiet = {target: listing(ROOT / source) for source, target in EXAMPLES.items()} | reference()
+    made |= {target: AFTER_THE_GUIDE + content for target, content in quiet.items()}
     for target, content in made.items():
         files.append(File.generated(config, target, content=content))
     return files
@@ -82,6 +83,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Make of links between files of the repository links between pages of the site."""
     here = page.file.src_uri
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # it would be the one entry
     home = next((source for source, target in PLACES.items() if target == here), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
@@ -131,9 +134,13 @@ def reference() -> dict[str, str]:
 
 
 def package_page(name: str, package: griffe.Module) -> str:
-    """What a package exports, and its modules."""
+    """What can be imported from a package, and its modules."""
     modules = CORE if name == "fl_lightning" else sorted(one for one in package.modules if not package[one].is_package)
-    return "\n\n".join([f"# {name}", first_line(package), *(f"::: {name}.{module}" for module in modules)])
+    exports = sorted(map(str, package.exports or ()), key=str.lower)
+    links = ", ".join(f"[`{one}`][{package[one].canonical_path}]" for one in exports)
+    parent = name.rpartition(".")[0]
+    taken = f"`from {name} import ...` takes {links}." if links else f"Import these from [`{parent}`]({parent}.md)."
+    return "\n\n".join([f"# {name}", first_line(package), taken, *(f"::: {name}.{module}" for module in modules)])
 
 
 def first_line(thing: griffe.Object | griffe.Alias) -> str:

@@ -237,6 +237,28 @@ def test_the_reference_has_all_that_can_be_imported(site):
         assert (site / "api" / target[1]).is_dir()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_papers_page_has_its_table(site, path):
+    table = yaml.safe_load(path.read_text())
+    html = (site / "papers" / table["paper"] / "index.html").read_text()
+    _, _, rest = html.partition(f'>{table["title"]}<a class="headerlink"')
+    section, *_ = re.split(r"<h2|</article>", rest)
+    assert f"fl-lightning reproduce {path.stem}\n" in section
+    cells = re.findall(r"<td>(.*?)</td>", section)
+    flat = [value for values in table["paper_values"].values() for value in values]
+    if any(value is not None for value in flat):
+        width = len(table["columns"]) + 1
+        assert cells[::width] == list(table["rows"])
+        numbers = [cell.split(" ± ") for number, cell in enumerate(cells) if number % width]
+        assert [[None] if cell == ["-"] else [float(part) for part in cell] for cell in numbers] == [
+            value if isinstance(value, list) else [value] for value in flat
+        ]
+    else:
+        assert not cells
+    for claim in table.get("claims", []):
+        assert f"{claim['better']} &gt; {claim['than']}" in section
+
+
 def test_the_navigation_has_every_page():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0])
     sections = [pages for entry in nav for pages in entry.values() if isinstance(pages, list)]
