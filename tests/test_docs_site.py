@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -235,6 +236,25 @@ def test_the_reference_has_all_that_can_be_imported(site):
         target = re.search(rf'href="([^"]+)#[^"]+"[^>]*><code>{name}</code>', start)
         assert target, name
         assert (site / "api" / target[1]).is_dir()
+    ids = Read((site / "api" / "fl_lightning" / "index.html").read_text()).ids
+    assert {f"fl_lightning.{module}" for module in ("orchestrator", "client", "evaluation", "state")} <= ids
+    assert Read((site / "api" / "fl_lightning.callbacks" / "index.html").read_text()).ids >= {
+        "fl_lightning.callbacks.drift.ClientDrift",
+        "fl_lightning.callbacks.base.RoundCallback",
+    }
+
+
+def test_an_example_is_shown_whole(site):
+    for path in (ROOT / "examples").glob("*.*"):
+        html = (site / "examples" / path.name / "index.html").read_text()
+        shown = Read(re.search(r"<code>.*?</code>", html, re.DOTALL)[0]).text
+        assert shown == re.sub(r"\s+", " ", path.read_text()).strip()
+
+
+def test_a_search_finds_the_guide_before_the_reference(site):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    lower = {entry["location"].partition("/")[0] for entry in entries if entry.get("boost", 1) < 1}
+    assert lower == {"api", "examples"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.yaml")), ids=lambda path: path.stem)
@@ -255,8 +275,13 @@ def test_a_papers_page_has_its_table(site, path):
         ]
     else:
         assert not cells
+    first = path.read_text().splitlines()[0].removeprefix("# ")
+    told = Read(f"<h2>{section}").text
+    assert first in told
     for claim in table.get("claims", []):
-        assert f"{claim['better']} &gt; {claim['than']}" in section
+        columns = claim.get("columns", table["columns"])
+        where = "" if set(columns) == set(table["columns"]) else f", in {'; '.join(columns)}"
+        assert f"{claim['better']} > {claim['than']}{where} " in f"{told} "
 
 
 def test_the_navigation_has_every_page():
