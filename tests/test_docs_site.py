@@ -1,7 +1,7 @@
 """The documentation as a site: links and anchors lead somewhere, pages for newcomers do what they say, it builds."""
 
 import csv
-import importlib
+import importlib.util
 import json
 import re
 import runpy
@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from markdown_it import MarkdownIt
 
 import fl_lightning
 from fl_lightning.cli import main
+from fl_lightning.commands import fit
 from fl_lightning.config import with_config_paths
-from fl_lightning.experiment import experiment_parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -153,7 +154,7 @@ def spans():
     """The options in the right-hand columns of coming-from.md, a line of them for each code span."""
     for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines():
         if line.startswith("| "):
-            yield from re.findall(r"`(?:fl-lightning fit )?(--(?!resume)[^`]+)`", line.split(" | ")[1])
+            yield from re.findall(r"`(?:fl-lightning fit )?(--[^`]+)`", line.split(" | ")[1])
 
 
 def test_every_option_that_a_habit_is_translated_to_is_one():
@@ -161,7 +162,7 @@ def test_every_option_that_a_habit_is_translated_to_is_one():
     assert len(lines) > 50
     for line in lines:
         words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
-        experiment_parser().parse_args(with_config_paths(shlex.split(words)))
+        fit.parser().parse_args(with_config_paths(shlex.split(words)))
 
 
 class Read(HTMLParser):
@@ -242,6 +243,30 @@ def test_the_reference_has_all_that_can_be_imported(site):
         "fl_lightning.callbacks.drift.ClientDrift",
         "fl_lightning.callbacks.base.RoundCallback",
     }
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "moved"),
+    [
+        ("index.md", "docs/design.md#words", "design.md#words"),
+        ("index.md", "examples/plain_trainer.py", "examples/plain_trainer.py.md"),
+        ("running.md", "../CONTRIBUTING.md", "contributing.md"),
+        ("running.md", "images/a.png", "images/a.png"),
+        ("papers/fedskc.md", "../algorithms.md#fedskc", "../algorithms.md#fedskc"),
+        ("running.md", "#metrics", "#metrics"),
+        ("running.md", "https://lightning.ai/docs", "https://lightning.ai/docs"),
+    ],
+)
+def test_a_link_leads_to_the_page_that_a_file_became(page, link, moved):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    snippet = f"```text\n[a]({link})\n```"
+    there = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
+    made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", there)
+    assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
 
 
 def test_an_example_is_shown_whole(site):
