@@ -90,10 +90,10 @@ def numbers(table: PaperTable) -> list[str]:
 
 
 def cell(value: PaperValue | None) -> str:
-    """A number as the paper prints it."""
+    """A number as the paper prints it, in one line."""
     if value is None:
         return "-"
-    return f"{value.mean:g}" if value.std is None else f"{value.mean:g} ± {value.std:g}"
+    return f"{value.mean:g}" if value.std is None else f"{value.mean:g}\xa0±\xa0{value.std:g}"
 
 
 def where(table: PaperTable, columns: tuple[str, ...]) -> str:

@@ -294,7 +294,7 @@ def test_a_papers_page_has_its_table(site, path):
     if any(value is not None for value in flat):
         width = len(table["columns"]) + 1
         assert cells[::width] == list(table["rows"])
-        numbers = [cell.split(" ± ") for number, cell in enumerate(cells) if number % width]
+        numbers = [cell.split("\xa0±\xa0") for number, cell in enumerate(cells) if number % width]
         assert [[None] if cell == ["-"] else [float(part) for part in cell] for cell in numbers] == [
             value if isinstance(value, list) else [value] for value in flat
         ]
