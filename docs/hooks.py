@@ -15,24 +15,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import fl_lightning
+
 ROOT = Path(__file__).parent.parent
 WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
 PLACES = WHOLE | EXAMPLES  # a file of the repository, and its page
 
-# Of the package itself, the modules that a program, a method or a callback of one's own meets; of the others, all.
-CORE = (
-    "orchestrator",
-    "experiment",
-    "client",
-    "knowledge",
-    "message",
-    "state",
-    "graphs",
-    "evaluation",
-    "metrics",
-    "runs",
-)
+CORE = ("evaluation", "graphs", "metrics", "state")  # shown beside the modules that have what `fl_lightning` exports
 PACKAGES = (
     "fl_lightning",
     "fl_lightning.algorithms",
@@ -45,6 +35,7 @@ PACKAGES = (
     "fl_lightning.engines",
     "fl_lightning.callbacks",
 )
+AFTER_THE_GUIDE = "---\nsearch:\n  boost: 0.3\n---\n\n"  # where a search finds both
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
@@ -72,8 +63,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     made = {target: (ROOT / source).read_text() for source, target in WHOLE.items()}
-    made |= {target: listing(ROOT / source) for source, target in EXAMPLES.items()}
-    made |= reference()
+    quiet = {target: listing(ROOT / source) for source, target in EXAMPLES.items()} | reference()
+    made |= {target: AFTER_THE_GUIDE + content for target, content in quiet.items()}
     for target, content in made.items():
         files.append(File.generated(config, target, content=content))
     return files
@@ -82,6 +73,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Make of links between files of the repository links between pages of the site."""
     here = page.file.src_uri
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # it would be the one entry
     home = next((source for source, target in PLACES.items() if target == here), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
@@ -103,39 +96,45 @@ def reference() -> dict[str, str]:
     loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks))
     whole = loader.load("fl_lightning")
     loader.resolve_aliases()
-    assert isinstance(whole, griffe.Module)
-    packages = {
-        name: whole if name == "fl_lightning" else whole[name.removeprefix("fl_lightning.")] for name in PACKAGES
+    packages = {name: loader.modules_collection[name] for name in PACKAGES}
+    exported = {name: whole[name] for name in sorted(fl_lightning.__all__, key=str.lower)}
+    homes = {path.split(".")[1] for path in (thing.canonical_path for thing in exported.values())}
+    shown = {
+        name: sorted(one for one, module in package.modules.items() if not module.is_init_module)
+        for name, package in packages.items()
     }
-    rows = [f"| [`{name}`]({name}.md) | {first_line(package)} |" for name, package in packages.items()]
-    names = [
-        f"| [`{name}`][{whole[name].canonical_path}] | {first_line(whole[name])} |" for name in whole.exports or []
-    ]
+    shown["fl_lightning"] = [one for one in shown["fl_lightning"] if one in homes.union(CORE)]
+    rows = [f"| [`{name}`]({name}.md) | {told(package)} |" for name, package in packages.items()]
+    names = [f"| {linked(name, thing)} | {told(thing)} |" for name, thing in exported.items()]
     overview = [
         "# Reference",
-        "",
-        "Made from the docstrings. What `from fl_lightning import ...` takes:",
-        "",
-        "| name | what |",
-        "|---|---|",
-        *sorted(names, key=str.lower),
-        "",
-        "A page a package, module by module:",
-        "",
-        "| package | what |",
-        "|---|---|",
-        *rows,
+        "Made from the docstrings, a page a package:",
+        "\n".join(["| package | what |", "|---|---|", *rows]),
+        "What `from fl_lightning import ...` takes:",
+        "\n".join(["| name | what |", "|---|---|", *names]),
     ]
-    pages = {f"api/{name}.md": package_page(name, package) for name, package in packages.items()}
-    return pages | {"api/index.md": "\n".join(overview)}
+    pages = {f"api/{name}.md": package_page(name, package, shown[name]) for name, package in packages.items()}
+    return pages | {"api/index.md": "\n\n".join(overview)}
 
 
-def package_page(name: str, package: griffe.Module) -> str:
-    """What a package exports, and its modules."""
-    modules = CORE if name == "fl_lightning" else sorted(one for one in package.modules if not package[one].is_package)
-    return "\n\n".join([f"# {name}", first_line(package), *(f"::: {name}.{module}" for module in modules)])
+def package_page(name: str, package: griffe.Module, modules: list[str]) -> str:
+    """What can be imported from a package, and its modules."""
+    exports = sorted(map(str, package.exports or ()), key=str.lower)
+    if name == "fl_lightning":
+        taken = "What can be imported from here is listed in the [overview](index.md)."
+    elif exports:
+        taken = f"`from {name} import ...` takes {', '.join(linked(one, package[one]) for one in exports)}."
+    else:
+        parent = name.rpartition(".")[0]
+        taken = f"Import these from [`{parent}`]({parent}.md)."
+    return "\n\n".join([f"# {name}", told(package), taken, *(f"::: {name}.{module}" for module in modules)])
 
 
-def first_line(thing: griffe.Object | griffe.Alias) -> str:
+def linked(name: str, thing: griffe.Object | griffe.Alias) -> str:
+    """A name that leads to where it is told about."""
+    return f"[`{name}`][{thing.canonical_path}]"
+
+
+def told(thing: griffe.Object | griffe.Alias) -> str:
     """What it is, in one sentence."""
     return thing.docstring.value.partition("\n")[0] if thing.docstring else ""

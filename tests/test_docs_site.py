@@ -1,7 +1,8 @@
 """The documentation as a site: links and anchors lead somewhere, pages for newcomers do what they say, it builds."""
 
 import csv
-import importlib
+import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from markdown_it import MarkdownIt
 
 import fl_lightning
 from fl_lightning.cli import main
+from fl_lightning.commands import fit
 from fl_lightning.config import with_config_paths
-from fl_lightning.experiment import experiment_parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -152,7 +154,7 @@ def spans():
     """The options in the right-hand columns of coming-from.md, a line of them for each code span."""
     for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines():
         if line.startswith("| "):
-            yield from re.findall(r"`(?:fl-lightning fit )?(--(?!resume)[^`]+)`", line.split(" | ")[1])
+            yield from re.findall(r"`(?:fl-lightning fit )?(--[^`]+)`", line.split(" | ")[1])
 
 
 def test_every_option_that_a_habit_is_translated_to_is_one():
@@ -160,7 +162,7 @@ def test_every_option_that_a_habit_is_translated_to_is_one():
     assert len(lines) > 50
     for line in lines:
         words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
-        experiment_parser().parse_args(with_config_paths(shlex.split(words)))
+        fit.parser().parse_args(with_config_paths(shlex.split(words)))
 
 
 class Read(HTMLParser):
@@ -235,6 +237,76 @@ def test_the_reference_has_all_that_can_be_imported(site):
         target = re.search(rf'href="([^"]+)#[^"]+"[^>]*><code>{name}</code>', start)
         assert target, name
         assert (site / "api" / target[1]).is_dir()
+    ids = Read((site / "api" / "fl_lightning" / "index.html").read_text()).ids
+    assert {f"fl_lightning.{module}" for module in ("orchestrator", "client", "evaluation", "state")} <= ids
+    assert Read((site / "api" / "fl_lightning.callbacks" / "index.html").read_text()).ids >= {
+        "fl_lightning.callbacks.drift.ClientDrift",
+        "fl_lightning.callbacks.base.RoundCallback",
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "moved"),
+    [
+        ("index.md", "docs/design.md#words", "design.md#words"),
+        ("index.md", "examples/plain_trainer.py", "examples/plain_trainer.py.md"),
+        ("running.md", "../CONTRIBUTING.md", "contributing.md"),
+        ("running.md", "images/a.png", "images/a.png"),
+        ("papers/fedskc.md", "../algorithms.md#fedskc", "../algorithms.md#fedskc"),
+        ("running.md", "#metrics", "#metrics"),
+        ("running.md", "https://lightning.ai/docs", "https://lightning.ai/docs"),
+    ],
+)
+def test_a_link_leads_to_the_page_that_a_file_became(page, link, moved):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    snippet = f"```text\n[a]({link})\n```"
+    there = SimpleNamespace(file=SimpleNamespace(src_uri=page), is_homepage=False)
+    made = hooks.on_page_markdown(f"[a]({link})\n\n{snippet}\n\n[b]({link})\n", there)
+    assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
+
+
+def test_an_example_is_shown_whole(site):
+    for path in (ROOT / "examples").glob("*.*"):
+        html = (site / "examples" / path.name / "index.html").read_text()
+        shown = Read(re.search(r"<code>.*?</code>", html, re.DOTALL)[0]).text
+        assert shown == re.sub(r"\s+", " ", path.read_text()).strip()
+
+
+def test_a_search_finds_the_guide_before_the_reference(site):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    lower = {entry["location"].partition("/")[0] for entry in entries if entry.get("boost", 1) < 1}
+    assert lower == {"api", "examples"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_papers_page_has_its_table(site, path):
+    table = yaml.safe_load(path.read_text())
+    html = (site / "papers" / table["paper"] / "index.html").read_text()
+    _, _, rest = html.partition(f'>{table["title"]}<a class="headerlink"')
+    section, *_ = re.split(r"<h2|</article>", rest)
+    assert f"fl-lightning reproduce {path.stem}\n" in section
+    cells = re.findall(r"<td>(.*?)</td>", section)
+    flat = [value for values in table["paper_values"].values() for value in values]
+    if any(value is not None for value in flat):
+        width = len(table["columns"]) + 1
+        assert cells[::width] == list(table["rows"])
+        numbers = [cell.split("\xa0±\xa0") for number, cell in enumerate(cells) if number % width]
+        assert [[None] if cell == ["-"] else [float(part) for part in cell] for cell in numbers] == [
+            value if isinstance(value, list) else [value] for value in flat
+        ]
+    else:
+        assert not cells
+    first = path.read_text().splitlines()[0].removeprefix("# ")
+    told = Read(f"<h2>{section}").text
+    assert first in told
+    for claim in table.get("claims", []):
+        columns = claim.get("columns", table["columns"])
+        where = "" if set(columns) == set(table["columns"]) else f", in {'; '.join(columns)}"
+        assert f"{claim['better']} > {claim['than']}{where} " in f"{told} "
 
 
 def test_the_navigation_has_every_page():

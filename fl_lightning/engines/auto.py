@@ -130,6 +130,7 @@ def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> flo
 
 
 EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
+"""An engine by a name, where it is taken as it is without arguments."""
 
 
 def engine_of(engine: Engine | EngineName) -> Engine:
