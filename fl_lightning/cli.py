@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import signal
 import sys
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
 from fl_lightning.lazy import load
@@ -29,6 +31,7 @@ COMMANDS = {
     "sweep": "Carry a W&B sweep file out here, without a server.",
     "reproduce": "Run a paper's table, and show it beside the paper's.",
     "list": "List what can be named in a config.",
+    "completion": "Print what makes a shell complete commands, options and names.",
 }
 
 LONGEST_LINE = 360
@@ -36,6 +39,8 @@ LONGEST_LINE = 360
 
 def run() -> None:
     """Entry point of the console script."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell wants a word completed
+        load("fl_lightning.commands.completion").answer()
     die_of_interrupts()
     if complaint := prepare():
         tell(f"error: {complaint}")
@@ -139,16 +144,19 @@ def _brief(line: str) -> str:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
+    name, *words = words or ["--help"]
+    if name in ("-h", "--help", "-V", "--version"):
+        print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
         return 0
-    name, *words = words
     if name not in COMMANDS:
         from difflib import get_close_matches
 
         near = get_close_matches(name, COMMANDS, 1)
         mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {name!r}; {mend}")
+    if text := load("fl_lightning.help").asked_for(name, words):
+        print(text.rstrip("\n"))
+        return 0
     command = load(f"fl_lightning.commands.{name}")
     parser = command.parser()
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
@@ -166,7 +174,8 @@ def usage() -> str:
         "usage: fl-lightning COMMAND [options]\n\n"
         "Federated learning with non-IID clients on PyTorch Lightning.\n\n"
         f"commands:\n{commands}\n\n"
-        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks."
+        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks;\n"
+        "--version says which version this is."
     )
 
 
