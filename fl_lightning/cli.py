@@ -45,7 +45,6 @@ def run() -> None:
     if complaint := prepare():
         tell(f"error: {complaint}")
         sys.exit(2)
-    gc.freeze()  # what was imported is no garbage, and need not be looked at
     try:
         sys.exit(main())
     finally:
@@ -56,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        args: The command line less the program's name; `sys.argv` by default.
+        args: The command line less the program's name; `sys.argv` by default, when the process is the command's own.
 
     Returns:
         The exit code: 0, 2 for bad input, 1 for a run that failed, 128 + n for signal n.
@@ -70,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _dispatch(words)
+            code = _dispatch(words, own_process=args is None)
         sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
         return code
     except BaseException as error:
@@ -143,7 +142,7 @@ def _brief(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], own_process: bool) -> int:
     name, *words = words or ["--help"]
     if name in ("-h", "--help", "-V", "--version"):
         print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
@@ -158,6 +157,8 @@ def _dispatch(words: list[str]) -> int:
         print(text.rstrip("\n"))
         return 0
     command = load(f"fl_lightning.commands.{name}")
+    if own_process:
+        gc.freeze()  # what was imported is no garbage, and to look at it takes a second
     parser = command.parser()
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     with load("fl_lightning.cli_errors").plainly(parser):
