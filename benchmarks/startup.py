@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py [--repeats 10] [--against OTHER/bin/python]
 
-Medians (least - most) of new processes, in turn: seconds on the wall, and of the processor, which a busy machine changes
+Medians (least - most) of new processes, in turn: seconds on the wall, and of the processor, which a busy machine alters
 less. With --against, the fl-lightning of another environment takes turns with this one's. The rounds are timed to the
 line that tells of the first one, by way of /proc, so on Linux; all else to the process's end.
 """

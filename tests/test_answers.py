@@ -396,3 +396,23 @@ def test_all_that_fit_takes_can_be_completed(actions):
     command = made._subparsers._group_actions[0].choices["fit"]
     flags = {flag for action in actions.values() for flag in action.option_strings if not flag.endswith("+")}
     assert flags <= command._option_string_actions.keys()
+
+
+# --- Garbage ---
+
+
+def test_a_process_of_its_own_does_not_look_for_garbage_in_what_it_imported():
+    """In somebody else's process all stays as it is."""
+    source = """
+import gc, sys
+from fl_lightning import cli
+from fl_lightning.commands import list as command
+command.main = lambda *_: print(gc.get_freeze_count() > 1000) or 0
+cli.main(["list"])
+sys.argv = ["fl-lightning", "list"]
+try:
+    cli.run()
+finally:
+    print(gc.get_freeze_count())
+"""
+    assert python(source).split() == ["False", "True", "0"]
