@@ -117,7 +117,7 @@ class Formatter(HelpFormatter):
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         width = max(shutil.get_terminal_size((120, 24)).columns - 2, 38)
-        super().__init__(prog, max_help_position=min(41, 2 * width // 5), width=width)
+        super().__init__(prog, max_help_position=min(42, 2 * width // 5), width=width)
 
     def add_usage(self, usage: str | None, *rest: Any, **kwargs: Any) -> None:
         """No usage where there is none to tell."""

@@ -157,7 +157,12 @@ def test_the_usual_classes_of_others_are_there():
     assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
     assert all(issubclass(getattr(torch.optim, name), torch.optim.Optimizer) for name in catalogue.names("optimizer"))
     assert catalogue.names("rounds") == []
-    assert catalogue.kind_of("rounds") is None
+    assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None
+
+
+def test_a_models_options_are_those_that_the_data_does_not_set():
+    models = catalogue.index()["classes"]["models"].values()
+    assert not any({"in_shape", "num_classes"} & entry["options"].keys() for entry in models)
 
 
 # --- fit --help ---
@@ -166,7 +171,7 @@ def test_the_usual_classes_of_others_are_there():
 def test_help_of_fit_has_a_line_a_key_with_its_default(actions, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     text = run("fit", "--help").out
-    assert len(text.splitlines()) < 80
+    assert len(text.splitlines()) < 90
     told = lines_of(text)
     assert told.keys() == actions.keys()
     for key, (value, words) in told.items():
