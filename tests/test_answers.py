@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 import torch
@@ -134,6 +135,26 @@ def test_the_index_is_made_without_the_one_before(monkeypatch):
     assert catalogue.index.cache_info().currsize == 0
 
 
+@pytest.mark.parametrize(
+    ("hint", "metavar"),
+    [
+        (int, "INT"),
+        (int | None, "INT"),
+        (int | float | None, "NUMBER"),
+        (list[float], "LIST"),
+        (str | dict | list | None, "VALUE"),
+        (float | Literal["official"], "VALUE"),
+        (bool | None, "true|false"),
+        (bool | Literal["warn"] | None, "true|false|warn"),
+        (torch.optim.SGD | None, "NAME"),
+        (torch.optim.SGD | Literal["a", "b"], "NAME"),
+        (None, "VALUE"),
+    ],
+)
+def test_a_type_is_told_in_a_word(hint, metavar):
+    assert indexing.told(hint) == metavar
+
+
 @pytest.mark.parametrize("kind", catalogue.BASES)
 def test_a_key_takes_the_classes_of_its_kind(kind):
     key = catalogue.BASES[kind][2]
@@ -227,6 +248,11 @@ def test_every_key_of_an_experiment_has_a_heading(actions):
 )
 def test_a_key_is_told_briefly(option, line):
     assert help.briefly(option)["help"] == line
+
+
+def test_a_percent_sign_is_one():
+    option = {"flags": ["--x"], "metavar": "INT", "help": "Half of 95 %s."}
+    assert "Half of 95 %s." in help.told({"": {"x": option}}).format_help()
 
 
 @pytest.mark.parametrize("columns", [1, 80, 120])
@@ -349,6 +375,7 @@ COMPLETED = {
     "fl-lightning fit --config own.yaml --algorithm.m": "--algorithm.mu",
     "fl-lightning fit --config own.yaml --algorithm FedSKC --algorithm.m": "",
     "fl-lightning fit --config nowhere.yaml --algorithm.ta": "",
+    "fl-lightning fit --config nowhere.yaml --client_s": "--client_store",
     "fl-lightning fit --config digits_fedsk": "digits_fedskc.yaml",
     "fl-lightning fit -c ow": "own.yaml",
     "fl-lightning test ow": "own.yaml",
