@@ -66,7 +66,7 @@ def top_keys(command: str) -> set[str]:
 
 
 def of_command(command: str) -> str:
-    """The help of a command: a line for each option, with its default in brackets."""
+    """The help of a command, with a line for each option and its default."""
     return parser(command).format_help()
 
 
@@ -123,9 +123,6 @@ class Formatter(HelpFormatter):
         """No usage where there is none to tell."""
         if usage != "":
             super().add_usage(usage, *rest, **kwargs)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(Formatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
 def parser(command: str) -> ArgumentParser:

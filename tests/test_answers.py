@@ -371,6 +371,7 @@ COMPLETED = {
     "fl-lightning fit --engine s": "sequential stacked",
     "fl-lightning fit --algorithm FedSKC --algorithm.ta": "--algorithm.tau",
     "fl-lightning fit --config digits_fedskc.yaml --algorithm.ta": "--algorithm.tau",
+    "fl-lightning fit --algorithm FedSKC --algorithm.preset ": "paper reference",
     "fl-lightning fit --config digits_fedskc.yaml --scenario.partition.al": "--scenario.partition.alpha",
     "fl-lightning fit --config own.yaml --algorithm.m": "--algorithm.mu",
     "fl-lightning fit --config own.yaml --algorithm FedSKC --algorithm.m": "",

@@ -72,9 +72,11 @@ def everything(words: Sequence[str]) -> argparse.ArgumentParser:
         made = help.parser(name)
         if name in words[:1]:
             for key, option in class_options(name, words):
-                made.add_argument(f"--{key}", help=option["help"].replace("%", "%%"))
+                text = option["help"].replace("%", "%%")
+                made.add_argument(f"--{key}", choices=option.get("choices"), help=text)
         for action in made._actions:
-            action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
+            if not action.choices:
+                action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
         commands.add_parser(name, parents=[made], conflict_handler="resolve", help=line)
     return whole
 
