@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning.evaluation import Evaluation as Evaluation
     from fl_lightning.evaluation import Score as Score
     from fl_lightning.experiment import open_run as open_run
+    from fl_lightning.file_loggers import CSVLogger as CSVLogger
+    from fl_lightning.file_loggers import MLFlowLogger as MLFlowLogger
+    from fl_lightning.file_loggers import TensorBoardLogger as TensorBoardLogger
     from fl_lightning.knowledge import SharedKnowledge as SharedKnowledge
     from fl_lightning.message import Message as Message
     from fl_lightning.message import Upload as Upload
@@ -66,13 +69,14 @@ _NAMES = {
     """,
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
-        EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
+        ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
     """,
     "client": "ClientModule LossTerm Step",
     "data": """
-        AGNews Arrays CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
-        FederatedData FewShot IID IMDB LoadedData MNIST Partition PathMNIST Pathological QuantitySkew Scenario Shard
-        Shards SVHN TinyImageNet
+        AGNews Arrays ByClient CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
+        FederatedData FEMNIST FewShot Given HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition PathMNIST
+        Pathological QuantitySkew Scenario Sent140 Shakespeare Shard Shards Shares SVHN Table TextTable TinyImageNet
+        TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """
@@ -82,6 +86,7 @@ _NAMES = {
     "errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
     "evaluation": "Evaluation Score",
     "experiment": "open_run",
+    "file_loggers": "CSVLogger MLFlowLogger TensorBoardLogger",
     "knowledge": "SharedKnowledge",
     "message": "Message Upload",
     "models": """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import signal
 import sys
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
 from fl_lightning.lazy import load
@@ -30,6 +32,7 @@ COMMANDS = {
     "sweep": "Carry a W&B sweep file out here, without a server.",
     "reproduce": "Run a paper's table, and show it beside the paper's.",
     "list": "List what can be named in a config.",
+    "completion": "Print what makes a shell complete commands, options and names.",
 }
 
 LONGEST_LINE = 360
@@ -37,11 +40,12 @@ LONGEST_LINE = 360
 
 def run() -> None:
     """Entry point of the console script."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell wants a word completed
+        load("fl_lightning.commands.completion").answer()
     die_of_interrupts()
     if complaint := prepare():
         tell(f"error: {complaint}")
         sys.exit(2)
-    gc.freeze()  # what was imported is no garbage, and need not be looked at
     try:
         sys.exit(main())
     finally:
@@ -52,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        args: The command line less the program's name; `sys.argv` by default.
+        args: The command line less the program's name; `sys.argv` by default, when the process is the command's own.
 
     Returns:
         The exit code: 0, 2 for bad input, 1 for a run that failed, 128 + n for signal n.
@@ -66,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _dispatch(words)
+            code = _dispatch(words, own_process=args is None)
         sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
         return code
     except BaseException as error:
@@ -139,14 +143,19 @@ def _brief(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
+def _dispatch(words: list[str], own_process: bool) -> int:
+    name, *words = words or ["--help"]
+    if name in ("-h", "--help", "-V", "--version"):
+        print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
         return 0
-    name, *words = words
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}; {_command_meant(name, words)}")
+    if text := load("fl_lightning.help").asked_for(name, words):
+        print(text.rstrip("\n"))
+        return 0
     command = load(f"fl_lightning.commands.{name}")
+    if own_process:
+        gc.freeze()  # what was imported is no garbage, and to look at it takes a second
     parser = command.parser()
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     plainly = load("fl_lightning.cli_errors").plainly
@@ -176,7 +185,8 @@ def usage() -> str:
         "usage: fl-lightning COMMAND [options]\n\n"
         "Federated learning with non-IID clients on PyTorch Lightning.\n\n"
         f"commands:\n{commands}\n\n"
-        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks."
+        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks;\n"
+        "--version says which version this is."
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.catalogue import kind_of
 from fl_lightning.config import is_run, read_config, shipped
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.other_tools import CLASSES, OPTIONS
@@ -135,10 +136,7 @@ def _class_meant(key: str, name: str) -> str:
 
 
 def _classes_there_are(key: str) -> str:
-    from fl_lightning.catalogue import BASES  # it knows every class, so it needs torch
-
-    kind = next((kind for kind, (_, _, place) in BASES.items() if place == key), None)
-    names = ", ".join(class_names(key))
+    kind, names = kind_of(key), ", ".join(class_names(key))
     if kind and len(names) > LONGEST_LIST:
         return f"`fl-lightning list {kind}` names them"
     return f"there are {names}" if names else "`fl-lightning fit --help` names some"

@@ -30,7 +30,8 @@ WATCHERS = ("engine", "logger", "callbacks")
 def experiment_parser() -> ArgumentParser:
     """The parser of an experiment's keys."""
     parser = strict(ArgumentParser(exit_on_error=False, allow_abbrev=False))
-    parser.add_argument("-c", "--config", action=ActionConfigFile, help="Config file, or the name of a shipped one.")
+    config = "Config file, or the name of a shipped one; of several the later ones have the last say."
+    parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE", help=config)
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
     rivals = "What --algorithm NAME sets beside the algorithm: a mapping by name, the path of one, or a list."
     parser.add_argument("--rivals", type=str | dict | list | None, help=rivals)

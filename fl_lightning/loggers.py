@@ -332,11 +332,6 @@ def _flush(file: TextIO) -> None:
     os.fsync(file.fileno())
 
 
-def known_loggers() -> list[str]:
-    """Names of the loggers that are told of a run's moments."""
-    return sorted(kind.__name__ for kind in (CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger))
-
-
 class Loggers:
     """A run's Lightning loggers, told the same one after another; falsy where there are none.
 

@@ -81,16 +81,16 @@ class FederatedOrchestrator:
         batch_size: Samples a training batch.
         seed: Everything random derives from it.
         optimizer: A torch optimizer; each client fit makes one.
-        optimizer_state: `fresh`, or `kept`: a client's optimizer goes on with the state (momentum, step counts, ...)
-            that it ended the client's last round with, at this round's learning rate; the algorithm's own by default,
-            which is `fresh` but for presets that say otherwise.
+        optimizer_state: A client's optimizer is `fresh` each round or `kept`: it then goes on with the state (momentum,
+            step counts, ...) that it ended the client's last round with, at this round's learning rate; the algorithm's
+            own by default, which is `fresh` but for presets that say otherwise.
         lr_scheduler: A torch scheduler within one client fit, stepped once an epoch.
         round_lr_scheduler: A torch scheduler over rounds, given an optimizer of learning rate 1; what it makes of
             that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
         trainer: Keyword arguments of Lightning's `Trainer` for each client fit: `accelerator`, `precision`,
             `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
         compile: Compile the network, once for all clients and rounds; worth it where a step is long.
-        channels_last: Lay images and convolutions out with their channels side by side, which GPUs want in mixed
+        channels_last: Lay images and convolutions out with their channels side by side; GPUs want it in mixed
             precision.
         engine: How a round's client fits are carried out: `sequential`, one after another, `stacked`, `processes`,
             `ray`, `auto` for the fastest of the first three, or an engine with arguments of its own.
@@ -99,7 +99,7 @@ class FederatedOrchestrator:
         checkpoint_every: Rounds between checkpoints.
         keep_checkpoints: How many of the newest checkpoints to keep, beside the best.
         client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
-        on_client_failure: `raise` ends the run when a client fails, `drop` goes on without its upload.
+        on_client_failure: When a client fails, `raise` ends the run, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
         logger: A Lightning logger beside `metrics.csv`, or a list of them; none with `false` or `null`. Those of this
             package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the run's folder.
@@ -107,7 +107,8 @@ class FederatedOrchestrator:
         client_callbacks: Lightning's callbacks for each client fit, which gets copies of them: `LearningRateMonitor`,
             `EarlyStopping` on `train_loss`, your own. What they log joins the round's metrics, `client/<name>` being
             the mean over the round's clients.
-        callbacks: Watchers; progress, communication and checkpointing are added unless there is one of their class.
+        callbacks: What watches the rounds; progress, communication and checkpointing are added unless there is one of
+            their class.
         run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
             command line `runs/<config>/<time>-<id>`. It is made when the run begins.
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib import import_module
-from typing import Any, get_args
+from typing import get_args
 
-OTHER_CLASSES = {
-    "engine": (("fl_lightning.engines",), "Engine"),
-    "optimizer": (("torch.optim",), "Optimizer"),
-    "lr_scheduler": (("torch.optim.lr_scheduler",), "LRScheduler"),
-    "round_lr_scheduler": (("torch.optim.lr_scheduler",), "LRScheduler"),
-    "logger": (("fl_lightning.loggers", "lightning.pytorch.loggers"), "Logger"),
-}
-"""Keys that take classes which no catalogue lists: the modules that have them, and the base class there."""
+from fl_lightning.catalogue import names
 
 NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 """An option within an argument of a class: `--model.head.prediction`."""
@@ -54,22 +45,11 @@ def same(name: str, names: Iterable[str]) -> str:
 
 def class_names(key: str) -> list[str]:
     """The names of the classes that a config's key takes; none for a key that takes no class."""
-    from fl_lightning.catalogue import BASES, things
+    if key == "client_callbacks":
+        from fl_lightning.engines.client_callbacks import known_callbacks  # Lightning's own
 
-    if key in OTHER_CLASSES:
-        modules, base = OTHER_CLASSES[key]
-        return _subclasses([import_module(name) for name in modules], base)
-    return [name for kind, (_, _, place) in BASES.items() if place == key for name in things(kind)]
-
-
-def _subclasses(modules: Sequence[Any], base: str) -> list[str]:
-    found: dict[str, None] = {}
-    for module in modules:
-        for name, one in vars(module).items():
-            if inspect.isclass(one) and name[0] != "_" and base in (each.__name__ for each in one.__mro__):
-                found[name] = None
-    found.pop(base, None)
-    return list(found)
+        return known_callbacks()
+    return names(key)
 
 
 def spelled(words: Sequence[str]) -> list[str]:
@@ -98,12 +78,12 @@ def spelled(words: Sequence[str]) -> list[str]:
 
 def _in_its_own_case(name: str, key: str) -> str:
     """A class's name as it is spelled, but where it could be torchvision's `resnet18` as well as our `ResNet18`."""
-    names = class_names(key)
+    known = class_names(key)
     if key == "engine":
         from fl_lightning.engines import EngineName
 
-        names += get_args(EngineName)
-    found = same(name, names)
+        known += get_args(EngineName)
+    found = same(name, known)
     return name if key == "model" and found != name and name in builders_of_torchvision() else found
 
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.catalogue import BASES
+from fl_lightning.catalogue import BASES, base
 from fl_lightning.config import config_file, read_config
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import own_file, write_atomically
@@ -41,7 +41,7 @@ from fl_lightning.run_folder import SIGNATURE
 
 # Where the classes lie that any config may name, and what they are.
 KINDS: dict[str, tuple[type, ...]] = {
-    "fl_lightning": (Logger, *(base for base, _, _ in BASES.values())),
+    "fl_lightning": (Logger, *map(base, BASES)),
     "torch.optim": (Optimizer, LRScheduler),
     "torch.nn.modules": (nn.Module,),
     "torchvision.models": (nn.Module,),

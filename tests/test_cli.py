@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -63,9 +62,7 @@ def printed_config(capsys, *words):
 
 
 def help_text(capsys, *words):
-    with pytest.raises(SystemExit) as end:
-        cli.main([*words])
-    assert end.value.code in (0, None)
+    assert cli.main([*words]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -76,21 +73,13 @@ def test_help_tells_of_every_command(capsys):
         assert all(f"  {command} " in text and line in text for command, line in cli.COMMANDS.items())
 
 
-def test_a_command_that_reads_or_explains_imports_no_torch():
-    """`fl-lightning --help` and a typo answer at once."""
-    code = "import sys; from fl_lightning.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    for words, ending in ((["--help"], "0 False"), (["fitt"], "2 False")):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-        assert done.stdout.strip().endswith(ending)
-
-
 def test_help_of_fit_tells_of_every_key_and_of_nothing_more_of_lightnings_trainer(capsys):
     text = help_text(capsys, "fit", "--help")
     for name in inspect.signature(FederatedOrchestrator).parameters:
         assert f"--{name}" in text
     for name in inspect.signature(Scenario).parameters:
         assert f"--scenario.{name}" in text
-    assert "How many clients take part in a round, drawn anew each time; all by default." in text
+    assert "How many clients take part in a round, drawn anew each time (all)" in text
     assert "--trainer.precision" in text
     assert "--trainer.logger" not in text
 
@@ -100,7 +89,7 @@ def test_help_of_a_class_path_tells_of_its_arguments(name, capsys):
     text = help_text(capsys, "fit", "--algorithm.help", name)
     for argument in inspect.signature(algorithms.FedSKC).parameters:
         assert f"--algorithm.{argument}" in text
-    assert "Temperature τ of the contrastive loss (Eq. 3). (type: float, default: 0.08)" in text
+    assert "--algorithm.tau NUMBER Temperature τ of the contrastive loss (Eq. 3). (0.08)" in text
 
 
 @pytest.mark.parametrize("text", [TINY, RICH], ids=["tiny", "rich"])

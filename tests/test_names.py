@@ -11,7 +11,7 @@ import yaml
 from commands import TINY, contents, run
 
 from fl_lightning import FederatedOrchestrator, cli
-from fl_lightning.catalogue import BASES, KINDS, things
+from fl_lightning.catalogue import BASES, KINDS, OTHERS, things
 from fl_lightning.commands import fit
 from fl_lightning.config import nearest_file, shipped
 from fl_lightning.other_tools import CLASSES, COMMANDS, OPTIONS
@@ -268,7 +268,7 @@ def test_a_file_is_spelled_right(here):
 
 
 def keys_of_classes():
-    return [key for _, _, key in BASES.values()] + [key for key in OTHER_CLASSES if key != "engine"]
+    return [key for _, _, key in BASES.values()] + [*OTHERS, "client_callbacks"]
 
 
 @pytest.mark.parametrize("key", keys_of_classes())

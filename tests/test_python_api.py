@@ -16,7 +16,7 @@ from experiments import experiment
 import fl_lightning
 from fl_lightning import HOMES
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
-from fl_lightning.catalogue import BASES, classes
+from fl_lightning.catalogue import BASES, base, classes
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.runs import Run, open_run_folder
@@ -27,7 +27,7 @@ PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")
 
 @pytest.mark.parametrize("kind", BASES)
 def test_whatever_is_listed_can_be_imported_from_the_top(kind):
-    for cls in [BASES[kind][0], *classes(kind)]:
+    for cls in [base(kind), *classes(kind)]:
         assert getattr(fl_lightning, cls.__name__) is cls
 
 

@@ -94,7 +94,7 @@ def test_no_variable_that_is_garbage_gives_a_traceback(here):
 
 
 def test_a_variable_that_torch_cannot_read_is_one_line(here):
-    done = shell("fl-lightning list models", TORCH_LOGS="garbage")
+    done = shell("fl-lightning fit --config tiny.yaml", TORCH_LOGS="garbage")
     assert done.returncode == 1
     assert is_one_line(done.stderr)
     assert "Invalid log settings: garbage" in done.stderr

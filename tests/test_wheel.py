@@ -53,6 +53,7 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
     pages = {path.name for path in (ROOT / "fl_lightning" / "report" / "page").iterdir()}
     assert pages == {path.name for path in (own / "fl_lightning" / "report" / "page").iterdir()}
     assert (own / "fl_lightning" / "py.typed").exists()
+    assert "FedSKC" in run(environment, "fl-lightning", "list", "algorithms", cwd=tmp_path)
 
 
 def test_an_experiment_runs_from_it(environment, tmp_path):

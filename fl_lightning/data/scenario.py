@@ -115,8 +115,9 @@ class Scenario:
             where the partition knows them, on top of all it was dealt, and 0.25 where it does not.
         long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
             the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
-        train_samples: Use only so many of the training samples, or a share of them between 0 and 1 (rounded up),
-            drawn by the seed in the proportions of the classes; all by default. The test set stays whole.
+        train_samples: Use only so many of the training samples, or such a share of them; a share lies between 0 and 1
+            and is rounded up, and which ones is drawn by the seed in the proportions of the classes; all by default.
+            The test set stays whole.
         objective: What the labels are for: `Classification`, `MultiLabel`, `Regression`, or a class of your own; found
             from the labels by default.
 

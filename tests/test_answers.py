@@ -1,0 +1,451 @@
+"""What the command line answers at once: from its index, without torch."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+import torch
+import yaml
+from commands import run
+from lightning.pytorch import loggers
+
+import fl_lightning
+from fl_lightning import catalogue, cli, help, indexing, wandb_logger
+from fl_lightning.commands import completion, fit
+from fl_lightning.engines.trainer import quiet_trainer
+from fl_lightning.experiment import TRAINER_KEYS
+
+SLOW = (
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "torchvision",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "wandb",
+    "numpy",
+)
+
+
+def python(code, *words, **variables):
+    """What a new process prints."""
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | variables).stdout
+
+
+@pytest.fixture(scope="module")
+def actions():
+    """The arguments that `fit` itself takes, by key, less those that show a help or read a group's file."""
+    found = {action.dest: action for action in fit.parser()._actions if "help" not in action.dest.split(".")}
+    return {key: one for key, one in found.items() if key not in ("scenario", "evaluation", "trainer", "print_shtab")}
+
+
+def lines_of(text):
+    """The lines of a help by key: what stands for its value, and what is said of it."""
+    joined = re.sub(r"\n {20,}", "  ", text)
+    found = re.findall(r"^  (?:-\w \S+, )?--([\w.]+)(?: (.+?))?(?:  +(.+))?$", joined, re.M)
+    assert len({key for key, *_ in found}) == len(found)
+    return {key: (value, words) for key, value, words in found}
+
+
+# --- At once ---
+
+
+ANSWERED = {
+    "": 0,
+    "--help": 0,
+    "-h": 0,
+    "--version": 0,
+    "-V": 0,
+    "fti": 2,
+    "list": 0,
+    "list algorithms": 0,
+    "list nothing": 2,
+    "completion bash": 0,
+    **{f"{command} --help": 0 for command in cli.COMMANDS},
+    "fit --config nowhere.yaml --help": 0,
+    "fit --help rounds": 0,
+    "fit --help nothing": 2,
+    "fit --algorithm.help": 0,
+    "fit --algorithm.help FedSKC": 0,
+    "fit --optimizer.help": 0,
+}
+
+
+@pytest.mark.parametrize("line", ANSWERED)
+def test_it_is_answered_without_what_takes_seconds_to_import(line):
+    source = f"""
+import sys
+from fl_lightning.cli import main
+code = main(sys.argv[1:])
+print()
+print(code, sorted(sys.modules.keys() & {SLOW}))
+"""
+    assert python(source, *line.split()).splitlines()[-1] == f"{ANSWERED[line]} []"
+
+
+def test_a_shell_that_asks_is_answered_without_what_takes_seconds_to_import():
+    source = f"""
+import sys
+from fl_lightning.commands import completion
+completion.everything(["fit", "--config", "digits_fedskc.yaml"])
+print(sorted(sys.modules.keys() & {SLOW}))
+"""
+    assert python(source) == "[]\n"
+
+
+def test_the_package_itself_imports_nothing_before_it_is_used():
+    assert (
+        python(f"import sys, fl_lightning; print(sorted(sys.modules.keys() & {{'jsonargparse', *{SLOW}}}))") == "[]\n"
+    )
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_the_packages(word):
+    assert run(word) == (0, f"fl-lightning {fl_lightning.__version__}\n", "")
+
+
+def test_no_word_at_all_is_a_question_for_help():
+    assert run() == run("--help")
+    assert run().code == 0
+
+
+# --- The index ---
+
+
+def test_the_index_is_what_making_it_now_gives():
+    assert indexing.PATH.read_text(encoding="utf-8") == indexing.made(), (
+        "what a config can name has changed since fl_lightning/index.json was made; make it anew: "
+        "python -m fl_lightning.indexing"
+    )
+
+
+def test_the_index_is_made_without_the_one_before(monkeypatch):
+    """A merge may leave one of which nothing can be read."""
+    catalogue.index.cache_clear()
+    monkeypatch.setattr(catalogue, "files", None)
+    assert indexing.made()
+    assert catalogue.index.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("hint", "metavar"),
+    [
+        (int, "INT"),
+        (int | None, "INT"),
+        (int | float | None, "NUMBER"),
+        (list[float], "LIST"),
+        (str | dict | list | None, "VALUE"),
+        (float | Literal["official"], "VALUE"),
+        (bool | None, "true|false"),
+        (bool | Literal["warn"] | None, "true|false|warn"),
+        (torch.optim.SGD | None, "NAME"),
+        (torch.optim.SGD | Literal["a", "b"], "NAME"),
+        (None, "VALUE"),
+    ],
+)
+def test_a_type_is_told_in_a_word(hint, metavar):
+    assert indexing.told(hint) == metavar
+
+
+@pytest.mark.parametrize("kind", catalogue.BASES)
+def test_a_key_takes_the_classes_of_its_kind(kind):
+    key = catalogue.BASES[kind][2]
+    assert catalogue.kind_of(key) == kind
+    assert catalogue.names(key) == [cls.__name__ for cls in catalogue.classes(kind)] == list(catalogue.things(kind))
+    assert all(issubclass(cls, catalogue.base(kind)) for cls in catalogue.classes(kind))
+    for cls in catalogue.classes(kind):
+        entry = catalogue.index()["classes"][kind][cls.__name__]
+        assert entry["module"] == cls.__module__
+        for name, option in entry["options"].items():
+            top = inspect.signature(cls).parameters[name.partition(".")[0]]
+            if name == top.name and isinstance(top.default, bool | int | float | str):
+                assert option.get("default", "") == top.default
+            assert option.get("needed", False) is (name == top.name and top.default is inspect.Parameter.empty)
+
+
+def test_the_usual_classes_of_others_are_there():
+    homes = {"optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler, "logger": loggers}
+    for key, home in homes.items():
+        assert all(hasattr(home, name) or hasattr(wandb_logger, name) for name in catalogue.names(key))
+    assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
+    assert all(issubclass(getattr(torch.optim, name), torch.optim.Optimizer) for name in catalogue.names("optimizer"))
+    assert catalogue.names("rounds") == []
+    assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None
+
+
+def test_a_models_options_are_those_that_the_data_does_not_set():
+    models = catalogue.index()["classes"]["models"].values()
+    assert not any({"in_shape", "num_classes"} & entry["options"].keys() for entry in models)
+
+
+# --- fit --help ---
+
+
+def test_help_of_fit_has_a_line_a_key_with_its_default(actions, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = run("fit", "--help").out
+    assert len(text.splitlines()) < 90
+    told = lines_of(text)
+    assert told.keys() == actions.keys()
+    for key, (value, words) in told.items():
+        default = actions[key].default
+        if key in ("optimizer", "logger"):
+            assert value == default["class_path"].rpartition(".")[2]
+        elif isinstance(default, bool | int | float | str | list) and actions[key].nargs != 0 and key != "print_config":
+            assert yaml.safe_load(value) == default
+        elif actions[key].nargs != 0 and key != "print_config" and key not in indexing.OWN_DEFAULTS:
+            assert re.fullmatch("[A-Z]+|[a-z]+(\\|[a-z]+)+", value), key
+        assert words
+        assert "required" not in words
+        assert ("(needed)" in words) is (key in ("scenario.dataset", "scenario.partition", "model", "algorithm"))
+
+
+def test_a_trainers_null_comes_to_what_its_help_says(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    told = {key: yaml.safe_load(value) for key, (value, _) in lines_of(run("fit", "--help").out).items() if value}
+    assert {f"trainer.{key}" for key in TRAINER_KEYS} <= indexing.OWN_WORDS.keys()
+    trainer = quiet_trainer({"accelerator": "cpu"})
+    for key in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches", "precision"):
+        assert told[f"trainer.{key}"] == getattr(trainer, key)
+    assert told["trainer.devices"] == trainer.num_devices
+    assert told["trainer.deterministic"] is torch.are_deterministic_algorithms_enabled()
+    assert told["trainer.benchmark"] is torch.backends.cudnn.benchmark
+    weights = torch.nn.Parameter(torch.zeros(2))
+    weights.grad = torch.tensor([3.0, 4.0])
+    clip = trainer.precision_plugin.clip_gradients
+    default = inspect.signature(clip).parameters["gradient_clip_algorithm"].default
+    clip(torch.optim.SGD([weights], lr=1.0), clip_val=1.0)
+    assert told["trainer.gradient_clip_algorithm"] == default.value
+    torch.testing.assert_close(weights.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_every_key_of_an_experiment_has_a_heading(actions):
+    assert {help.heading_of(key) for key in actions} == help.HEADINGS.keys()
+    assert help.heading_of("nothing") == "more"
+    groups = help.by_heading({"nothing": {"help": "No key.", "flags": ["--nothing"], "metavar": "INT"}})
+    assert groups == {"more": {"nothing": {"help": "No key", "flags": ["--nothing"], "metavar": "INT"}}}
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ({"help": "Which of two; the first by default."}, "Which of two (the first)"),
+        ({"help": "Of Cao et al. 2019, rho: thinned out. More."}, "Of Cao et al. 2019, rho"),
+        ({"help": "What is `fresh`. And more.", "needed": True}, "What is fresh (needed)"),
+        ({"help": "Where it is.", "choices": ["memory", "disk"]}, "Where it is: memory or disk"),
+        ({"help": "In `memory` or on `disk`.", "choices": ["memory", "disk"]}, "In memory or on disk"),
+        ({"help": "Whether.", "choices": ["true", "false"]}, "Whether"),
+        ({"help": "A share, 0.5 say; x by default.", "default": 0.5}, "A share, 0.5 say"),
+    ],
+)
+def test_a_key_is_told_briefly(option, line):
+    assert help.briefly(option)["help"] == line
+
+
+def test_a_percent_sign_is_one():
+    option = {"flags": ["--x"], "metavar": "INT", "help": "Half of 95 %s."}
+    assert help.told({"": {"x": option}}).format_help().endswith("  Half of 95 %s.\n")
+
+
+@pytest.mark.parametrize("columns", [1, 80, 120])
+def test_help_fits_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in cli.COMMANDS:
+        code, out, err = run(command, "--help")
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= max(columns, 80)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command_tells_of_all_that_it_takes(command):
+    text = run(command, "--help").out
+    parser = fl_lightning.cli.load(f"fl_lightning.commands.{command}").parser()
+    assert cli.COMMANDS[command] in text
+    for action in parser._actions:
+        if action.help != "==SUPPRESS==" and not action.dest.endswith("help"):
+            assert (action.option_strings or [action.metavar or "TEXT"])[-1].strip("+{}").replace(",", "|") in text
+
+
+# --- Help of one key, of names, of a class ---
+
+
+def test_help_of_a_key_tells_all_of_it_and_of_those_below():
+    code, out, err = run("fit", "--help", "clients_per_round")
+    assert (code, err) == (0, "")
+    assert list(lines_of(out)) == ["clients_per_round"]
+    assert "drawn anew each time; all by default." in " ".join(out.split())
+    assert lines_of(run("fit", "--help", "trainer").out).keys() == {f"trainer.{key}" for key in TRAINER_KEYS}
+    assert run("fit", "--help", "--rounds").out == run("fit", "--help").out
+    assert "--target" in run("compare", "--help", "target").out
+
+
+def test_help_of_a_key_that_is_none_names_the_nearest():
+    assert run("fit", "--help", "round") == (
+        *(2, ""),
+        "fl-lightning: error: --help: fit has no key 'round'; did you mean rounds?\n",
+    )
+    assert "`fl-lightning list --help` names them" in run("list", "--help", "zzz").err
+
+
+@pytest.mark.parametrize(
+    "key", ["algorithm", "model", "engine", "scenario.dataset", "scenario.partition", "callbacks", "algorithm.graph"]
+)
+def test_help_of_a_class_without_a_name_lists_the_names(key):
+    code, out, err = run("fit", f"--{key}.help")
+    assert (code, err) == (0, "")
+    listed = dict(line.strip().split(maxsplit=1) for line in out.splitlines()[1:-1])
+    assert listed == catalogue.things(catalogue.kind_of(key))
+    assert run("partition", "--rounds", "3", f"--{key}.help", "--seed", "1").out == out
+
+
+@pytest.mark.parametrize("key", ["optimizer", "lr_scheduler", "round_lr_scheduler", "logger"])
+def test_help_of_a_class_of_others_without_a_name_lists_the_usual_ones(key):
+    assert run("fit", f"--{key}.help").out.split("\n")[1:-2] == [f"  {name}" for name in catalogue.names(key)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--algorithm.help", "FedSKC"],
+        ["--algorithm.help=FedSKC"],
+        ["--algorithm.help", "fl_lightning.algorithms.FedSKC"],
+        ["--rounds", "2", "--algorithm.help", "fl_lightning.algorithms.global_model.fedskc.FedSKC"],
+    ],
+)
+def test_help_of_a_class_tells_its_options(words):
+    code, out, _ = run("fit", *words)
+    assert code == 0
+    assert out.startswith(f"FedSKC: {catalogue.things('algorithms')['FedSKC']}\n")
+    options = inspect.signature(catalogue.import_module("fl_lightning.algorithms").FedSKC).parameters
+    assert [key.removeprefix("algorithm.") for key in lines_of(out)] == list(options)
+
+
+def test_help_of_a_class_without_options_says_so():
+    assert (
+        "It has no options." in run("fit", "--algorithm.help", "Local").out
+        or catalogue.index()["classes"]["algorithms"]["Local"]["options"]
+    )
+    assert "It has no options." in run("fit", "--algorithm.graph.help", "Complete").out
+
+
+@pytest.mark.parametrize("path", ["mine.FedSKC", "fl_lightning.data.FedSKC", "FedSKCC", "fl_lightning.FedSKC"])
+def test_what_the_index_does_not_know_is_asked_of_the_class(path):
+    assert help.asked_for("fit", ["--algorithm.help", path]) is None
+
+
+def test_only_what_a_command_takes_can_be_asked_for():
+    assert help.asked_for("sweep", ["a.yaml", "--algorithm.help"]) is None
+    assert help.asked_for("fit", ["--rounds", "3", "--nothing.help"]) is None
+    assert help.asked_for("fit", ["--config", "help", "--algorithm", "help"]) is None
+
+
+# --- Completion ---
+
+BASH = r"""
+eval "$(fl-lightning completion bash)"
+while IFS= read -r line; do
+    COMP_LINE="$line" COMP_POINT=${#line} COMP_TYPE=9
+    COMPREPLY=()
+    _python_argcomplete fl-lightning
+    printf '%s\n' "${COMPREPLY[*]}"
+done
+"""
+
+COMPLETED = {
+    "fl-lightning wa": "watch",
+    "fl-lightning --v": "--version",
+    "fl-lightning fit --client_s": "--client_store",
+    "fl-lightning fit --client_store ": "memory disk",
+    "fl-lightning fit --compile ": "true false",
+    "fl-lightning fit --algorithm FedSK": "FedSKC",
+    "fl-lightning fit --algorithm=FedSK": "FedSKC",
+    "fl-lightning fit --optimizer Ada": "Adadelta Adagrad Adam Adamax AdamW",
+    "fl-lightning fit --engine s": "sequential stacked",
+    "fl-lightning fit --algorithm FedSKC --algorithm.ta": "--algorithm.tau",
+    "fl-lightning fit --config digits_fedskc.yaml --algorithm.ta": "--algorithm.tau",
+    "fl-lightning fit --algorithm FedSKC --algorithm.preset ": "paper reference",
+    "fl-lightning fit --config digits_fedskc.yaml --scenario.partition.al": "--scenario.partition.alpha",
+    "fl-lightning fit --config own.yaml --algorithm.m": "--algorithm.mu",
+    "fl-lightning fit --config own.yaml --algorithm FedSKC --algorithm.m": "",
+    "fl-lightning fit --config nowhere.yaml --algorithm.ta": "",
+    "fl-lightning fit --config nowhere.yaml --client_s": "--client_store",
+    "fl-lightning fit --config digits_fedsk": "digits_fedskc.yaml",
+    "fl-lightning fit -c ow": "own.yaml",
+    "fl-lightning test ow": "own.yaml",
+    "fl-lightning list eng": "engines",
+    "fl-lightning completion z": "zsh",
+    "fl-lightning reproduce fedskc_table1": "fedskc_table1.yaml",
+    "fl-lightning nothing --alg": "",
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
+def test_bash_completes_commands_options_names_and_configs(tmp_path):
+    (tmp_path / "own.yaml").write_text("algorithm: {class_path: FedProx, init_args: {mu: 1}}")
+    (tmp_path / "fl-lightning").write_text(f"#!/bin/sh\nexec '{sys.executable}' -m fl_lightning \"$@\"\n")
+    (tmp_path / "fl-lightning").chmod(0o700)
+    lines = "\n".join(COMPLETED) + "\n"
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", BASH], input=lines, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path
+    )
+    assert done.stderr == ""
+    answers = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert dict(zip(COMPLETED, answers, strict=True)) == COMPLETED
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_script_is_one_that_the_shell_reads(shell):
+    code, out, err = run("completion", shell)
+    assert (code, err) == (0, "")
+    assert "fl-lightning" in out
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=out, text=True, check=True)
+
+
+def test_another_shell_is_refused():
+    code, _, err = run("completion", "csh")
+    assert code == 2
+    assert "csh" in err
+    assert "bash" in err
+
+
+def test_completion_without_argcomplete_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    mend = "fl-lightning: error: completion: it needs argcomplete; pip install 'fl-lightning[completion]'\n"
+    assert run("completion", "bash") == (2, "", mend)
+
+
+def test_all_that_fit_takes_can_be_completed(actions):
+    made = completion.everything(["fit"])
+    command = made._subparsers._group_actions[0].choices["fit"]
+    flags = {flag for action in actions.values() for flag in action.option_strings if not flag.endswith("+")}
+    assert flags <= command._option_string_actions.keys()
+
+
+# --- Garbage ---
+
+
+def test_a_process_of_its_own_does_not_look_for_garbage_in_what_it_imported():
+    """In somebody else's process all stays as it is."""
+    source = """
+import gc, sys
+from fl_lightning import cli
+from fl_lightning.commands import list as command
+command.main = lambda *_: print(gc.get_freeze_count() > 1000) or 0
+cli.main(["list"])
+sys.argv = ["fl-lightning", "list"]
+try:
+    cli.run()
+finally:
+    print(gc.get_freeze_count())
+"""
+    assert python(source).split() == ["False", "True", "0"]
