@@ -14,6 +14,7 @@ from typing import Any
 from fl_lightning.catalogue import BASES, OTHERS, index, kind_of, things
 from fl_lightning.cli import COMMANDS
 from fl_lightning.errors import ConfigError
+from fl_lightning.spelling import same
 
 Option = dict[str, Any]
 
@@ -100,7 +101,9 @@ def of_class(key: str, path: str) -> str | None:
     """The options of a class of this package's; None if it is none."""
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
-    entry = index()["classes"].get(kind, {}).get(name)
+    known = index()["classes"].get(kind, {})
+    name = name if module else same(name, known)
+    entry = known.get(name)
     if not entry or module not in ("", entry["module"], f"fl_lightning.{BASES[kind][1]}"):
         return None
     options = {f"{key}.{name}": one | {"flags": [f"--{key}.{name}"]} for name, one in entry["options"].items()}

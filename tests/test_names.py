@@ -5,6 +5,7 @@ import shlex
 import shutil
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +17,6 @@ from fl_lightning.commands import fit
 from fl_lightning.config import nearest_file, shipped
 from fl_lightning.other_tools import CLASSES, COMMANDS, OPTIONS
 from fl_lightning.spelling import (
-    OTHER_CLASSES,
     as_backbone,
     builders_of_torchvision,
     class_names,
@@ -33,7 +33,7 @@ FIT = "fit --config digits_fedskc.yaml --logger null"
 def here(tmp_path, monkeypatch):
     """A working folder with a config and a run's folder, and a `fit` that ends before it begins."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: {})
+    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: SimpleNamespace(summary={}))
     monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
     Path("tiny.yaml").write_text(TINY)
     Path("runs/old").mkdir(parents=True)
