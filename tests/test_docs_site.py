@@ -213,7 +213,7 @@ def built(site, page):
     return Read(re.sub(r'<span class="filename">.*?</span>', "", html), within="article")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
     """Markdown has dialects: a list that the one takes for a list is a paragraph to the other."""
     there, site_page = Read(MarkdownIt("commonmark").enable("table").render(page.read_text())), built(site, page)

@@ -166,6 +166,9 @@ PLACES = [
     ("model.head.a.b", "model.init_args.head", {"a.b": 1}),
 ]
 PLACES += [
+    ("evaluation.metrics[0]", "evaluation.metrics", ["evil.Metric"]),
+    ("evaluation.metrics[1]", "evaluation.metrics", ["MulticlassF1Score", {"class_path": "evil.Metric"}]),
+    ("scenario.objective", "scenario.objective", {"class_path": "evil.Objective"}),
     ("client_callbacks[0]", "client_callbacks", ["evil.Net"]),
     ("client_callbacks[0]", "client_callbacks", ["lightning.pytorch.callbacks.ModelCheckpoint"]),
     ("client_callbacks[0]", "client_callbacks", [{"class_path": "lightning.pytorch.callbacks.LambdaCallback"}]),
@@ -679,7 +682,7 @@ def test_processes_find_what_the_config_names(tmp_path):
         ("os.system", "no function of Python's own"),
         ("builtins.exec", "no function of Python's own"),
         ("os.environ", "neither an nn.Module class nor a function"),
-        ("os", "neither an nn.Module class nor a function"),
+        ("os", "os names nothing in a module; give package.module.Class"),
     ],
 )
 def test_what_cannot_make_a_module_is_not_called(module, told, tmp_path):
@@ -688,6 +691,13 @@ def test_what_cannot_make_a_module_is_not_called(module, told, tmp_path):
         with pytest.raises(ConfigError, match=told):
             FromModule((1, 8, 8), 10, module, "fc", given)
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_module_is_not_imported_to_be_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "looked_at.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="looked_at names nothing in a module"):
+        FromModule((1, 8, 8), 10, "looked_at", "fc")
 
 
 def test_builders_of_torchvision_need_no_trust(theirs):

@@ -44,7 +44,7 @@ PIECE = 1 << 24
 class Picture(NamedTuple):
     """An encoded picture.
 
-    Args:
+    Attributes:
         name: What to call it: a file's path, or a row.
         source: The file, or its bytes.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pkgutil import resolve_name
 from typing import Any
 
@@ -62,6 +63,8 @@ def build(path: str, arguments: dict[str, Any]) -> nn.Module:
     Raises:
         ConfigError: That fails, or what comes of it is no `nn.Module`.
     """
+    if not re.search("[.:]", path):  # it would be imported for being looked at
+        raise ConfigError(f"model.module: {path} names nothing in a module; give package.module.Class")
     try:
         maker = resolve_name(path)
         if not (issubclass(maker, nn.Module) if inspect.isclass(maker) else inspect.isroutine(maker)):
