@@ -48,8 +48,8 @@ class Evaluation:
         targets: Accuracies for which R_acc, the first round reaching it, is reported: of the global model or, for
             methods without one, of the clients' mean.
         metrics: Metrics of torchmetrics beside loss and accuracy, for the global model and every client: names
-            (`MulticlassAUROC`, or `AUROC` for the one of the objective), or mappings of `class_path`, `init_args` and
-            `name`, what it is to be called. The number of classes, labels or outputs is filled in.
+            (`MulticlassAUROC`, or `AUROC` for the one of the objective), mappings of `class_path` and `init_args`, or
+            mappings of a name of one's own to either. The number of classes, labels or outputs is filled in.
 
     Raises:
         ConfigError: A target is outside (0, 1], or `max_clients` below 1.

@@ -131,7 +131,7 @@ def measures_of(specs: Sequence[str | Mapping[str, Any]], objective: Objective, 
     """The metrics that a config names.
 
     Args:
-        specs: Names, or mappings of `class_path`, `init_args` and `name`.
+        specs: Names, or mappings of `class_path` and `init_args`, or of a name of one's own to either.
         objective: What the outputs are for.
         outputs: How many outputs, and so classes or labels, there are.
 
@@ -146,10 +146,13 @@ def measures_of(specs: Sequence[str | Mapping[str, Any]], objective: Objective, 
 
 
 def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) -> Measure:
-    given: Mapping[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
-    path, options, name = given.get("class_path"), given.get("init_args") or {}, given.get("name")
-    if odd := set(given) - {"class_path", "init_args", "name"}:
-        raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path, init_args and name")
+    name = None
+    if isinstance(spec, Mapping) and "class_path" not in spec and len(spec) == 1:
+        ((name, spec),) = spec.items()
+    given = spec if isinstance(spec, Mapping) else {"class_path": spec}
+    path, options = given.get("class_path"), given.get("init_args") or {}
+    if odd := set(given) - {"class_path", "init_args"}:
+        raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path and init_args")
     if not isinstance(path, str) or not isinstance(options, Mapping):
         raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
     kind = _metric_class(path, objective)

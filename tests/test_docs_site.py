@@ -139,12 +139,19 @@ def test_measures_of_ones_own_are_what_the_page_says(here, monkeypatch, capsys):
     metric = importlib.import_module("mine_metric").WorstRecall(num_classes=4)
     metric.update(torch.eye(4)[[0, 1, 1, 2]], torch.tensor([0, 0, 1, 2]))
     assert metric.compute() == 0.5, "class 3 does not occur, half of class 0 is taken for class 1"
-    (command,) = [text for language, _, text in snippets if language == "text" and "spread.Spread" in text]
-    run(command)
-    (header,) = columns()
-    row = Path(next(Path().glob("runs/*/*/metrics.csv"))).read_text().splitlines()[1].split(",")
-    (client,) = Path().glob("runs/*/*/clients.csv")
-    with client.open(newline="") as file:
+    for title in ("mine_metric.py", "spread.py"):
+        Path(title).unlink()
+    session("your-metric.md", monkeypatch)
+    headers = [set(header) for header in columns()]
+    for measured in (
+        {"global/f1_score", "client/f1_score_mean"},
+        {"global/f1_score", "global/auroc_weighted", "client/auroc_weighted_mean"},
+        {"global/worst_recall", "client/worst_recall_weighted"},
+    ):
+        assert any(measured <= header for header in headers), measured
+    (folder,) = [path.parent for path in Path().glob("runs/*/*/metrics.csv") if "acc_spread" in path.read_text()]
+    header, row = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()[:2])
+    with (folder / "clients.csv").open(newline="") as file:
         accuracies = [float(line["acc"]) for line in csv.DictReader(file)]
     assert float(row[header.index("client/acc_spread")]) == pytest.approx(max(accuracies) - min(accuracies))
     capsys.readouterr()

@@ -144,7 +144,10 @@ def test_the_worst_of_an_error_is_told_as_such(tmp_path):
 
 
 def test_a_config_names_metrics_and_the_final_table_shows_them(tmp_path):
-    words = ["--evaluation.metrics", "[MulticlassF1Score, {class_path: AUROC, init_args: {average: weighted}}]"]
+    words = [
+        "--evaluation.metrics",
+        "[MulticlassF1Score, {auroc: {class_path: AUROC, init_args: {average: weighted}}}]",
+    ]
     outcome = commands.tiny(tmp_path / "run", *words)
     last = commands.rows(tmp_path / "run")[-1]
     assert {"global/f1_score", "global/auroc", "client/f1_score_mean", "client/auroc_weighted"} <= last.keys()
@@ -188,7 +191,7 @@ def test_arguments_are_filled_in_and_overridden():
     (one,) = measures_of([{"class_path": "MulticlassF1Score", "init_args": {"average": "micro"}}], Classification(), 7)
     metric = one.make()
     assert (metric.num_classes, metric.average) == (7, "micro")
-    (named,) = measures_of([{"class_path": "F1Score", "name": "f1_macro"}], MultiLabel(), 3)
+    (named,) = measures_of([{"f1_macro": "F1Score"}], MultiLabel(), 3)
     assert (named.name, named.make().num_labels) == ("f1_macro", 3)
     assert measures_of(["MeanSquaredError"], Regression(), 2)[0].make().num_outputs == 2
 
@@ -242,16 +245,17 @@ def test_a_metric_of_ones_own(tmp_path):
             "MulticlassF1Score has no option 'avrage'; did you mean average?",
         ),
         ({"class_path": "F1Score", "init_args": {"average": "mean"}}, "MulticlassF1Score: "),
-        ({"class_path": "F1Score", "nme": "f1"}, "'nme' is none of class_path, init_args and name"),
-        ({"init_args": {}}, "it needs the name of a metric, or a class_path with its init_args"),
-        ({"class_path": "F1Score", "name": "f1/macro"}, "name: 'f1/macro' is no name of its own"),
-        ({"class_path": "F1Score", "name": "acc"}, "name: 'acc' is no name of its own"),
+        ({"class_path": "F1Score", "nme": "f1"}, "'nme' is none of class_path and init_args"),
+        ({"f1": {"init_args": {}}}, "it needs the name of a metric, or a class_path with its init_args"),
+        ({"f1": "F1Score", "acc": "Accuracy"}, "is none of class_path and init_args"),
+        ({"f1/macro": "F1Score"}, "name: 'f1/macro' is no name of its own"),
+        ({"acc": {"class_path": "F1Score"}}, "name: 'acc' is no name of its own"),
         (
-            {"class_path": "F1Score", "name": "f1_error"},
+            {"f1_error": "F1Score"},
             "'f1_error' does not say that more of it is better; name it f1_error_score, say",
         ),
         (
-            {"class_path": "HammingDistance", "name": "hamming"},
+            {"hamming": "HammingDistance"},
             "'hamming' does not say that less of it is better; name it hamming_error, say",
         ),
     ],
