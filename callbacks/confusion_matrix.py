@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import evaluate
 from fl_lightning.report.figures import panels
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ class ConfusionMatrix(RoundFigure):
     """
 
     name = "confusion_matrix"
+    needs_classes = True
 
     def check(self, run: FederatedOrchestrator) -> None:
         """Refuse data without classes, or without anything to test on.
@@ -46,9 +46,6 @@ class ConfusionMatrix(RoundFigure):
             ConfigError: It has none.
         """
         super().check(run)
-        labels = run.data.data.y_train
-        if labels.ndim != 1 or labels.is_floating_point():
-            raise ConfigError("callbacks: ConfusionMatrix: the labels are no classes; leave it out")
         if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in run.scored):
             raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
 
@@ -74,7 +71,7 @@ class ConfusionMatrix(RoundFigure):
     @staticmethod
     def _tests_globally(run: FederatedOrchestrator) -> bool:
         """Whether there is a global model, and the global test set is of the classes that it knows."""
-        return run.algorithm.one_model and run.data.data.evaluate is evaluate
+        return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:
         """Of each true class the shares of predicted ones, as colours; classes without samples in grey."""

@@ -63,16 +63,16 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """The resolved config as plain values, less what belongs to one run only."""
-    config = _by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
+    config = by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
 
-def _by_home(value: Any) -> Any:
+def by_home(value: Any) -> Any:
     """A config with our classes by the modules they are in, as runs have always noted them: seals go by that."""
     if isinstance(value, dict):
-        return {key: _by_home(each) for key, each in value.items()}
+        return {key: by_home(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_by_home(each) for each in value]
+        return [by_home(each) for each in value]
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
     if root != "fl_lightning" or name in NOTED_BARE or name not in HOMES:
         return value

@@ -16,6 +16,8 @@ Row = dict[str, float]
 WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
 """Series of what is measured of models: whose they are."""
 
+MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
+
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
 LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|fairness|rates|ranked_probability_score)"
@@ -89,7 +91,7 @@ def is_lower_better(name: str) -> bool:
 def measured(rows: Sequence[Row]) -> list[str]:
     """Names of what was measured of models over a run, `acc` first; not the losses."""
     names = dict.fromkeys(name for row in rows for name in row)
-    found = [re.fullmatch(r"client/(.+)_worst_decile|global/(.+)|personal_on_global/(.+)_mean", name) for name in names]
+    found = [MODELS.fullmatch(name) for name in names]
     metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
     return sorted(metrics.keys() - {"loss", "acc_interval"}, key=lambda name: (name != "acc", name))
 

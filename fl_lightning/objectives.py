@@ -195,9 +195,10 @@ class Regression(Objective):
     def check(self, labels: Tensor, outputs: int) -> None:
         """See that labels are finite numbers, `(n,)` or `(n, T)`."""
         if not labels.is_floating_point():
-            raise ValueError(f"needs float32 numbers, got {described(labels)}")
+            raise ValueError(f"needs float32 numbers as the other labels are, got {described(labels)}")
         if labels.shape[1:] not in ((outputs,), () if outputs == 1 else (outputs,)):
-            raise ValueError(f"needs {outputs} numbers a sample, got {described(labels)}")
+            mend = "make it float32 of that shape, or int64 (n,) for classes"
+            raise ValueError(f"needs {outputs} numbers a sample, got {described(labels)}; {mend}")
         if not bool(labels.isfinite().all()):
             raise ValueError("holds NaN or Inf, or numbers too large for float32")
 

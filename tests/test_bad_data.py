@@ -541,7 +541,10 @@ WRONG = {
     "label one above": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
     "test label above": ({"y_test": labels(10)}, "y_test holds label 10, which is out of range for num_classes 10"),
     "negative label": ({"y_test": labels(-1)}, "y_test holds label -1; labels count from 0"),
-    "half labels": ({"y_train": labels(0) / 2}, "y_train needs one whole number a sample, got float32 of shape (20,)"),
+    "half labels": (
+        {"y_train": labels(0) / 2},
+        "y_train needs 10 numbers a sample, got float32 of shape (20,); make it float32 of that shape, or int64",
+    ),
     "short labels": (
         {"y_train": labels(0).to(torch.int32)},
         "y_train needs one whole number a sample, got int32 of shape (20,); make it int64",

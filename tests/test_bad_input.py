@@ -53,7 +53,7 @@ KINDS = [
         "unknown list kind",
         ["list", "metods"],
         "'metods'",
-        "algorithms, loss_terms, aggregators, graphs, datasets, models, partitions, engines, callbacks",
+        "algorithms, loss_terms, aggregators, graphs, datasets, models, partitions, objectives, engines, callbacks",
     ),
     kind("too many words", ["list", "configs", "more"], "unrecognized arguments: more"),
     # Keys
@@ -123,7 +123,7 @@ KINDS = [
         "unknown logger",
         [*FIT, "--logger", "Paper"],
         "logger: there is no class 'Paper'",
-        "WandbRoundLogger, ",
+        "CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger",
     ),
     kind("unknown callback", [*FIT, "--callbacks", "[Foo]"], "callbacks: there is no class 'Foo'", "EarlyStopping"),
     kind(
@@ -191,7 +191,7 @@ KINDS = [
     kind("no npz", [*ARRAYS, "tiny.yaml"], "scenario.dataset.path: tiny.yaml", "write it with numpy.savez"),
     kind("npz without a key", [*ARRAYS, "part.npz"], "part.npz: holds no x_test, y_test", "it needs x_train, y_train"),
     kind("negative label", [*ARRAYS, "negative.npz"], "y_train holds label -1", "labels count from 0"),
-    kind("label no whole number", [*ARRAYS, "float.npz"], "y_train needs one whole number a sample, got float64"),
+    kind("label no whole number", [*ARRAYS, "float.npz"], "y_test needs float32 numbers as the other labels are"),
     kind("label too large", [*ARRAYS, "good.npz", "--scenario.dataset.num_classes", "3"], "label 3", "num_classes 3"),
     kind("inputs with NaN", [*ARRAYS, "nan.npz"], "scenario.dataset.path: nan.npz", "x_train holds NaN or Inf"),
     kind("more labels than inputs", [*ARRAYS, "uneven.npz"], "x_train has 39 rows and y_train 40", "need as many"),

@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -88,7 +89,7 @@ PAIRS = [(place, name) for place in PLACES for name in VALUES]
 def here(tmp_path, monkeypatch):
     """An empty working folder, and a `fit` that ends before it begins."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: {})
+    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda *args: SimpleNamespace(summary={}))
     monkeypatch.setattr(fit, "summary_table", lambda *args: "fitted")
 
 

@@ -699,7 +699,7 @@ KINDS = {
     ),
     "no data set": (
         [DATASET, "torch.nn.Linear"],
-        ["scenario.dataset: torch.nn.Linear is no Dataset; there are AGNews"],
+        ["scenario.dataset: torch.nn.Linear is no Dataset; `fl-lightning list datasets` names them"],
         [DATASET, "Digits"],
     ),
     "an argument that is none": (

@@ -18,6 +18,7 @@ from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
 from fl_lightning.data import Scenario
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
+from fl_lightning.objectives import MultiLabel, Regression
 
 
 def drawn(run_dir, algorithm=None, figure=None, **options):
@@ -107,9 +108,11 @@ def test_labels_that_are_no_classes_are_refused(tmp_path):
     run = experiment(tmp_path, callbacks=[figure])
     run._build()
     figure.check(run)
-    for labels in (run.data.data.y_train.float(), torch.zeros(len(run.data.data.y_train), 3, dtype=torch.int64)):
-        run.data.data.y_train = labels
-        with pytest.raises(ConfigError, match=r"^callbacks: ConfusionMatrix: the labels are no classes; leave it out$"):
+    for objective in (Regression(), MultiLabel()):
+        run.data.objective = objective
+        with pytest.raises(
+            ConfigError, match=r"^callbacks: ConfusionMatrix: it draws classes, and the labels are no classes but for "
+        ):
             figure.check(run)
 
 

@@ -85,7 +85,8 @@ def test_no_batch_is_an_error() -> None:
 
 # --- client_summary ---
 
-scores = st.builds(Score, acc=st.floats(0, 1), loss=st.floats(0, 10), n=st.integers(1, 500))
+values = st.fixed_dictionaries({"acc": st.floats(0, 1), "loss": st.floats(0, 10)})
+scores = st.builds(Score, n=st.integers(1, 500), values=values)
 
 
 @given(st.lists(scores, min_size=1, max_size=25))

@@ -642,8 +642,7 @@ def test_partition_takes_what_fit_prints(here: Path, capsys: pytest.CaptureFixtu
     one, other = (run("partition", "--config", name) for name in ("one.yaml", "printed.yaml"))
     assert one == other
     assert one.code == 0
-    with pytest.raises(SystemExit):
-        main(["partition", "--help"])
+    assert main(["partition", "--help"]) == 0
     assert "--resume" not in capsys.readouterr().out
 
 

@@ -17,9 +17,10 @@ from lightning.pytorch import loggers as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from fl_lightning import file_loggers
+from fl_lightning.catalogue import names
 from fl_lightning.errors import ConfigError
 from fl_lightning.file_loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
-from fl_lightning.loggers import Loggers, known_loggers
+from fl_lightning.loggers import Loggers
 from fl_lightning.round_logger import Labels, RoundLogger
 from fl_lightning.run_folder import WRITTEN
 
@@ -381,5 +382,5 @@ def test_a_package_that_is_missing_is_named_with_its_command(here, name, package
 
 
 def test_all_that_write_to_the_runs_folder_are_named():
-    assert known_loggers() == ["CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"]
+    assert names("logger") == ["CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"]
     assert issubclass(TensorBoardLogger, lightnings.TensorBoardLogger)

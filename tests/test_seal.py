@@ -75,7 +75,7 @@ def test_an_untouched_folder_goes_on_in_silence_to_the_same_end(part, examples):
         ("lr: 0.5", "lr: 0.51", "optimizer.lr (0.5 -> 0.51)"),
         ("seed: 0", "seed: 1", "seed (0 -> 1)"),
         ("tau: 0.08", "tau: 0.09", "algorithm.tau (0.08 -> 0.09)"),
-        ("local_test: 0.25", "local_test: 0.2", "scenario.local_test (0.25 -> 0.2)"),
+        ("local_test: null", "local_test: 0.2", "scenario.local_test (None -> 0.2)"),
         ("max_epochs: 1", "max_epochs: 2", "trainer.max_epochs (1 -> 2)"),
     ],
 )

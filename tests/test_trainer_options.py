@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -53,9 +54,14 @@ def test_what_is_told_of_is_there():
 def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
     values = {"accelerator": "cpu", "precision": "64-true", "gradient_clip_algorithm": "norm", "deterministic": True}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fit, "summary_table", lambda summary: "")
+    monkeypatch.setattr(fit, "summary_table", lambda *args: "")
     given = []
-    monkeypatch.setattr(FederatedOrchestrator, "fit", lambda self, *rest: given.append(self._worker_options["trainer"]))
+
+    def fitted(self, *rest):
+        given.append(self._worker_options["trainer"])
+        return SimpleNamespace(summary={})
+
+    monkeypatch.setattr(FederatedOrchestrator, "fit", fitted)
     Path("tiny.yaml").write_text(TINY)
     value = values.get(name, True if name in ("benchmark", "detect_anomaly") else 1)
     outcome = run("fit", "--config", "tiny.yaml", f"--trainer.{name}", str(value))

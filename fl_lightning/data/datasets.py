@@ -19,7 +19,7 @@ from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score
-from fl_lightning.objectives import Objective, described, objective_of
+from fl_lightning.objectives import Classification, Objective, described, objective_of
 
 MOST_CLASSES = 10_000_000
 """More are a slip: the last layer of any network would fill a machine's memory."""
@@ -65,7 +65,13 @@ class LoadedData:
 
 
 class Dataset(ABC):
-    """Something that can be loaded: the `scenario.dataset` of a config."""
+    """Something that can be loaded: the `scenario.dataset` of a config.
+
+    Attributes:
+        objective: What its labels are for; found from them if None.
+    """
+
+    objective: Objective | None = None
 
     @abstractmethod
     def load(self) -> LoadedData:
@@ -79,7 +85,7 @@ class Dataset(ABC):
         """Load the data, and see that it is what `LoadedData` says: a scenario takes it from here.
 
         Args:
-            objective: What the labels are for; found from them if None.
+            objective: What the labels are for; as the dataset says, or found from them, if None.
 
         Raises:
             ConfigError: It cannot be loaded, or something in it is not as it should be.
@@ -87,7 +93,7 @@ class Dataset(ABC):
         with own_code(self.blamed):
             data = self.load()
         try:
-            check(data, objective)
+            check(data, objective or self.objective)
         except ValueError as error:
             raise ConfigError(f"{self.blamed}: {error}") from error
         return data
@@ -205,6 +211,7 @@ class FileDataset(Dataset):
 
     files: str
     fetchable = True
+    objective = Classification()
 
     def __init__(self, data_dir: str = "data", download: bool = False) -> None:
         self.data_dir, self.download = data_dir, download

@@ -162,7 +162,7 @@ class Scenario:
                 client ends up with no training sample.
         """
         data = self.dataset.checked(self.objective)
-        objective = self.objective or objective_of(data.y_train)
+        objective = self.objective or self.dataset.objective or objective_of(data.y_train)
         if not objective.classes:
             self._refuse_what_needs_classes(objective)
         # Keys of their own beside the partition's: the same samples for every way to deal them out.
