@@ -17,6 +17,7 @@ from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.scenario import stratified_sample
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, check_number, one_line
+from fl_lightning.objectives import objective_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -201,7 +202,7 @@ def held_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
     Raises:
         ConfigError: That leaves no sample to test on.
     """
-    strata = y.numpy() if y.dtype == torch.int64 and y.ndim == 1 else np.zeros(len(y), np.int64)
+    strata = objective_of(y).strata(y).numpy()
     rng = np.random.default_rng(0)
     if client is None:
         mask = stratified_sample(strata, share, rng)
