@@ -277,7 +277,7 @@ def of_session(number):
 @pytest.mark.parametrize(
     "how",
     [
-        "SIGINT to the group",
+        pytest.param("SIGINT to the group", marks=pytest.mark.slow),
         "SIGKILL",
         pytest.param("SIGTERM", marks=pytest.mark.slow),
         pytest.param("SIGKILL to the group", marks=pytest.mark.slow),

@@ -44,7 +44,7 @@ class Labels(Dataset):
 
 
 @dataclass
-class Given(Partition):
+class AsTold(Partition):
     """A split that was settled beforehand."""
 
     parts: list[np.ndarray]
@@ -86,13 +86,13 @@ def test_the_seed_alone_decides() -> None:
 
 def test_a_clients_local_split_does_not_depend_on_the_other_clients() -> None:
     parts = [np.arange(k, 400, 4) for k in range(4)]
-    few, many = (shares(Scenario(Labels(LABELS), Given(parts), clients).build(0)) for clients in (2, 4))
+    few, many = (shares(Scenario(Labels(LABELS), AsTold(parts), clients).build(0)) for clients in (2, 4))
     assert few == many[:2]
 
 
 def test_clients_with_the_same_labels_split_differently() -> None:
     parts = [np.arange(100), np.arange(100, 200)]
-    first, second = Scenario(Labels(np.zeros(200, int)), Given(parts), 2).build(0).shards
+    first, second = Scenario(Labels(np.zeros(200, int)), AsTold(parts), 2).build(0).shards
     assert first.test.tolist() != (second.test - 100).tolist()
 
 
@@ -135,7 +135,7 @@ def test_local_test_leaves_something_to_train_on(local_test: float) -> None:
 
 
 def test_a_client_that_was_dealt_nothing_is_named() -> None:
-    empty = Given([np.array([0, 1]), np.array([], int), np.array([2])])
+    empty = AsTold([np.array([0, 1]), np.array([], int), np.array([2])])
     with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 holds no data; use fewer scenario.clients"):
         Scenario(Labels(LABELS), empty, 3).build(0)
 
