@@ -88,6 +88,24 @@ def test_metrics_of_labels_and_of_numbers(tmp_path):
         assert last["global/mean_squared_error"] == pytest.approx(last["global/loss"], rel=1e-5)
 
 
+SAME = {
+    "classes": ("acc", {"same_score": {"class_path": "Accuracy", "init_args": {"average": "micro"}}}),
+    "several labels": ("acc", {"same_score": {"class_path": "Accuracy", "init_args": {"average": "micro"}}}),
+    "one number": ("mae", {"same_error": "MeanAbsoluteError"}),
+    "three numbers": ("mae", {"same_error": "MeanAbsoluteError"}),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_what_is_always_measured_is_what_torchmetrics_says(tmp_path, kind):
+    name, spec = SAME[kind]
+    options = {} if kind == "classes" else {"scenario": made(kind)}
+    last = measured(tmp_path, spec, rounds=1, **options).csv.rows[-1]
+    (other,) = spec
+    for form in ("global/{}", "client/{}_mean", "client/{}_weighted", "client/{}_worst_decile"):
+        assert last[form.format(name)] == pytest.approx(last[form.format(other)], rel=1e-6)
+
+
 def test_what_is_measured_beside_it_changes_nothing_else(tmp_path):
     plain, more = measured(tmp_path / "plain"), measured(tmp_path / "more", *F1_AND_AUROC)
     assert same_bytes(plain.state["model"], more.state["model"])
