@@ -59,8 +59,8 @@ def compare(*words):
                     way(batches)
                 spent[name].append(time.perf_counter() - started)
     fits, sums, other = (statistics.median(seconds) * 1e3 for seconds in spent.values())
-    told = f"{len(run.participants(1))} fits {fits:.0f} ms; {len(tests)} evaluations by sums {sums:.1f} ms, by torchmetrics"
-    print(f"{told} {other:.1f} ms: {(other - sums) / (fits + sums):+.1%} of a round")
+    ways = f"by sums {sums:.1f} ms, by torchmetrics {other:.1f} ms: {(other - sums) / (fits + sums):+.1%} of a round"
+    print(f"{len(run.participants(1))} fits {fits:.0f} ms; {len(tests)} evaluations {ways}")
 
 
 def main():
