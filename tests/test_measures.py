@@ -309,3 +309,15 @@ def test_a_client_with_one_class_has_no_auroc(tmp_path):
     last = run.csv.rows[-1]
     assert "global/auroc" in last
     assert not any(name.startswith("client") and "auroc" in name for name in last)
+
+
+def test_metrics_get_probabilities_even_where_logits_could_be_some():
+    outputs, y = torch.full((4, 2), 0.3), torch.ones(4, 2, dtype=torch.int64)
+    (one,) = measures_of(["F1Score"], MultiLabel(), 2)
+    running = one.begun()
+    running.update(*MultiLabel().predictions(outputs, y))
+    assert running.value() == 1.0, "a logit of 0.3 is a probability of 0.57"
+    (one,) = measures_of(["CalibrationError"], Classification(), 2)
+    running = one.begun()
+    running.update(*Classification().predictions(torch.tensor([[0.0, 1.0]] * 4), torch.ones(4, dtype=torch.int64)))
+    assert running.value() == pytest.approx(1 - torch.tensor(1.0).sigmoid(), abs=1e-6)
