@@ -320,4 +320,4 @@ def test_metrics_get_probabilities_even_where_logits_could_be_some():
     (one,) = measures_of(["CalibrationError"], Classification(), 2)
     running = one.begun()
     running.update(*Classification().predictions(torch.tensor([[0.0, 1.0]] * 4), torch.ones(4, dtype=torch.int64)))
-    assert running.value() == pytest.approx(1 - torch.tensor(1.0).sigmoid(), abs=1e-6)
+    assert running.value() == pytest.approx(1 - float(torch.tensor(1.0).sigmoid()), abs=1e-6)
