@@ -209,6 +209,8 @@ def test_arguments_are_filled_in_and_overridden():
     (one,) = measures_of([{"class_path": "MulticlassF1Score", "init_args": {"average": "micro"}}], Classification(), 7)
     metric = one.make()
     assert (metric.num_classes, metric.average) == (7, "micro")
+    (one,) = measures_of([{"class_path": "MulticlassF1Score", "init_args": {"num_classes": 9}}], Classification(), 7)
+    assert one.make().num_classes == 9
     (named,) = measures_of([{"f1_macro": "F1Score"}], MultiLabel(), 3)
     assert (named.name, named.make().num_labels) == ("f1_macro", 3)
     assert measures_of(["MeanSquaredError"], Regression(), 2)[0].make().num_outputs == 2
