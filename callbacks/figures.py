@@ -70,8 +70,7 @@ class RoundFigure(RoundCallback):
             method = type(run.algorithm).__name__
             raise ConfigError(f"{owner}: {method} does not let a client's model out as it was trained; leave it out")
         if self.needs_classes and not run.data.objective.classes:
-            labels = f"the labels are no classes but for {type(run.data.objective).__name__}"
-            raise ConfigError(f"{owner}: it draws classes, and {labels}; leave it out")
+            raise ConfigError(f"{owner}: it draws classes, and {run.data.objective.no_classes}; leave it out")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
             if twice := {*self.metrics(run)}.intersection(other.metrics(run)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.measures import Measure, Running
+from fl_lightning.measures import Measure
 from fl_lightning.metrics import Row, is_lower_better
 from fl_lightning.objectives import Classification, Objective
 from fl_lightning.seeding import Stream, generator
@@ -107,13 +107,9 @@ def evaluate(
     if not n:
         raise ValueError("nothing to evaluate on: no batch")
     means = torch.stack(parts).cpu().double().sum(dim=0) / n
-    return Score(n, dict(zip(names, means.tolist(), strict=True)) | measured(running))
-
-
-def measured(running: Sequence[Running]) -> dict[str, float]:
-    """What metrics come to, by name; those that are not defined on what they have seen are left out."""
-    values = {each.name: each.value() for each in running}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    more = {each.name: each.value() for each in running}
+    defined = {name: value for name, value in more.items() if math.isfinite(value)}
+    return Score(n, dict(zip(names, means.tolist(), strict=True)) | defined)
 
 
 def client_summary(scores: Sequence[Score]) -> Row:

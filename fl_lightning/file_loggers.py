@@ -19,7 +19,7 @@ from matplotlib.image import imread
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_atomically
-from fl_lightning.round_logger import Labels, RoundLogger
+from fl_lightning.round_logger import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"
 """MLflow's environment variable for where its runs are."""
@@ -54,7 +54,6 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         name: In that folder.
         version: In that folder.
         prefix: Begins the names of metrics.
-        flush_logs_every_n_steps: The file is written after each round, whatever this says.
 
     Raises:
         ConfigError: `name` or `version` is given without `save_dir`.
@@ -66,27 +65,19 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         name: str | None = "lightning_logs",
         version: int | str | None = None,
         prefix: str = "",
-        flush_logs_every_n_steps: int = 100,
     ) -> None:
-        super().__init__(save_dir or "", name, version, prefix, flush_logs_every_n_steps)
+        super().__init__(save_dir or "", name, version, prefix)
         self._in_run = save_dir is None
         if self._in_run:
             refuse_places(name=name, version=version)
 
-    def begin(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        labels: Labels,
-        round: int,
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def begin(self, run: Beginning) -> None:
         """Begin a file, or go on with the run's own as it stood after a round."""
         if self._in_run:
-            self._save_dir, self._name, self._version = str(run_dir), "csv_logs", ""
-            _cut_back(run_dir / "csv_logs" / "metrics.csv", round)
+            self._save_dir, self._name, self._version = str(run.run_dir), "csv_logs", ""
+            _cut_back(run.run_dir / "csv_logs" / "metrics.csv", run.round)
             self._experiment = _Continued(self.log_dir)
-        super().begin(run_dir, config, labels, round, counts)
+        super().begin(run)
 
 
 class _Continued(ExperimentWriter):
@@ -146,19 +137,12 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         if self._in_run:
             refuse_places(name=name, version=version, sub_dir=sub_dir)
 
-    def begin(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        labels: Labels,
-        round: int,
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def begin(self, run: Beginning) -> None:
         """Begin, or go on after a round: what was logged of later ones is not shown."""
         if self._in_run:
-            self._root_dir, self._name, self._version = str(run_dir), "tensorboard", ""
-            self._kwargs["purge_step"] = round + 1
-        super().begin(run_dir, {} if self._in_run and round else config, labels, round, counts)
+            self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
+            self._kwargs["purge_step"] = run.round + 1
+        super().begin(run._replace(config={}) if self._in_run and run.round else run)
 
     def log_image(
         self, key: str, images: Sequence[str], step: int | None = None, caption: Sequence[str] | None = None
@@ -211,26 +195,19 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         if run_dir:
             _noted(run_dir)
 
-    def begin(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        labels: Labels,
-        round: int,
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def begin(self, run: Beginning) -> None:
         """Begin an MLflow run, or go on with the one that is noted in the run's folder."""
-        place = run_dir.resolve() / "mlflow"
+        place = run.run_dir.resolve() / "mlflow"
         place.mkdir(exist_ok=True)
         if not self._uri:
             self._options["artifact_location"] = self._options["artifact_location"] or (place / "artifacts").as_uri()
-        noted = _noted(run_dir) if round else None
-        if round and not noted:
+        noted = _noted(run.run_dir) if run.round else None
+        if run.round and not noted:
             warnings.warn(f"{place / 'run_id'} is gone: another MLflow run begins", stacklevel=2)
-        kinds = dict(zip(("algorithm", "dataset", "partition"), labels.tags, strict=False))
+        kinds = dict(zip(("algorithm", "dataset", "partition"), run.labels.tags, strict=False))
         super().__init__(
             **self._options,
-            run_name=self._named or labels.name,
+            run_name=self._named or run.labels.name,
             tracking_uri=self._uri or f"sqlite:///{place / 'mlflow.db'}",
             tags=kinds | self._own_tags,
             run_id=noted,
@@ -243,7 +220,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             self.experiment.update_run(noted, status="RUNNING")
         else:
             write_atomically(place / "run_id", f"{self.run_id}\n")
-            super().begin(run_dir, config, labels, round, counts)
+            super().begin(run)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log a round, unless the MLflow run holds it already."""

@@ -7,14 +7,13 @@ import re
 import shutil
 from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from fl_lightning.catalogue import BASES, OTHERS, index, kind_of, things
 from fl_lightning.cli import COMMANDS
 from fl_lightning.errors import ConfigError
-from fl_lightning.spelling import same
+from fl_lightning.spelling import nearest, same
 
 Option = dict[str, Any]
 
@@ -80,8 +79,8 @@ def of_key(command: str, key: str) -> str:
     key, options = key.lstrip("-"), index()["commands"][command]
     found = {name: one for name, one in options.items() if f"{name}.".startswith(f"{key}.")}
     if not found:
-        near = get_close_matches(key, options, 1)
-        mend = f"did you mean {near[0]}?" if near else f"`fl-lightning {command} --help` names them"
+        near = nearest(key, options)
+        mend = f"did you mean {near}?" if near else f"`fl-lightning {command} --help` names them"
         raise ConfigError(f"--help: {command} has no key {key!r}; {mend}")
     return told({"": found}).format_help()
 

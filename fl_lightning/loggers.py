@@ -25,7 +25,7 @@ from fl_lightning.file_loggers import MLFlowLogger as MLFlowLogger
 from fl_lightning.file_loggers import TensorBoardLogger as TensorBoardLogger
 from fl_lightning.files import replacing, write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
-from fl_lightning.round_logger import Labels, RoundLogger
+from fl_lightning.round_logger import Beginning, Labels, RoundLogger
 from fl_lightning.seal import Digest
 from fl_lightning.wandb_logger import WandbRoundLogger as WandbRoundLogger
 
@@ -385,11 +385,12 @@ class Loggers:
             ConfigError: A logger fails.
         """
         shown = counts.tolist() if len(counts) <= FEW_CLIENTS else None
+        beginning = Beginning(run_dir, config or {}, labels, round, shown)
         try:
             with blame("logger"):
                 for one in self._all:
                     if isinstance(one, RoundLogger):
-                        one.begin(run_dir, config or {}, labels, round, shown)
+                        one.begin(beginning)
                     elif config:
                         one.log_hyperparams(config)
                     self._begun.append(one)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,10 +21,20 @@ from torchmetrics import Metric
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.metrics import is_lower_better
 from fl_lightning.objectives import Objective
+from fl_lightning.spelling import nearest
+
+KEY = "evaluation.metrics"
 
 TASKS = ("Multiclass", "Multilabel", "Binary")
+"""What names of torchmetrics begin with, by the kind of labels."""
+
 TAKEN = {"acc", "loss", "mae"}
-KEY = "evaluation.metrics"
+"""Names of what is measured as it is."""
+
+ALL_TAKE = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
+"""Options of every metric, which no signature has."""
+
+AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,6 @@ class RunningAUROC(Running):
         return float((by_class * weights).sum() / weights.sum())
 
 
-AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
-
-
 def _mend_for(kind: str) -> str:
     if kind.endswith("ConfusionMatrix"):
         return "the callback ConfusionMatrix draws one"
@@ -157,18 +163,15 @@ def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) 
         raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
     kind = _metric_class(path, objective)
     arguments = inspect.signature(kind).parameters
-    if unknown := [option for option in options if option not in arguments and option not in METRIC_OPTIONS]:
-        near = get_close_matches(unknown[0], arguments, 1)
-        mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(n for n in arguments if n != 'kwargs')}"
+    if unknown := [option for option in options if option not in {*arguments, *ALL_TAKE}]:
+        near = nearest(str(unknown[0]), arguments)
+        mend = f"did you mean {near}?" if near else f"there are {', '.join(n for n in arguments if n != 'kwargs')}"
         raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}; {mend}")
     counted = {objective.count: outputs} if objective.count in arguments else {}
     make = partial(kind, **counted | dict(options))
     with _torchmetrics(kind.__name__):
         higher = make().higher_is_better
     return Measure(_name(kind, name, higher), make)
-
-
-METRIC_OPTIONS = frozenset({"sync_on_compute", "compute_on_cpu", "compute_with_cache"})
 
 
 def _metric_class(path: str, objective: Objective) -> type[Metric]:
@@ -180,9 +183,8 @@ def _metric_class(path: str, objective: Objective) -> type[Metric]:
     for name in (path, f"{objective.kind}{path}"):
         if name in fitting:
             return fitting[name]
-    lowered = {name.lower(): name for name in fitting}
-    near = get_close_matches(f"{objective.kind}{bare}".lower(), lowered, 1)
-    mend = f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(fitting)}"
+    near = nearest(f"{objective.kind}{bare}", fitting)
+    mend = f"did you mean {near}?" if near else f"there are {', '.join(fitting)}"
     raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}; {mend}")
 
 

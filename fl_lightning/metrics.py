@@ -16,11 +16,13 @@ Row = dict[str, float]
 WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
 """Series of what is measured of models: whose they are."""
 
+# What is measured of models, by the series that only such figures have.
 MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|fairness|rates|ranked_probability_score)"
+# Ends of the names of metrics of which less is better; a test holds them against torchmetrics.
+LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
 
 _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 

@@ -28,7 +28,6 @@ class Objective(ABC):
         count: The argument by which those metrics take the number of outputs.
         fewest: Fewest outputs that a network can have.
         classes: Whether a label is one class, as partitions by class and methods that compare classes need.
-        lower: Those of the values that `sums` gives of which less is better.
     """
 
     term: str = "objective"
@@ -36,13 +35,17 @@ class Objective(ABC):
     count: str = "num_outputs"
     fewest: int = 1
     classes: bool = False
-    lower: tuple[str, ...] = ("loss",)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
         return hash(type(self))
+
+    @property
+    def no_classes(self) -> str:
+        """What is said to whatever needs classes, where there are none."""
+        return f"the labels are no classes but for {type(self).__name__}"
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -179,8 +182,6 @@ class Regression(Objective):
     Raises:
         ConfigError: `criterion` is none of these.
     """
-
-    lower = ("loss", "mae")
 
     def __init__(self, criterion: Literal["mse", "l1", "huber"] = "mse") -> None:
         if criterion not in CRITERIA:

@@ -23,6 +23,24 @@ class Labels(NamedTuple):
     tags: Sequence[str]
 
 
+class Beginning(NamedTuple):
+    """What a logger is told when a run begins, or goes on after a round.
+
+    Attributes:
+        run_dir: The run's folder.
+        config: The resolved config; empty if there is none.
+        labels: What to call the run.
+        round: The last finished round; later ones that were logged already will come again.
+        counts: Samples a client and class, `(clients, C)`, where clients are few enough to show.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    labels: Labels
+    round: int = 0
+    counts: Sequence[Sequence[int]] | None = None
+
+
 class RoundLogger(Logger):
     """A Lightning logger that is told of a run's moments; subclasses override those they care for.
 
@@ -39,28 +57,14 @@ class RoundLogger(Logger):
             ConfigError: It cannot.
         """
 
-    def begin(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        labels: Labels,
-        round: int,
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def begin(self, run: Beginning) -> None:
         """A run begins, or goes on after a round.
-
-        Args:
-            run_dir: The run's folder.
-            config: The resolved config; empty if there is none.
-            labels: What to call the run.
-            round: The last finished round; later ones that were logged already will come again.
-            counts: Samples a client and class, `(clients, C)`, where clients are few enough to show.
 
         Raises:
             Exception: It cannot; what it has begun is undone.
         """
-        if config:
-            self.log_hyperparams(dict(config))
+        if run.config:
+            self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """What the run has come to so far, named as in `final/summary.json`; told after each round."""

@@ -1,6 +1,6 @@
 """What a run was started from, and what it had come to: noted in each checkpoint, compared when that is taken up.
 
-A folder's files are anybody's to edit. A config with another learning rate, a data set that was replaced in between, a
+A folder's files are anybody's to edit. A config with another learning rate, a dataset that was replaced in between, a
 line of `metrics.csv` that was changed would otherwise be taken for the run's own.
 """
 
@@ -34,7 +34,7 @@ class Seal:
 
     Args:
         config: The resolved config with dotted keys; empty for a run that was started from Python without one.
-        data: Digests of the data set and of who holds what, by part.
+        data: Digests of the dataset and of who holds what, by part.
         rows: Digests of the measurements up to the round, by file.
         made_with: Versions, threads and device.
     """

@@ -133,7 +133,7 @@ def _may_not_hold(key: str, name: Any, value: Any, owner: str | None) -> bool:
         return _is_foreign(str(value))
     if owner is not None and owner.lower() == "torchdataset" and name in ("train", "test"):
         path = value.get("class_path") if isinstance(value, dict) else value
-        return "." not in str(path)  # a name alone: any data set's that torchvision has, and some unpickle files
+        return "." not in str(path)  # a name alone: any dataset's that torchvision has, and some unpickle files
     if name in GROUPS:
         return not isinstance(value, dict | None) and owner != "FromModule"
     if name == "address":  # of a Ray cluster: it may send any code back

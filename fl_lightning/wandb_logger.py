@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.provenance import source
-from fl_lightning.round_logger import Labels, RoundLogger
+from fl_lightning.round_logger import Beginning, Labels, RoundLogger
 
 OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
@@ -147,17 +147,10 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment
 
-    def begin(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        labels: Labels,
-        round: int,
-        counts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def begin(self, run: Beginning) -> None:
         """Begin the W&B run, or go on with it; a new one gets the table of who holds what."""
-        if self.attach(run_dir, config, labels) and counts is not None:
-            self.log_counts("partition", counts, round)
+        if self.attach(run.run_dir, run.config, run.labels) and run.counts is not None:
+            self.log_counts("partition", run.counts, run.round)
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
         """Begin the W&B run of a run folder, or go on with it: what it is called is noted there.

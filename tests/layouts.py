@@ -321,7 +321,7 @@ def write_text_table(path: Path, n: int = 40) -> dict[str, list[Any]]:
 
 
 def write_hugging_face(path: Path, n: int = 40) -> Split:
-    """A data set of pictures saved to disk, in one split."""
+    """A dataset of pictures saved to disk, in one split."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     x, y = images(n, 8, 8, 3), labels(n, 2)

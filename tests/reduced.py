@@ -1,4 +1,4 @@
-"""Shipped configs at a size that a test can run: a few samples in the data set's own layout, one round, one step."""
+"""Shipped configs at a size that a test can run: a few samples in the dataset's own layout, one round, one step."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -314,8 +314,8 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
     "classes or numbers": (
         {"label": list(range(40))},
         {},
-        "regression: column 'label' holds 40 different whole numbers in 40 rows: say true if they are numbers to be met"
-        ", false if they are classes",
+        "regression: column 'label' holds 40 different whole numbers in 40 rows: say true if they are numbers to be "
+        "predicted, false if they are classes",
     ),
     "several that are none": (
         {"flu": [2, 0] * 20},
@@ -591,7 +591,7 @@ def test_what_cannot_be_fetched_and_a_missing_package_are_told_of(library: Any, 
     assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(told)
 
 
-# --- Torch data sets ---
+# --- Torch datasets ---
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -687,17 +687,17 @@ DATASET = "--scenario.dataset"
 MINE = [f"{DATASET}.test", "own_torch.Mine"]
 TABLE = [DATASET, "Table", f"{DATASET}.path", "t.csv", f"{DATASET}.label"]
 KINDS = {
-    "a torch data set of a known name": (
+    "a torch dataset of a known name": (
         [DATASET, "torchvision.datasets.ImageFolder"],
         ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same; or TorchD"],
         [DATASET, "ImageFolder", f"{DATASET}.path", "mine"],
     ),
-    "a torch data set": (
+    "a torch dataset": (
         [DATASET, "own_torch.Mine"],
         ["own_torch.Mine is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_torch.Mine and"],
         [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.test", "own_torch.Mine"],
     ),
-    "no data set": (
+    "no dataset": (
         [DATASET, "torch.nn.Linear"],
         ["scenario.dataset: torch.nn.Linear is no Dataset; `fl-lightning list datasets` names them"],
         [DATASET, "Digits"],

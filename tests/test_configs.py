@@ -78,7 +78,7 @@ PAPERS = {
     },
 }
 
-# Every data set, and setting, of each paper's tables.
+# Every dataset, and setting, of each paper's tables.
 EXPERIMENTS = {
     "fedskc": ("cifar10", "cifar100", "cifar10_lt", "cifar100_lt", "emnist", "fc100"),
     "feddw_practical": ("mnist", "cifar10", "cifar100", "imdb"),

@@ -1,4 +1,4 @@
-"""Every shipped config of a data set in files, run small on files in the data set's own layout."""
+"""Every shipped config of a dataset in files, run small on files in the dataset's own layout."""
 
 import csv
 from pathlib import Path

@@ -34,7 +34,7 @@ LIGHT = [model for model in IMAGE_MODELS if model is not ResNet50]
 LIGHT_NORMED = [model for model in NORMED if model is not ResNet50]
 TEXT_MODELS = [FastText, TextCNN, BiLSTM]
 
-# One input and the number of classes of each data set.
+# One input and the number of classes of each dataset.
 IMAGE_DATA = {
     "MNIST": ((1, 28, 28), 10),
     "EMNIST": ((1, 28, 28), 47),
@@ -59,7 +59,7 @@ def ids(*lengths: int, padded: int, seed: int = 0) -> torch.Tensor:
     return batch
 
 
-# --- Every model on every data set it fits ---
+# --- Every model on every dataset it fits ---
 
 
 @pytest.mark.parametrize(("model", "data"), FITS)

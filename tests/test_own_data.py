@@ -1,4 +1,4 @@
-"""Own data: folders of pictures, tables, texts, Hugging Face data sets, torch data sets and mapped arrays."""
+"""Own data: folders of pictures, tables, texts, Hugging Face datasets, torch datasets and mapped arrays."""
 
 import random
 from collections import Counter
@@ -576,11 +576,11 @@ def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
     assert calls == [(("stanfordnlp/imdb", "plain"), {})]
 
 
-# --- Torch data sets -------------------------------------------------------------------------------------------------
+# --- Torch datasets -------------------------------------------------------------------------------------------------
 
 
 class Pairs(MapStyle):
-    """Somebody's own data set."""
+    """Somebody's own dataset."""
 
     def __init__(self, n: int = 20, x: Any = None, y: Any = None) -> None:
         self.n, self.x, self.y = n, x, y

@@ -21,7 +21,7 @@ from fl_lightning.catalogue import names
 from fl_lightning.errors import ConfigError
 from fl_lightning.file_loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from fl_lightning.loggers import Loggers
-from fl_lightning.round_logger import Labels, RoundLogger
+from fl_lightning.round_logger import Beginning, Labels, RoundLogger
 from fl_lightning.run_folder import WRITTEN
 
 LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
@@ -54,8 +54,8 @@ class Knowing(Recording, RoundLogger):
     def check(self, run_dir=None):
         self.told.append("check")
 
-    def begin(self, run_dir, config, labels, round, counts=None):
-        self.told.append(("begin", round, labels.tags))
+    def begin(self, run):
+        self.told.append(("begin", run.round, run.labels.tags))
 
     def log_summary(self, summary):
         self.told.append(("summary", summary["rounds"]))
@@ -225,11 +225,11 @@ def test_a_resumed_run_goes_on_in_its_files(tmp_path, harm):
 
 def test_a_resume_to_before_the_first_row_begins_the_file_anew(tmp_path):
     logger = CSVLogger()
-    logger.begin(tmp_path, {}, LABELS, 0)
+    logger.begin(Beginning(tmp_path, {}, LABELS, 0))
     logger.log_metrics({"a": 1.0}, step=1)
     logger.save()
     again = CSVLogger()
-    again.begin(tmp_path, {}, LABELS, 0)
+    again.begin(Beginning(tmp_path, {}, LABELS, 0))
     assert not (tmp_path / "csv_logs" / "metrics.csv").exists()
     again.log_metrics({"b": 2.0}, step=1)
     again.save()
@@ -316,14 +316,14 @@ def test_rounds_that_mlflow_holds_are_not_sent_again(tmp_path):
     pytest.importorskip("mlflow")
     told = os.environ.get("MLFLOW_TRACKING_URI")
     first = MLFlowLogger()
-    first.begin(tmp_path, {"seed": 0}, LABELS, 0)
+    first.begin(Beginning(tmp_path, {"seed": 0}, LABELS, 0))
     for step in (1, 2, 3):
         first.log_metrics({"time/round_s": 1.0, "a": step}, step=step)
     first.finalize("failed")
     assert os.environ.get("MLFLOW_TRACKING_URI") == told
     again = MLFlowLogger()
     again.check(tmp_path)
-    again.begin(tmp_path, {"seed": 1}, LABELS, 2)
+    again.begin(Beginning(tmp_path, {"seed": 1}, LABELS, 2))
     for step in (3, 4):
         again.log_metrics({"time/round_s": 1.0, "a": 10 * step}, step=step)
     again.finalize("success")

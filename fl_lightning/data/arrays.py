@@ -25,7 +25,7 @@ class Arrays(Dataset):
     `uint8` inputs are scaled to 0-1, floating-point inputs are taken as they are; images may be `(n, height, width)`,
     `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are whole numbers
     from 0, one a sample; or `(n, L)` of 0 and 1, where a sample may have several of L labels; or floating-point
-    numbers to be met, `(n,)` or `(n, T)`. `client_train` and `client_test` may say who each sample comes from.
+    numbers to be predicted, `(n,)` or `(n, T)`. `client_train` and `client_test` may say who each sample comes from.
 
     The `.npy` files of a folder are mapped: inputs stay on disk until a batch needs them, if they are `uint8` or
     `float32`.

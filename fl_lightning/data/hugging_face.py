@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face `datasets` library: pictures or texts, from a folder or by name."""
+"""Datasets of the Hugging Face `datasets` library: pictures or texts, from a folder or by name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class HuggingFace(Dataset):
-    """A data set of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
+    """A dataset of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
 
     Columns that no option names are found: the one of pictures or else the one of texts, and the one of labels, which
     holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. No code of a
-    data set's own is ever run. It needs `pip install 'fl-lightning[huggingface]'`.
+    dataset's own is ever run. It needs `pip install 'fl-lightning[huggingface]'`.
 
     Args:
-        path: Folder that `save_to_disk` wrote; or the name of a data set on the Hugging Face Hub, with `download`.
+        path: Folder that `save_to_disk` wrote; or the name of a dataset on the Hugging Face Hub, with `download`.
         image: Column of the pictures.
         text: Column of the texts.
         label: The label's column, or a list of several.
@@ -53,7 +53,7 @@ class HuggingFace(Dataset):
         test: Name of the split to test on: `test` or else `validation` by default, or else a share of the training
             split.
         test_share: That share: of each class, or of each client's samples.
-        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
         size: Height and width that pictures are resized to, or one number for both; not needed where all are of one
             size.
         channels: 1 makes pictures grey, 3 coloured; by default grey if all of them are.
@@ -62,8 +62,8 @@ class HuggingFace(Dataset):
         augment: Random crop and flip of training batches of pictures: `none`, `per_sample` or `per_batch`.
         length: Words a text; longer ones are cut, shorter ones padded.
         vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
-        subset: Which of a named data set's subsets, where it has several.
-        download: Fetch the data set of that name, or take it from the library's own cache.
+        subset: Which of a named dataset's subsets, where it has several.
+        download: Fetch the dataset of that name, or take it from the library's own cache.
 
     Raises:
         ConfigError: An option is out of range, or two exclude each other.

@@ -1,4 +1,4 @@
-"""LEAF's data sets as its scripts leave them: JSON files by user, whose samples are a client's (Caldas et al. 2018).
+"""LEAF's datasets as its scripts leave them: JSON files by user, whose samples are a client's (Caldas et al. 2018).
 
 S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; github.com/TalwalkarLab/leaf.
 """
@@ -34,7 +34,7 @@ class _LeafDataset(FileDataset):
     """Files that LEAF's `preprocess.sh` has made: below `data_dir`, which is LEAF's own `data` folder.
 
     Attributes:
-        name: LEAF's name of the data set.
+        name: LEAF's name of the dataset.
         num_classes: Number of classes, `C`.
     """
 
@@ -83,7 +83,7 @@ class _LeafDataset(FileDataset):
 
 
 class _LeafArrays(_LeafDataset):
-    """A data set whose inputs are numbers from the start."""
+    """A dataset whose inputs are numbers from the start."""
 
     def __init__(self, data_dir: str = "data") -> None:
         super().__init__(data_dir)

@@ -90,7 +90,7 @@ def targets(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tens
     Args:
         columns: The label's column, or several: of 0 and 1 for labels that a sample may have several of, else of
             numbers.
-        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
 
     Returns:
         `(n,)` classes (`int64`), `(n, L)` of 0 and 1 (`uint8`), or `(n,)` or `(n, T)` numbers (`float32`); and the
@@ -151,7 +151,7 @@ def _refuse_many_classes(column: pd.Series) -> None:
     if column.dtype.kind in "iu" and different > max(FEW, len(column) // 2):
         raise ConfigError(
             f"{KEY}.regression: column {column.name!r} holds {different:,} different whole numbers in {len(column):,} "
-            "rows: say true if they are numbers to be met, false if they are classes"
+            "rows: say true if they are numbers to be predicted, false if they are classes"
         )
 
 

@@ -182,12 +182,11 @@ class Scenario:
         return in_one_table(data, shares, objective)
 
     def _refuse_what_needs_classes(self, objective: Objective) -> None:
-        labels = f"the labels are no classes but for {type(objective).__name__}"
         if self.partition.needs_classes:
             mend = "take IID, QuantitySkew, ByClient or Given"
-            raise ConfigError(f"{self.partition.blamed} deals classes out, and {labels}; {mend}")
+            raise ConfigError(f"{self.partition.blamed} deals classes out, and {objective.no_classes}; {mend}")
         if self.long_tail is not None:
-            raise ConfigError(f"scenario.long_tail: it thins classes out, and {labels}; leave it out")
+            raise ConfigError(f"scenario.long_tail: it thins classes out, and {objective.no_classes}; leave it out")
 
     def _deal(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> Shares:
         who = self.partition.blamed

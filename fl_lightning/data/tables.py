@@ -42,7 +42,7 @@ class _Rows(Dataset):
     Args:
         path: The file.
         label: The label's column, or several.
-        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
         client: Column of who each row comes from.
         split: Column that holds `train` and `test`.
         test_path: A second file, of the rows to test on.
@@ -129,8 +129,9 @@ class _Rows(Dataset):
 class Table(_Rows):
     """Your own table in a CSV or Parquet file: columns of numbers and categories, and one or more of labels.
 
-    Labels that are text or whole numbers are classes, fractions are numbers to be met, and several columns of 0 and 1
-    are labels that a row may have several of. Text columns are categories, and so are those that `categorical` names.
+    Labels that are text or whole numbers are classes, fractions are numbers to be predicted, and several columns of 0
+    and 1 are labels that a row may have several of. Text columns are categories, and so are those that `categorical`
+    names.
 
     Args:
         path: The file. Its columns have names; `.parquet` is Parquet, any other file is text with `separator`.
@@ -141,7 +142,7 @@ class Table(_Rows):
             other; `codes` one column that counts them from 1, 0 for any other.
         standardize: Shift and scale columns of numbers, and codes, to mean 0 and standard deviation 1 of the training
             rows.
-        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
         client: Column of who each row comes from; `ByClient` deals rows to clients by it.
         split: Column that holds `train` or `test`.
         test_path: A second file, of the rows to test on.
@@ -237,7 +238,7 @@ class TextTable(_Rows):
         label: The label's column, or a list of several.
         length: Words a text; longer ones are cut, shorter ones padded.
         vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
-        regression: Whether labels are numbers to be met; if that is not said, fractions are.
+        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
         client: Column of who each row comes from; `ByClient` deals rows to clients by it.
         split: Column that holds `train` or `test`.
         test_path: A second file, of the rows to test on.

@@ -1,4 +1,4 @@
-"""Any map-style data set of torch's, read once into memory."""
+"""Any map-style dataset of torch's, read once into memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fl_lightning.data.datasets import Dataset, LoadedData, own_code
 from fl_lightning.data.own import KEY
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.objectives import described
 
 
 class TorchDataset(Dataset):
@@ -27,8 +28,8 @@ class TorchDataset(Dataset):
 
     Each item is read once, when the run starts, so what a random transform draws is the same in every round, and the
     same for every seed. Pictures (of Pillow) become `uint8`, which is scaled to 0-1; tensors and arrays of `uint8` or
-    floating-point numbers stay what they are. Whole numbers are classes, fractions are numbers to be met, and several
-    whole numbers a sample are labels of 0 and 1, of which it may have several.
+    floating-point numbers stay what they are. Whole numbers are classes, fractions are numbers to be predicted, and
+    several whole numbers a sample are labels of 0 and 1, of which it may have several.
 
     Args:
         train: The training set, or what makes it: in a config a class path and its arguments.
@@ -45,7 +46,7 @@ class TorchDataset(Dataset):
 
 
 def way_for(path: str) -> str | None:
-    """What to give in the place of a data set of torch's, which is no `Dataset` of ours; None for any other class."""
+    """What to give in the place of a dataset of torch's, which is no `Dataset` of ours; None for any other class."""
     found = resolve_name(path)
     if not inspect.isclass(found) or not issubclass(found, MapStyle):
         return None
@@ -55,7 +56,7 @@ def way_for(path: str) -> str | None:
 
 
 def read(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of all items of a data set.
+    """Inputs and labels of all items of a dataset.
 
     Raises:
         ConfigError: It cannot be made, has no length, its items are no pairs, or they differ in shape or type.
@@ -115,9 +116,8 @@ def stacked(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
             mend = "; a transform can resize them (torchvision.transforms.Resize)" if what == "x" else ""
-            raise ConfigError(
-                f"{who}: {what} is {kind(first)} in item 0 and {kind(value)} in item {i}; all need to be alike{mend}"
-            )
+            differ = f"{described(first)} in item 0 and {described(value)} in item {i}"
+            raise ConfigError(f"{who}: {what} is {differ}; all need to be alike{mend}")
     return torch.stack(list(values))
 
 
@@ -127,11 +127,6 @@ def outputs(*labels: Tensor) -> int:
     if y.is_floating_point() or y.ndim > 1:
         return 1 if y.ndim == 1 else y.shape[1]
     return max(int(y.max()) for y in labels) + 1
-
-
-def kind(value: Tensor) -> str:
-    """A tensor's type and shape in words."""
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def told(value: Any) -> str:

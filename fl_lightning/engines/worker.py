@@ -201,8 +201,8 @@ class Worker:
         """
         objective, outputs = self.data.objective, self.data.data.num_classes
         if not objective.classes and (part := next(self.algorithm.of_classes, None)):
-            labels = f"the labels are no classes but for {type(objective).__name__}"
-            raise ConfigError(f"algorithm: {part} compares classes, and {labels}; take one that does not, as FedAvg")
+            mend = "take one that does not, as FedAvg"
+            raise ConfigError(f"algorithm: {part} compares classes, and {objective.no_classes}; {mend}")
         measures = self.measures
         check_client_callbacks(self.client_callbacks)
         with blame("trainer"):
