@@ -303,16 +303,21 @@ class Work:
     count = parameters = 0
 
     def watch(self) -> None:
-        """Note every step of this process, but those of a server."""
+        """Note every step of this process, but those of a server, and one that tries an optimizer out."""
         register_optimizer_step_post_hook(self._note)
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer.param_groups[0]["lr"] == LR:
+        if optimizer.param_groups[0]["lr"] == LR and (self.count or any_gradient(optimizer)):
             self.count += 1
             self.parameters = moved(optimizer)
 
 
 WORK = Work()
+
+
+def any_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some gradient is not zero."""
+    return any(bool(p.grad.any()) for group in optimizer.param_groups for p in group["params"])
 
 
 def moved(optimizer: torch.optim.Optimizer) -> int:

@@ -1,6 +1,6 @@
 """What the engines make of one round: wall time of a cohort's fits, each engine against the sequential one.
 
-    python benchmarks/engines.py [ENGINE ...] [--case mlp cnn ...] [--clients 50] [--accelerator cpu]
+    python benchmarks/engines.py [ENGINE ...] [--case mlp cnn ...] [--clients 50] [--epochs 1] [--accelerator cpu]
 
 FedAvg on synthetic data, all clients in every round, engines in turn in one process; a run's first round is a warm-up
 and not counted. An engine is a class of `fl_lightning.engines`, with arguments if any, `StackedEngine:clients=16`, and
@@ -113,13 +113,14 @@ def main() -> None:
     parser.add_argument("engines", nargs="*", default=["StackedEngine"], help="beside SequentialEngine")
     parser.add_argument("--case", nargs="+", choices=CASES, default=["mlp", "mlp-wide", "cnn"])
     parser.add_argument("--clients", type=int, help="clients a round (default: the case's)")
+    parser.add_argument("--epochs", type=int, default=1, help="local epochs (default 1)")
     parser.add_argument("--repeats", type=int, default=5, help="turns (default 5)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds a turn (default 5)")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--precision", default="32-true")
     args = parser.parse_args()
     started = time.time()
-    trainer = {"accelerator": args.accelerator, "precision": args.precision, "max_epochs": 1}
+    trainer = {"accelerator": args.accelerator, "precision": args.precision, "max_epochs": args.epochs}
     for name in args.case:
         case = CASES[name]
         case.clients = args.clients or case.clients

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from fl_lightning import __version__
+from fl_lightning.ending import end_quickly
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
 from fl_lightning.lazy import load
@@ -42,14 +43,12 @@ def run() -> None:
     """Entry point of the console script."""
     if "_ARGCOMPLETE" in os.environ:  # the shell wants a word completed
         load("fl_lightning.commands.completion").answer()
+    end_quickly()
     die_of_interrupts()
     if complaint := prepare():
         tell(f"error: {complaint}")
         sys.exit(2)
-    try:
-        sys.exit(main())
-    finally:
-        gc.unfreeze()
+    sys.exit(main())
 
 
 def main(args: Sequence[str] | None = None) -> int:
