@@ -43,7 +43,7 @@ from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.engines import SequentialEngine, StackedEngine, Task
 from fl_lightning.engines.stacked import OPTIMIZERS
-from fl_lightning.engines.stacking import Alike, ClientStep
+from fl_lightning.engines.stacking import Alike, ClientStep, Inventory
 from fl_lightning.engines.trainer import not_for_each
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import SharedKnowledge
@@ -316,7 +316,7 @@ def test_a_step_of_every_model(name):
         name: torch.stack([one[name].detach() for one in own]).requires_grad_(value.requires_grad)
         for name, value in own[0].items()
     }
-    outcome = Alike([ClientStep(client) for client in clients], draws)(stacked, [0, 1, 2], x, y)
+    outcome = Alike([Inventory(ClientStep(client)) for client in clients], draws)(stacked, [0, 1, 2], x, y)
     outcome.loss.sum().backward()
     for i, client in enumerate(clients):
         torch.manual_seed(i)

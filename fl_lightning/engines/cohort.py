@@ -13,12 +13,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning.client import ClientModule, Step, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches
+from fl_lightning.engines.blocks import BlockOptimizer
 from fl_lightning.engines.stacking import (
     Alike,
     ClientStep,
+    Inventory,
     Outcome,
     as_rows,
     contents,
@@ -72,9 +74,14 @@ class Client:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Inside, random numbers are the client's own, and what goes wrong is its own failure."""
+        with self.at_risk(), self.draws.drawing():
+            yield
+
+    @contextmanager
+    def at_risk(self) -> Iterator[None]:
+        """Inside, what goes wrong is the client's own failure."""
         try:
-            with self.draws.drawing():
-                yield
+            yield
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -104,8 +111,7 @@ class Cohort(L.LightningModule):
     """Trains clients together, each as `ClientModule` under a `Trainer` of its own would be.
 
     The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
-    model on views of the stacks; each client's parameters then get their row of the gradient, and one optimizer over
-    the parameters of all steps those that have one.
+    model on views of the stacks, and one optimizer over the stacks then steps their rows.
 
     Args:
         clients: The clients, at least one.
@@ -118,38 +124,27 @@ class Cohort(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         # Those that take most steps first: the ones still at work are then consecutive rows, views of the stacks.
-        self.clients = sorted(clients, key=lambda client: (-client.work.per_epoch, client.task.client))
+        # Those of as many samples stay together: their steps are the same to the end.
+        self.clients = sorted(clients, key=lambda c: (-c.work.per_epoch, -len(c.batches.index), c.task.client))
         self.data, self.clip, self.clip_by = data, clip, clip_by
-        self.stacks: Tensors = {}
+        tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
+        self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
         self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
         self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
         self.kinds: list[tuple[Alike, dict[int, int]]] = []
         self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
+        self.hooked = any(own_epochs(client.module) for client in clients)
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the parameters of all clients, each with its own state, and one scheduler."""
-        first = self.clients[0].module
-        parameters = [list(client.module.backbone.parameters()) for client in self.clients]
-        optimizer = first.optimizer_for(p for own in parameters for p in own)
-        started: Tensors = {}
-        for row, client in enumerate(self.clients):
-            started |= renumbered(client.module.optimizer_state, row * len(parameters[0]))
-        if started:
-            load_optimizer_tensors(optimizer, started)
-        for group in optimizer.param_groups:
-            if group["foreach"] is None and not group.get("fused") and not group.get("differentiable"):
-                group["foreach"] = True  # many small tensors: a loop in C++, not in Python
+        first, started = self.clients[0].module, [client.module.optimizer_state for client in self.clients]
+        self.blocks = BlockOptimizer(first, self.stacks, started)
+        optimizer = self.blocks.optimizer
         return optimizer if first.scheduler_factory is None else ([optimizer], [first.scheduler_factory(optimizer)])
 
     def optimizer_states(self) -> dict[int, Tensors]:
         """What each client's optimizer ended with, by client."""
-        kept = optimizer_tensors(self.trainer.optimizers[0])
-        width = len(list(self.clients[0].module.backbone.parameters()))
-        states: dict[int, Tensors] = {client.task.client: {} for client in self.clients}
-        for key, value in kept.items():
-            row = int(key.partition("/")[0]) // width
-            states[self.clients[row].task.client] |= renumbered({key: value}, -row * width)
-        return states
+        return {client.task.client: self.blocks.state_of(row) for row, client in enumerate(self.clients)}
 
     # --- What a client's own fit would do around its steps ---
 
@@ -165,12 +160,14 @@ class Cohort(L.LightningModule):
                 client.module.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
-        """Start an epoch of each client that is still at work, then stack them."""
-        for client in self._at_work():
-            with client.turn():
-                client.module.on_train_epoch_start()
-        self._stack()
-        self._look()
+        """Start an epoch of each client that is still at work, and look at what has changed by that."""
+        if self.hooked:
+            for client in self._at_work():
+                with client.turn():
+                    client.module.on_train_epoch_start()
+        if self.hooked or not self.current_epoch:
+            self._stack()
+            self._look()
 
     def on_train_epoch_end(self) -> None:
         """End each client's epoch, and step the scheduler.
@@ -182,7 +179,7 @@ class Cohort(L.LightningModule):
             for alike, _ in self.kinds:
                 alike.verify()
         for client in self._at_work():
-            with client.turn():
+            with client.turn() if self.hooked else client.at_risk():
                 client.module.on_train_epoch_end()
         if scheduler := self.lr_schedulers():
             scheduler.step()  # type: ignore[union-attr]
@@ -191,19 +188,20 @@ class Cohort(L.LightningModule):
         return [client for client in self.clients if client.steps_in(self.current_epoch)]
 
     def _stack(self) -> None:
-        """Make the clients' weights and buffers rows of one tensor each."""
+        """Have the clients' weights and buffers be rows of the stacks."""
         self.tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
-        for name in self.tensors[0]:
-            self.stacks[name] = torch.stack([own[name].detach() for own in self.tensors])
-            for own, row in zip(self.tensors, self.stacks[name].unbind(), strict=True):
-                own[name].data = row
+        for name, stack in self.stacks.items():
+            for own, place in zip(self.tensors, stack.unbind(), strict=True):
+                if own[name].data_ptr() != place.data_ptr():
+                    place.copy_(own[name].detach())
+                    own[name].data = place
 
     def _look(self) -> None:
         """Find out who can be stacked with whom as the clients are now."""
-        kinds: list[tuple[dict[str, Any], list[int], list[ClientStep]]] = []
+        kinds: list[tuple[dict[str, Any], list[int], list[Inventory]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.current_epoch):
-                step = ClientStep(client.module)
+                step = Inventory(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
                     if difference(shape, other) is None:
@@ -268,9 +266,7 @@ class Cohort(L.LightningModule):
         """Give each client its gradients, clipped, and the buffers as the step left them."""
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.clip, self.clip_by)
-        for name, gradient in gradients.items():
-            for row, own in zip(rows, gradient.unbind(), strict=True):
-                self.tensors[row][name].grad = own
+        self.blocks.hand_out(rows, gradients)
         for name, value in tensors.items():
             if not value.requires_grad:
                 self.stacks[name][as_rows(rows, value.device)] = value
@@ -332,10 +328,12 @@ class CohortBatches:
             yield CohortBatch(arrived, torch.stack(x), torch.stack(y))
 
 
-def renumbered(state: Tensors, by: int) -> Tensors:
-    """An optimizer's tensors with other numbers of parameters."""
-    parts = ((key.partition("/"), value) for key, value in state.items())
-    return {f"{int(number) + by}/{name}": value for (number, _, name), value in parts}
+def own_epochs(module: ClientModule) -> bool:
+    """Whether something of its own happens as a client's epochs start or end."""
+    kind, hooks = type(module), ("on_train_epoch_start", "on_train_epoch_end")
+    if any(getattr(kind, hook) is not getattr(ClientModule, hook) for hook in hooks):
+        return True
+    return any(type(term).begin_epoch is not LossTerm.begin_epoch for term in module.terms())
 
 
 def clip(gradients: Tensors, bound: float, by: str) -> None:

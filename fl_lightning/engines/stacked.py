@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
-from fl_lightning.engines.stacking import Alike, ClientStep, difference, tensors_of
+from fl_lightning.engines.stacking import Alike, ClientStep, Inventory, difference, tensors_of
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Result, Task, Worker, failed, interrupts
 from fl_lightning.errors import ConfigError, check_number, one_line
@@ -184,7 +184,7 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     Raises:
         Exception: It cannot be done.
     """
-    steps = [ClientStep(client) for client in clients]
+    steps = [Inventory(ClientStep(client)) for client in clients]
     shapes = [step.shape() for step in steps]
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__

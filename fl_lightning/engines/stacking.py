@@ -69,13 +69,9 @@ class ClientStep(nn.Module):
         losses = self.client.losses(step)
         return Outcome(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
-    def registered(self) -> Tensors:
-        """Parameters and buffers by name, those of the backbone under `client.backbone.`."""
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
-
     def homes(self) -> list[tuple[dict[str, Any], str, str]]:
         """Every place of a registered tensor, which may have several: its holder, its key there, its name."""
-        names = {id(value): name for name, value in self.registered().items()}
+        names = {id(value): name for name, value in registered(self).items()}
         return [
             (held, key, names[id(value)])
             for module in self.modules()
@@ -84,29 +80,48 @@ class ClientStep(nn.Module):
             if value is not None
         ]
 
+    def impure(self, path: str) -> ConfigError:
+        """The error that names what a step has changed."""
+        return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
+
+
+class Inventory:
+    """What a client's step holds, as found when this is made.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        registered: Parameters and buffers by name, those of the backbone under `client.backbone.`.
+        plain: What its parts hold as plain attributes, by path.
+    """
+
+    def __init__(self, step: ClientStep) -> None:
+        self.step, self.registered, self.plain = step, registered(step), plain(step)
+
     def free(self) -> Tensors:
         """The tensors among `plain` that are not registered ones under another name."""
-        known = {id(value) for value in self.registered().values()}
-        return {path: leaf for path, leaf in plain(self).items() if isinstance(leaf, Tensor) and id(leaf) not in known}
+        known = {id(value) for value in self.registered.values()}
+        return {path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in known}
 
     def shape(self) -> dict[str, Any]:
         """What clients must have in common to be stacked, by path."""
-        registered = self.registered()
-        names = {id(value): name for name, value in registered.items()}
-        modules = {id(module): name for name, module in self.named_modules()}
+        names = {id(value): name for name, value in self.registered.items()}
+        modules = {id(module): name for name, module in self.step.named_modules()}
 
         def described(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 return names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
             return modules[id(leaf)] if isinstance(leaf, nn.Module) else leaf
 
-        tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in registered.items()}
-        kinds = {f"{name} is": type(module) for name, module in self.named_modules()}
-        return tensors | kinds | {path: described(leaf) for path, leaf in plain(self).items()}
+        tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.registered.items()}
+        kinds = {f"{name} is": type(module) for name, module in self.step.named_modules()}
+        return tensors | kinds | {path: described(leaf) for path, leaf in self.plain.items()}
 
-    def impure(self, path: str) -> ConfigError:
-        """The error that names what a step has changed."""
-        return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
+
+def registered(module: nn.Module) -> Tensors:
+    """Parameters, then buffers, by name; one that is in several places has the first one's."""
+    return dict(tensors_of(module))
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -188,26 +203,26 @@ class Alike:
     """Clients that differ in tensors alone, as one batched training step.
 
     Args:
-        steps: Their steps; the first lends its module to all.
+        steps: Their steps as they are now; the first lends its module to all.
         draws: Where each one's random generators are; dropout draws from them.
     """
 
-    def __init__(self, steps: Sequence[ClientStep], draws: Sequence[RandomStates]) -> None:
-        self.step, self.draws, self.drops = steps[0], draws, True
-        registered = [step.registered() for step in steps]
-        constant = (name for name in registered[0] if not name.startswith(BACKBONE))
-        self.constants = {name: torch.stack([one[name].detach() for one in registered]) for name in constant}
+    def __init__(self, steps: Sequence[Inventory], draws: Sequence[RandomStates]) -> None:
+        self.step, self.draws, self.drops = steps[0].step, draws, True
+        held = [step.registered for step in steps]
+        constant = (name for name in held[0] if not name.startswith(BACKBONE))
+        self.constants = {name: torch.stack([one[name].detach() for one in held]) for name in constant}
         free = [step.free() for step in steps]
         self.free = {path: torch.stack([one[path].detach() for one in free]) for path in free[0]}
         self.homes = self.step.homes()
-        self.names = {id(value): name for name, value in registered[0].items()}
+        self.names = {id(value): name for name, value in held[0].items()}
         self.attributes = [
             (vars(module), name, value, f"{prefix}.{name}")
             for prefix, module in self.step.named_modules()
             for name, value in attributes(module).items()
             if any(isinstance(leaf, Tensor) for leaf in leaves(value).values())
         ]
-        self.held = plain(self.step)
+        self.held = steps[0].plain
         self.written = versions({**self.constants, **self.free})
 
     def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> Outcome:

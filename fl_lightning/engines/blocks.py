@@ -1,0 +1,152 @@
+"""One optimizer for clients whose weights are rows of stacks: rows that step together are one parameter of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client import ClientModule, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.message import Tensors
+
+COUNTS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep of a parameter as a whole; all else they keep of each of its numbers."""
+
+
+class Block(NamedTuple):
+    """Consecutive rows, from `start` up to but without `stop`."""
+
+    start: int
+    stop: int
+
+
+class BlockOptimizer:
+    """Steps rows of stacked weights as optimizers of their own would.
+
+    The optimizers of `StackedEngine` treat each number of a parameter by itself, but for what they count, steps above
+    all. So rows that have been in the same steps are one parameter, a view of the stack; one for each client would
+    take longer the more there are. Once only some rows of a block are in a step, it is two blocks.
+
+    Args:
+        client: A client, whose optimizer has the options of all.
+        stacks: The clients' parameters by name, `(n, ...)`; they are stepped in place.
+        started: What each client's optimizer starts from, as `optimizer_tensors` gives it.
+
+    Attributes:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, client: ClientModule, stacks: Tensors, started: Sequence[Tensors]) -> None:
+        self.optimizer = client.optimizer_for(client.backbone.parameters())
+        self.stacks = stacks
+        fresh = optimizer_tensors(self.optimizer)  # Adagrad's are there from the start
+        self.optimizer.state.clear()
+        started = [own or fresh for own in started]
+        names = {id(parameter): name for name, parameter in client.backbone.named_parameters()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        self.names = [name for group in self._names for name in group]
+        self._cuts = [0, *(i for i in range(1, len(started)) if counts(started[i - 1]) != counts(started[i]))]
+        self._cuts.append(len(started))
+        self._parameters: dict[tuple[str, Block], Tensor] = {}
+        self._places: dict[tuple[int, ...], list[tuple[Block, slice]]] = {}
+        self._arrange()
+        if any(started):
+            load_optimizer_tensors(self.optimizer, self._stacked([by_parameter(own) for own in started]))
+        for group in self.optimizer.param_groups:
+            if group["foreach"] is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True  # many small tensors: a loop in C++, not in Python
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks, in the order of their rows."""
+        return [Block(*bounds) for bounds in pairwise(self._cuts)]
+
+    def hand_out(self, rows: Sequence[int], gradients: Tensors) -> None:
+        """Give the parameters their gradients for the next step.
+
+        Args:
+            rows: Some rows, ascending.
+            gradients: By name, `(len(rows), ...)`.
+        """
+        if (known := tuple(rows)) not in self._places:
+            self._divide(rows)
+        for block, place in self._places[known]:
+            for name, gradient in gradients.items():
+                self._parameters[name, block].grad = gradient[place]
+
+    def state_of(self, row: int) -> Tensors:
+        """What a client's own optimizer would have kept, as `optimizer_tensors` gives it."""
+        block = next(block for block in self.blocks if block.start <= row < block.stop)
+        kept: Tensors = {}
+        for number, name in enumerate(self.names):
+            state = self.optimizer.state.get(self._parameters[name, block], {})
+            for key, value in state.items():
+                if value is not None:
+                    kept[f"{number}/{key}"] = value if key in COUNTS else value[row - block.start]
+        return kept
+
+    def _stacked(self, started: Sequence[dict[int, Tensors]]) -> Tensors:
+        """What the rows start from, as the optimizer's own tensors."""
+        tensors: Tensors = {}
+        for number, (name, block) in enumerate(self._parameters):
+            rows = [own.get(self.names.index(name), {}) for own in started[slice(*block)]]
+            for key, value in rows[0].items():
+                tensors[f"{number}/{key}"] = value if key in COUNTS else torch.stack([own[key] for own in rows])
+        return tensors
+
+    def _divide(self, rows: Sequence[int]) -> None:
+        """Have each block lie within these rows or outside of them."""
+        chosen, count = set(rows), self._cuts[-1]
+        cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
+        if cuts - set(self._cuts):
+            self._cuts = sorted(cuts | set(self._cuts))
+            self._places.clear()
+            self._arrange()
+        place = {row: i for i, row in enumerate(rows)}
+        self._places[tuple(rows)] = [
+            (block, slice(place[block.start], place[block.stop - 1] + 1))
+            for block in self.blocks
+            if block.start in chosen
+        ]
+
+    def _arrange(self) -> None:
+        """Make the blocks the optimizer's parameters; a part of an earlier block goes on from that one's state."""
+        before, self._parameters = self._parameters, {}
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            group["params"] = []
+            for name in names:
+                for block in self.blocks:
+                    self._parameters[name, block] = parameter = self.stacks[name][slice(*block)].detach()
+                    group["params"].append(parameter)
+        for (name, whole), earlier in before.items():
+            state = self.optimizer.state.pop(earlier, {})
+            for block in self.blocks:
+                if state and whole.start <= block.start < whole.stop:
+                    own = slice(block.start - whole.start, block.stop - whole.start)
+                    now = self._parameters[name, block]
+                    now.grad = None if earlier.grad is None else earlier.grad[own]
+                    self.optimizer.state[now] = {key: part(key, value, own) for key, value in state.items()}
+
+
+def part(key: str, value: object, rows: slice) -> object:
+    """Some rows' part of what an optimizer keeps of a block."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value if key in COUNTS else value[rows]).clone()
+
+
+def counts(started: Tensors) -> dict[str, float]:
+    """The counts among what an optimizer starts from; of the rest, what there is."""
+    return {key: float(value) if key.partition("/")[2] in COUNTS else 0.0 for key, value in started.items()}
+
+
+def by_parameter(started: Tensors) -> dict[int, Tensors]:
+    """What an optimizer starts from, by the parameter's number."""
+    parts: dict[int, Tensors] = {}
+    for key, value in started.items():
+        number, _, name = key.partition("/")
+        parts.setdefault(int(number), {})[name] = value
+    return parts
