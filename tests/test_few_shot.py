@@ -95,6 +95,15 @@ def test_a_clients_episodes_hold_its_own_samples_only() -> None:
     assert all(torch.equal(a[0], b[0]) for a, b in zip(passes[0], again, strict=True))
 
 
+def test_how_much_of_a_pass_is_used_does_not_alter_the_next() -> None:
+    """A fit may end within a pass, wherever its engine has got by then."""
+    y = torch.arange(400) % 4
+    one, other = (EpisodeBatches(torch.arange(400), y, torch.arange(400), FewShot(2, 3, 5), seed=1) for _ in range(2))
+    next(iter(one))
+    other.indices()
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("min_batch", [1, 2, 64])
 def test_methods_that_drop_a_last_batch_drop_no_episode(min_batch):
     y = torch.arange(19) % 3

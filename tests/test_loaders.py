@@ -60,6 +60,15 @@ def test_each_pass_is_shuffled_anew_by_a_generator_of_the_seed() -> None:
     assert len({tuple(order) for order in passes}) == 3
 
 
+def test_indices_are_those_of_the_batches_of_the_same_pass() -> None:
+    index = torch.arange(3, 41)
+    one, other = (Batches(X, Y, index, 4, seed=3) for _ in range(2))
+    for _ in range(2):
+        batches, indices = list(one), other.indices()
+        assert [y.tolist() for _, y in batches] == [(7 * index).tolist() for index in indices]
+    assert Batches(X, Y, index[:0], 4).indices() == []
+
+
 def test_a_sample_too_many_is_not_always_the_same_one() -> None:
     batches = Batches(X, Y, torch.arange(7), 3, seed=0, min_batch=2)
     left_out = [({*range(7)} - set(samples(batches))).pop() for _ in range(60)]

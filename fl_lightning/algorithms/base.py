@@ -328,8 +328,7 @@ class Algorithm:
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
         kept = {term_section(term): term.remember(module) for term in module.terms()}
-        own = self._own(module.backbone)
-        kept[OWN] = {name: value for name, value in module.backbone.state_dict().items() if name in own}
+        kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
@@ -359,15 +358,23 @@ class Algorithm:
         return state | knowledge | self.aggregator.finish(folded, state, knowledge)
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        own = self._own(backbone) if self.buffers != "drop" else self._own(backbone) | buffer_names(backbone)
+        """The entries that are sent."""
+        own = self._own(backbone).keys() | (buffer_names(backbone) if self.buffers == "drop" else set())
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
 
-    def _own(self, backbone: nn.Module) -> set[str]:
-        """Names of the entries that a client keeps to itself."""
+    def _own(self, backbone: nn.Module) -> Tensors:
+        """The entries that a client keeps to itself."""
+        if not self.personal and self.buffers == "average":
+            return {}
         buffers = buffer_names(backbone)
+        own = buffers if self.buffers == "local" else set()
         dropped = buffers if self.buffers == "drop" else set()
-        kept = buffers if self.buffers == "local" else set()
-        return (kept | {name for name in backbone.state_dict() if name.startswith(self.personal)}) - dropped
+        entries = backbone.state_dict().items()
+        return {
+            name: value
+            for name, value in entries
+            if (name in own or name.startswith(self.personal)) and name not in dropped
+        }
 
 
 def term_section(term: LossTerm) -> str:

@@ -7,7 +7,7 @@ Learning", NeurIPS 2017, whose equations are cited below. FedSKC uses it on FC10
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -165,10 +165,10 @@ class EpisodeBatches(Batches):
                 "an episode needs two; use a larger alpha or fewer scenario.clients"
             )
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(len(self)):
-            chosen = self.index[torch.from_numpy(np.concatenate(sample_episode(self.members, self.task, self.rng)))]
-            yield self.x[chosen], self.y[chosen]
+    def indices(self) -> list[Tensor]:
+        """Which samples are in each episode of a pass."""
+        episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
+        return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:

@@ -46,15 +46,21 @@ class Batches:
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def indices(self) -> list[Tensor]:
+        """Which samples are in each batch of a pass, `(B,)`, where the data are; drawn anew for each pass."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
         order = order.to(self.x.device)[: self.length * self.batch_size]  # at once: a batch then waits for nothing
-        at_a_time = self.batch_size * max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
-        for start in range(0, len(order), at_a_time):
-            chosen = order[start : start + at_a_time]
-            yield from zip(self.x[chosen].split(self.batch_size), self.y[chosen].split(self.batch_size), strict=True)
+        return list(order.split(self.batch_size)) if self.length else []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        indices = self.indices()
+        at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
+        for start in range(0, len(indices), at_a_time):
+            some = indices[start : start + at_a_time]
+            chosen, sizes = torch.cat(some), [len(index) for index in some]
+            yield from zip(self.x[chosen].split(sizes), self.y[chosen].split(sizes), strict=True)
 
 
 class ReadyBatches:

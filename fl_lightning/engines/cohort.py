@@ -65,7 +65,9 @@ class Client:
         module = worker.begun(task, worker.module())
         draws = RandomStates(worker.device)
         batches = worker.batches(task)
-        return cls(task, module.to(worker.device).train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
+        if worker.device.type != "cpu":  # where it is already; looking at every part takes time
+            module.to(worker.device)
+        return cls(task, module.train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
         """Steps that it takes in an epoch; none once it has failed."""
@@ -311,21 +313,22 @@ class CohortBatches:
 
     def __iter__(self) -> Iterator[CohortBatch]:
         epoch = self.cohort.current_epoch
-        passes = [islice(client.batches, client.steps_in(epoch)) for client in self.cohort.clients]
-        waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        stored = self.cohort.clients[0].batches
+        passes = [islice(client.batches.indices(), client.steps_in(epoch)) for client in self.cohort.clients]
+        waiting: dict[int, Tensor] = {}
         arrived = list(range(len(passes)))
         while True:
             for row in arrived:
                 waiting.pop(row, None)
-                if batch := next(passes[row], None):
-                    waiting[row] = batch
+                if (index := next(passes[row], None)) is not None:
+                    waiting[row] = index
             if not waiting:
                 return
-            sizes = {row: tuple(y.shape) for row, (_, y) in sorted(waiting.items())}
+            sizes = {row: len(index) for row, index in sorted(waiting.items())}
             largest = max(sizes.values())
             arrived = [row for row in sizes if sizes[row] == largest]
-            x, y = zip(*(waiting[row] for row in arrived), strict=True)
-            yield CohortBatch(arrived, torch.stack(x), torch.stack(y))
+            chosen = torch.stack([waiting[row] for row in arrived])
+            yield CohortBatch(arrived, stored.x[chosen], stored.y[chosen])
 
 
 def own_epochs(module: ClientModule) -> bool:
