@@ -29,9 +29,12 @@ Rows = slice | Tensor
 
 BACKBONE = "client.backbone."
 
-# What a client's step does not read.
+_CONTAINERS = (dict, list, tuple)
+
+# What a client's step does not read; of the kinds that a module is of, the first counts.
 _FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "_losses"}
-_HIDDEN = {kind: vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule)}
+_MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule))
+_HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
 
 
 class Outcome(NamedTuple):
@@ -107,7 +110,8 @@ class Inventory:
     def shape(self) -> dict[str, Any]:
         """What clients must have in common to be stacked, by path."""
         names = {id(value): name for name, value in self.registered.items()}
-        modules = {id(module): name for name, module in self.step.named_modules()}
+        named = dict(self.step.named_modules())
+        modules = {id(module): name for name, module in named.items()}
 
         def described(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
@@ -115,7 +119,7 @@ class Inventory:
             return modules[id(leaf)] if isinstance(leaf, nn.Module) else leaf
 
         tensors = {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in self.registered.items()}
-        kinds = {f"{name} is": type(module) for name, module in self.step.named_modules()}
+        kinds = {f"{name} is": type(module) for name, module in named.items()}
         return tensors | kinds | {path: described(leaf) for path, leaf in self.plain.items()}
 
 
@@ -132,9 +136,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside parameters, buffers and submodules."""
-    hidden = _HIDDEN[L.LightningModule if isinstance(module, L.LightningModule) else nn.Module]
-    own = _FIT if isinstance(module, ClientModule) else ()
-    return {name: value for name, value in vars(module).items() if name not in hidden and name not in own}
+    hidden = next(names for kind, names in _HIDDEN.items() if isinstance(module, kind))
+    return {name: value for name, value in vars(module).items() if name not in hidden}
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
@@ -155,11 +158,15 @@ def versions(held: Mapping[str, Any]) -> dict[str, int]:
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
     """What lists, tuples and dicts hold at last, by the path to it; an empty one is a leaf."""
-    if not isinstance(value, dict | list | tuple) or not value:
+    if not isinstance(value, _CONTAINERS) or not value:
         return {path: value}
     found: dict[str, Any] = {}
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        found |= leaves(item, f"{path}.{key}" if path else str(key))
+        place = f"{path}.{key}" if path else str(key)
+        if isinstance(item, _CONTAINERS):
+            found |= leaves(item, place)
+        else:
+            found[place] = item
     return found
 
 
@@ -168,7 +175,7 @@ def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free:
     if isinstance(value, Tensor):
         other = alias(value)
         return free.get(path, value) if other is None else other
-    if not isinstance(value, dict | list | tuple):
+    if not isinstance(value, _CONTAINERS):
         return value
     keys = list(value) if isinstance(value, dict) else range(len(value))
     items = {key: replaced(value[key], f"{path}.{key}", alias, free) for key in keys}
