@@ -124,11 +124,12 @@ class BlockOptimizer:
         for (name, whole), earlier in before.items():
             state = self.optimizer.state.pop(earlier, {})
             for block in self.blocks:
-                if state and whole.start <= block.start < whole.stop:
+                if whole.start <= block.start < whole.stop:
                     own = slice(block.start - whole.start, block.stop - whole.start)
                     now = self._parameters[name, block]
                     now.grad = None if earlier.grad is None else earlier.grad[own]
-                    self.optimizer.state[now] = {key: part(key, value, own) for key, value in state.items()}
+                    if state:
+                        self.optimizer.state[now] = {key: part(key, value, own) for key, value in state.items()}
 
 
 def part(key: str, value: object, rows: slice) -> object:
