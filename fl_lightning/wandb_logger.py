@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         for whatever else this process may run.
         """
         if self._experiment is None:
-            self._experiment = wandb.init(**self._wandb_init)
+            with _unlaunched():
+                self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment
@@ -275,6 +277,24 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
 NOTE = Path("wandb", "run.json")
 """Where a run's folder says which W&B run is its own."""
+
+
+@contextmanager
+def _unlaunched() -> Iterator[None]:
+    """Let W&B begin a run without a look at what was staged for its Launch: it imports all of Launch to find nothing.
+
+    That takes a second. Where Launch is imported already, something may have been staged, and W&B looks.
+    """
+    name = "_detect_and_apply_job_inputs"
+    look = getattr(wandb.Run, name, None)
+    if look is None or "wandb.sdk.launch" in sys.modules:
+        yield
+        return
+    setattr(wandb.Run, name, lambda run: None)
+    try:
+        yield
+    finally:
+        setattr(wandb.Run, name, look)
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:

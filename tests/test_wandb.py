@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -497,6 +499,29 @@ def test_the_environment_reaches_the_run(tmp_path, monkeypatch):
         told[name] for name in ("PROJECT", "ENTITY", "NAME", "RUN_GROUP", "RUN_ID")
     ]
     assert list(found.tags) == ["x", "y", *LABELS.tags]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_launch_is_asked_only_where_it_was_imported(launched, tmp_path):
+    """W&B imports all of it otherwise, at each run's start."""
+    source = f"""
+import sys
+from pathlib import Path
+import wandb
+from fl_lightning.wandb_logger import Labels, WandbRoundLogger
+if {launched}:
+    from wandb.sdk.launch.inputs import internal
+    internal.StagedLaunchInputs.apply = lambda self, run: print("applied")
+look = wandb.Run._detect_and_apply_job_inputs
+logger = WandbRoundLogger()
+logger.attach(Path({str(tmp_path)!r}), {{}}, Labels("a", "b", []))
+assert wandb.Run._detect_and_apply_job_inputs is look
+logger.finalize("success")
+print("wandb.sdk.launch" in sys.modules)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"WANDB_SILENT": "true"}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+    assert (done.stdout.split(), done.returncode) == (["applied", "True"] if launched else ["False"], 0), done.stderr
 
 
 def test_disabled_writes_nothing(tmp_path, monkeypatch):
