@@ -31,7 +31,8 @@ def in_groups(parameters):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-STEPS = [range(ROWS), range(ROWS), [0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [5], range(ROWS), [1, 3, 5], range(ROWS)]
+TOGETHER = [range(ROWS), range(4), range(ROWS)]
+APART = [range(ROWS), range(ROWS), [0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [5], range(ROWS), [1, 3, 5], range(ROWS)]
 
 
 def alone(factory, weights, started):
@@ -45,7 +46,7 @@ def alone(factory, weights, started):
         yield module, optimizer
 
 
-def assert_rows_step_as_alone(factory, started, tolerance=1e-12):
+def assert_rows_step_as_alone(factory, started, steps, tolerance=1e-12):
     torch.manual_seed(0)
     names = list(dict(Odd().named_parameters()))
     weights = [{name: torch.randn_like(value) for name, value in Odd().state_dict().items()} for _ in range(ROWS)]
@@ -53,7 +54,7 @@ def assert_rows_step_as_alone(factory, started, tolerance=1e-12):
     client = ClientModule(Odd(), optimizer=lambda parameters: factory(list(parameters)))
     stacks = {name: torch.stack([own[name] for own in weights]) for name in names}
     blocks = BlockOptimizer(client, stacks, started)
-    for step in STEPS:
+    for step in steps:
         rows = list(step)
         gradients = {name: torch.randn(len(rows), *weights[0][name].shape).double() for name in names if name != "idle"}
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if len(rows) == 5 else (rows,):  # of two kinds
@@ -98,15 +99,16 @@ FACTORIES = {name: partial(getattr(torch.optim, name), lr=0.01) for name in OPTI
 
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("begun", [[0] * ROWS, [3, 3, 0, 0, 2, 2, 2]], ids=["fresh", "kept"])
-def test_rows_step_as_under_optimizers_of_their_own(name, begun):
+@pytest.mark.parametrize("steps", [TOGETHER, APART], ids=["together", "apart"])
+def test_rows_step_as_under_optimizers_of_their_own(name, begun, steps):
     torch.manual_seed(1)
     factory = FACTORIES[name]
     tolerance = 1e-7 if name == "ASGD" else 1e-12  # whose step size torch keeps in float32 for several parameters
-    assert_rows_step_as_alone(factory, [kept_after(factory, steps) for steps in begun], tolerance)
+    assert_rows_step_as_alone(factory, [kept_after(factory, taken) for taken in begun], steps, tolerance)
 
 
 def test_rows_that_step_together_are_one_parameter():
-    blocks = assert_rows_step_as_alone(FACTORIES["Adam"], [{}] * ROWS)
+    blocks = assert_rows_step_as_alone(FACTORIES["Adam"], [{}] * ROWS, APART)
     assert blocks.blocks == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
     client = ClientModule(Odd(), optimizer=FACTORIES["Adam"])
     stacks = {name: torch.zeros(ROWS, *value.shape).double() for name, value in Odd().named_parameters()}
