@@ -263,6 +263,21 @@ class DrawingHooks(LossTerm):
         return step.logits.square().mean() * self.noise.to(step.logits)
 
 
+class Shrinking(LossTerm):
+    """Puts other tensors in the weights' place as each epoch starts."""
+
+    def begin_epoch(self, module):
+        for parameter in module.backbone.parameters():
+            parameter.data = parameter.data * 0.9
+
+    def forward(self, step):
+        return step.logits.new_zeros(())
+
+
+def test_weights_that_a_hook_replaces_are_trained_on(tmp_path):
+    compare(tmp_path, FedAvg(loss_terms=[Shrinking()]), 1e-9, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
+
+
 class NoisyUpload(FedAvg):
     """Draws after the fit."""
 
