@@ -271,7 +271,7 @@ def test_a_start_that_fails_leaves_no_folder_and_the_corrected_command_runs_ther
         raise ConfigError("logger: no")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fl_lightning.orchestrator.write_counts", fails)
+        patched.setattr("fl_lightning.record.write_counts", fails)
         (tmp_path / "tiny.yaml").write_text(TINY)
         words = ("fit", "--config", tmp_path / "tiny.yaml", "--run_dir", tmp_path / "new" / "deep" / "run")
         assert run(*words).code == 2
@@ -284,7 +284,7 @@ def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path,
         (tmp_path / "new" / "other").mkdir()
         raise ConfigError("logger: no")
 
-    monkeypatch.setattr("fl_lightning.orchestrator.write_counts", fails)
+    monkeypatch.setattr("fl_lightning.record.write_counts", fails)
     with pytest.raises(ConfigError, match="logger: no"):
         experiment(tmp_path / "new" / "run").fit()
     assert os.listdir(tmp_path / "new") == ["other"]
