@@ -449,7 +449,7 @@ class FederatedOrchestrator:
                 yield
             status = "success"
         except BaseException as error:
-            if self.record.lacks(self.round):
+            if self.record.lacks_checkpoint(self.round):
                 self.save_checkpoint()
                 self.record.writer.wait()
             if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit

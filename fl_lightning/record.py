@@ -129,29 +129,36 @@ class Record:
         """
         if self.log_clients is None:
             self.log_clients = few_enough(len(self._data.shards))
-        before, self._settings = self._taken_up, settings(config) if config else self._settings
-        if before:
-            before.tell_of_another_machine(made_with(self._device))
-            before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
-            self.warned.check(round, before.rows[self.warned.path.name])
+        self._settings = settings(config) if config else self._settings
+        self._tell_of_changes(round)
         self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
         try:
-            if not before:
-                self.checkpoint(round, state())  # what the run was started from is on record from here on
-                self.writer.wait()
-            elif before.config != self._settings:
-                self.checkpoints.reseal(round, replace(before, config=self._settings))
-            if config:
-                sign(self.run_dir, config)
-                write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            self.csv.rewind(round)
-            self.warned.rewind(round)
-            write_counts(self.run_dir / "partition.csv", self._data)
+            self._write_beginning(round, state, config)
         except BaseException as error:
             self.logger.finalize("failed")
             if isinstance(error, OSError):
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
+
+    def _tell_of_changes(self, round: int) -> None:
+        if before := self._taken_up:
+            before.tell_of_another_machine(made_with(self._device))
+            before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
+            self.warned.check(round, before.rows[self.warned.path.name])
+
+    def _write_beginning(self, round: int, state: Callable[[], dict[str, Any]], config: dict[str, Any] | None) -> None:
+        before = self._taken_up
+        if not before:
+            self.checkpoint(round, state())  # what the run was started from is on record from here on
+            self.writer.wait()
+        elif before.config != self._settings:
+            self.checkpoints.reseal(round, replace(before, config=self._settings))
+        if config:
+            sign(self.run_dir, config)
+            write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        self.csv.rewind(round)
+        self.warned.rewind(round)
+        write_counts(self.run_dir / "partition.csv", self._data)
 
     def log(self, metrics: Row) -> None:
         """Add a round's metrics, to the files first: what is there counts as measured.
@@ -185,7 +192,7 @@ class Record:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
-    def lacks(self, round: int) -> bool:
+    def lacks_checkpoint(self, round: int) -> bool:
         """Whether the last finished round is measured and has no checkpoint, once what is under way is written.
 
         Raises:

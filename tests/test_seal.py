@@ -99,6 +99,14 @@ def test_an_edit_that_alters_no_maths_is_told_of_once(part):
     assert run("fit", "--resume", part).err == ""
 
 
+def test_an_edit_to_a_run_that_is_over_is_told_of_once_too(part):
+    """No checkpoint is written then, so the one there is gets the new settings."""
+    edit(part / "config.yaml", "rounds: 3", "rounds: 2")
+    told = f"fl-lightning: warning: {part}/config.yaml was edited: rounds (3 -> 2)\n"
+    assert run("fit", "--resume", part).err == told
+    assert run("fit", "--resume", part).err == ""
+
+
 def test_an_edit_that_the_command_line_overrides_is_not_told_of(part):
     edit(part / "config.yaml", "rounds: 3", "rounds: 4")
     assert go_on(part).err == ""
