@@ -1,5 +1,6 @@
 """What a run was started from is noted, and compared with what is there when it goes on."""
 
+import errno
 import json
 import os
 import re
@@ -296,6 +297,16 @@ def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path,
     with pytest.raises(ConfigError, match="logger: no"):
         experiment(tmp_path / "new" / "run").fit()
     assert os.listdir(tmp_path / "new") == ["other"]
+
+
+def test_a_start_for_which_the_disk_has_no_room_says_where(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fl_lightning.record.write_counts", full)
+    with pytest.raises(ConfigError, match=rf"^run_dir: {tmp_path}/run cannot be written to: .*No space left on device"):
+        experiment(tmp_path / "run").fit()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", [*LEFT, "checkpoints/round-000002", "checkpoints/round-000010"])
