@@ -52,7 +52,7 @@ class Written(RoundCallback):
 
     def on_round_start(self, run, participants):
         """Report the round before, and begin to count."""
-        run.writer.wait()
+        run.record.writer.wait()
         self.on_fit_end(run)
         self.before, self.started = written(), time.perf_counter()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.checkpointing import Checkpointing
@@ -78,3 +80,15 @@ def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
         seen[name] += 1
         named[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
     return named
+
+
+def states(callbacks: Sequence[RoundCallback]) -> dict[str, dict[str, Any]]:
+    """What callbacks keep in a checkpoint, by name: copies, since they go on counting while it is written."""
+    return {name: copy.deepcopy(callback.state_dict()) for name, callback in by_name(callbacks).items()}
+
+
+def restore(callbacks: Sequence[RoundCallback], kept: Mapping[str, dict[str, Any]]) -> None:
+    """Have callbacks take up what `states` gave; those that were not there yet begin anew."""
+    for name, callback in by_name(callbacks).items():
+        if name in kept:
+            callback.load_state_dict(kept[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
@@ -138,6 +138,21 @@ def round_metrics(run: FederatedOrchestrator) -> list[str]:
     ids = ["<id>"] if len(scored) == len(shards) else scored
     names += [name.replace("client_0/", f"client_{client}/", 1) for client in ids for name in own_series({0: score})]
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
+
+
+def refuse_taken(run: FederatedOrchestrator, logged: Collection[str]) -> None:
+    """Refuse what callbacks log in clients' fits under the name of a metric that the run has without them.
+
+    Args:
+        run: The run.
+        logged: Names of the metrics that came of it.
+
+    Raises:
+        ConfigError: Names the first.
+    """
+    if taken := set(logged) & set(round_metrics(run) if logged else ()):
+        name = min(taken).partition("/")[2]
+        raise ConfigError(f"client_callbacks: one logs {name!r}, which the run has a metric of; name it otherwise")
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:

@@ -112,6 +112,18 @@ def evaluate(
     return Score(n, dict(zip(names, means.tolist(), strict=True)) | defined)
 
 
+def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:
+    """A round's metrics of its models.
+
+    Args:
+        shared: The global model's score on the global test set, if there is a global model.
+        own: Scores of clients' models on their own test splits, by client.
+        on_global: Scores of clients' models on the global test set.
+    """
+    row = {f"global/{name}": value for name, value in shared.values.items()} if shared else {}
+    return row | client_summary(list(own.values())) | personal_means(on_global) | own_series(own)
+
+
 def client_summary(scores: Sequence[Score]) -> Row:
     """Over clients, of each metric: mean, mean weighted by test samples, standard deviation, worst decile.
 

@@ -359,6 +359,10 @@ class Loggers:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._all)
 
+    def mute(self) -> None:
+        """Tell none of them anything, from here on."""
+        self._all = []
+
     def check(self, run_dir: Path) -> None:
         """Refuse what cannot work; nothing is written yet.
 

@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from io import BytesIO
 from itertools import repeat
 from pathlib import Path
 from signal import Signals
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning import trial
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
-from fl_lightning.callbacks import Checkpointing, RoundCallback
-from fl_lightning.callbacks.defaults import by_name, refuse_misplaced, with_defaults
-from fl_lightning.callbacks.monitor import round_metrics
-from fl_lightning.checkpoint import Checkpoint, CheckpointFolder
+from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
+from fl_lightning.callbacks.monitor import refuse_taken
 from fl_lightning.client import ClientModule, LRScales
-from fl_lightning.data import FederatedData, Scenario
+from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
-from fl_lightning.evaluation import (
-    Evaluation,
-    Score,
-    client_summary,
-    logged_metrics,
-    own_series,
-    personal_means,
-    train_metrics,
-)
-from fl_lightning.files import write_atomically
+from fl_lightning.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
 from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import Loggers, MetricsCsv, WarningsTxt, few_enough, split_series
+from fl_lightning.loggers import Loggers
 from fl_lightning.message import Message, Upload
-from fl_lightning.metrics import Row, summarize
+from fl_lightning.metrics import Row
 from fl_lightning.models import ModelFactory
-from fl_lightning.report.tables import write_counts
+from fl_lightning.record import Keep, Record
 from fl_lightning.round_logger import Labels, RoundLogger
-from fl_lightning.run_folder import (
-    alone,
-    fresh,
-    missing,
-    refuse_lost_checkpoints,
-    refuse_occupied,
-    refuse_strange,
-    undone_on_failure,
-)
+from fl_lightning.run_folder import alone, fresh, missing, refuse_occupied, undone_on_failure
 from fl_lightning.runs import Figures, Run
-from fl_lightning.seal import Seal, made_with, settings
 from fl_lightning.seeding import Stream, generator
-from fl_lightning.store import ClientStore, Kept
-from fl_lightning.trust import sign
-from fl_lightning.writer import Writer
 
 
 class FederatedOrchestrator:
@@ -117,6 +89,8 @@ class FederatedOrchestrator:
         round: The last finished round.
         state: The shared state after it.
         memory: What each client keeps, by its id, as it was when the round under way began.
+        csv: The measurements; `csv.rows` are those of all rounds so far.
+        record: What is kept of the run, on disk and by its loggers.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -162,13 +136,11 @@ class FederatedOrchestrator:
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         if scenario.clients is not None:  # else the data say it
             self._count(scenario.clients)
-        self.logger, self.log_clients, self.client_store = Loggers(logger), log_clients, client_store
+        self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         refuse_misplaced(callbacks or [], client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
-        self._named_callbacks = by_name(self.callbacks)
         self.round = 0
         self.state: State = {}
-        self.writer = Writer()
         self._lie_in(Path(run_dir) if run_dir else fresh(type(algorithm).__name__))
         self._worker_options: dict[str, Any] = {
             "model": model,
@@ -182,17 +154,13 @@ class FederatedOrchestrator:
             "metrics": evaluation.metrics,
             "client_callbacks": client_callbacks or [],
         }
-        self._settings: dict[str, Any] = {}
-        self._taken_up: Seal | None = None
         self._signals = DeferredSignals()
         self._tried = False
 
     def _lie_in(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
-        self.csv = MetricsCsv(run_dir / "metrics.csv")
-        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: self.round + 1)
-        self.memory = ClientStore(run_dir, self.client_store, self.writer)
+        self.record = Record(run_dir, self._client_store, self.logger, self._log_clients, lambda: self.round + 1)
+        self.run_dir, self.checkpoints = run_dir, self.record.checkpoints
+        self.csv, self.memory = self.record.csv, self.record.memory
 
     def _count(self, clients: int) -> None:
         """Settle how many clients there are, and how many of them take part in a round."""
@@ -202,7 +170,6 @@ class FederatedOrchestrator:
         if self.min_clients > per_round:
             raise ConfigError(f"min_clients: {self.min_clients} is above the {per_round} clients of a round")
         self.clients, self.clients_per_round = clients, per_round
-        self.engine.fits = self.rounds * per_round
 
     # --- The loop ---
 
@@ -239,11 +206,10 @@ class FederatedOrchestrator:
             if self._tried:
                 raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
             if fast:
-                if resume:
-                    raise ConfigError("fast: a run is tried out from its start; leave out either this or resume")
+                run_dir = held.enter_context(trial.folder(resume))
                 self._tried, config = True, None
-                self._lie_in(Path(held.enter_context(TemporaryDirectory(prefix="fl-lightning-"))))
-            held.enter_context(self.warned)
+                self._lie_in(run_dir)
+            held.enter_context(self.record.warned)
             if resume:
                 held.enter_context(alone(self.run_dir))
                 self.load(config=config)
@@ -253,7 +219,7 @@ class FederatedOrchestrator:
             self._notify("check")
             self.logger.check(self.run_dir)
             if fast:
-                self._cut_down()
+                self._set_up(trial.cut_down(self))
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -266,20 +232,10 @@ class FederatedOrchestrator:
                 while not self.is_over:
                     metrics = self._run_round(self.round + 1)
                     self._notify("on_round_metrics", metrics)
-                    self._log(metrics)
-                    self._end_round(metrics)
+                    self.record.log(metrics)
+                    self._notify("on_round_end", metrics)
+                    self.logger.end_round(self.csv.rows, self.evaluation.targets)
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
-
-    def _cut_down(self) -> None:
-        """Make what was checked a round that tries everything in little time."""
-        self.rounds, self._asked_per_round = 1, min(trial.CLIENTS, self.clients_per_round)
-        self.min_clients, self.on_client_failure, self.logger = 1, "raise", Loggers(None)
-        scored = min(self.evaluation.max_clients or trial.CLIENTS, trial.CLIENTS)
-        self.evaluation = replace(self.evaluation, max_clients=scored)
-        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
-        options = self._worker_options
-        options["trainer"] = trial.short(options["trainer"])
-        self._build(trial.few(self.data, trial.enough(options["batch_size"], self.algorithm.validation)))
 
     @property
     def is_over(self) -> bool:
@@ -296,7 +252,8 @@ class FederatedOrchestrator:
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
-        metrics |= self._logged(results)
+        metrics |= (logged := logged_metrics(results))
+        refuse_taken(self, logged)
         failed = len(participants) - len(results)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = failed
@@ -318,7 +275,7 @@ class FederatedOrchestrator:
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
-            self.writer.check()
+            self.record.writer.check()
             self._notify("on_client_end", result)
             if result.upload is None:
                 self._drop(result.failure)
@@ -332,15 +289,8 @@ class FederatedOrchestrator:
 
     def _task(self, round: int, client: int, download: Message) -> Task:
         due, how = self._evaluation_due(round), self.evaluation
-        return Task(
-            round,
-            client,
-            download,
-            self.memory.get(client, {}),
-            self.lr_scales.of(round),
-            evaluate=due and how.clients == "trained",
-            evaluate_globally=due and how.personal_on_global,
-        )
+        wanted = {"evaluate": due and how.clients == "trained", "evaluate_globally": due and how.personal_on_global}
+        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **wanted)
 
     def download(self, round: int, client: int) -> Message:
         """What a client is sent at the start of a round that follows the state as it is."""
@@ -374,26 +324,16 @@ class FederatedOrchestrator:
     def _evaluate(self, results: Sequence[Result]) -> Row:
         if not self._evaluation_due(self.round):
             return {}
-        scores = {r.client: r.local for r in results if r.local}
+        clients: Iterable[Result] = results
         if self.evaluation.clients == "received":
-            scores = self._received_scores()
-        personal = [r.on_global for r in results if r.on_global]
-        metrics = self._global_metrics() | client_summary(list(scores.values())) | personal_means(personal)
-        return metrics | own_series(scores) | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results}
+            clients = self._untrained(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
+        metrics = self._measured(clients, [result.on_global for result in results if result.on_global])
+        return metrics | {f"client_{result.client}/train_loss": result.losses["loss"] for result in results}
 
-    def _global_metrics(self) -> Row:
-        if not self.algorithm.one_model:
-            return {}
-        score = self.worker.score(self.state["model"])
-        return {f"global/{name}": value for name, value in score.values.items()}
-
-    def _received_scores(self) -> dict[int, Score]:
-        """Score on each client's own test split the model it would start the next round from."""
-        return self._scores(self.downloads(self.round + 1, self.scored))
-
-    def _scores(self, downloads: Iterable[Message]) -> dict[int, Score]:
-        results = self._untrained(self.scored, downloads, evaluate=True)
-        return {result.client: result.local for result in results if result.local}
+    def _measured(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
+        scores = {result.client: result.local for result in clients if result.local}
+        shared = self.worker.score(self.state["model"]) if self.algorithm.one_model else None
+        return measured(shared, scores, on_global)
 
     def _untrained(self, clients: Sequence[int], downloads: Iterable[Message], **wanted: bool) -> Iterator[Result]:
         """What clients make of their downloads without training on them."""
@@ -404,22 +344,6 @@ class FederatedOrchestrator:
             if result.failure:
                 raise result.failure
             yield result
-
-    def _logged(self, results: Sequence[Result]) -> Row:
-        metrics = logged_metrics(results)
-        if taken := metrics.keys() & set(round_metrics(self) if metrics else ()):
-            name = min(taken).partition("/")[2]
-            raise ConfigError(f"client_callbacks: one logs {name!r}, which the run has a metric of; name it otherwise")
-        return metrics
-
-    def _log(self, metrics: Row) -> None:
-        metrics = metrics if self.log_clients else split_series(metrics)[0]
-        self.csv.append(metrics)
-        self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=self.round)
-
-    def _end_round(self, metrics: Row) -> None:
-        self._notify("on_round_end", metrics)
-        self.logger.end_round(self.csv.rows, self.evaluation.targets)
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -438,31 +362,18 @@ class FederatedOrchestrator:
             CheckpointError: It is missing, damaged, or does not fit the measurements; for the newest, none is sound.
             ConfigError: The config or the data are not what the run began with.
         """
-        refuse_strange(self.run_dir)
-        saved = self.checkpoints.read(round) if round else self.checkpoints.newest(self._warn, self._refuse_other_rows)
-        if saved is None:
-            refuse_lost_checkpoints(self.run_dir)
-            self._build()
-            return
-        saved.seal.refuse_another_config(config)
+        saved = self.record.found(round, config)
         self._build()
-        saved.seal.refuse_other_data(self._data_digest)
-        self.memory.load(saved.files)
-        self._taken_up, self._settings = saved.seal, saved.seal.config
-        self.round, self.state = saved.round, saved.state["state"]
-        self.engine.load_state_dict(saved.state["engine"])
-        for name, callback in self._named_callbacks.items():
-            if name in saved.state["callbacks"]:
-                callback.load_state_dict(saved.state["callbacks"][name])
-
-    def _refuse_other_rows(self, saved: Checkpoint) -> None:
-        self.csv.check(saved.round, saved.seal.rows)
+        if saved:
+            self.record.take_up(saved)
+            self.round, self.state = saved.round, saved.state["state"]
+            self.engine.load_state_dict(saved.state["engine"])
+            restore(self.callbacks, saved.state["callbacks"])
 
     def test(self) -> Row:
         """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
-        scores = self._received_scores() if self.algorithm.server else self._scores(repeat(Message()))
-        metrics = {"round": self.round, **self._global_metrics(), **client_summary(list(scores.values()))}
-        return metrics | own_series(scores)
+        downloads = self.downloads(self.round + 1, self.scored) if self.algorithm.server else repeat(Message())
+        return {"round": self.round, **self._measured(self._untrained(self.scored, downloads, evaluate=True))}
 
     def client_module(self, client: int) -> ClientModule:
         """A client's module as it stands: what the server would send it or, without one, what it trained last.
@@ -475,7 +386,7 @@ class FederatedOrchestrator:
         held = self.download(self.round + 1, client) if self.algorithm.server else Message()
         return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {})))
 
-    def save_checkpoint(self, keep: Callable[[list[int]], set[int]] | None = None) -> None:
+    def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Have a checkpoint of the last finished round written while the run goes on; call it between rounds.
 
         Args:
@@ -484,34 +395,24 @@ class FederatedOrchestrator:
         Raises:
             CheckpointError: The disk refused the one before.
         """
-        self.writer.wait()
-        callbacks = {name: copy.deepcopy(callback.state_dict()) for name, callback in self._named_callbacks.items()}
-        saved = {"state": self.state, "callbacks": callbacks, "engine": self.engine.state_dict()}
-        rows = self.csv.digests | {self.warned.path.name: self.warned.digest}
-        seal = Seal(self._settings, self._data_digest, rows, made_with(self.worker.device))
-        self.writer.submit(partial(self._write, self.round, saved, seal, self.memory.snapshot(), keep))
+        self.record.checkpoint(self.round, self._saved(), keep)
 
-    def _write(
-        self,
-        round: int,
-        saved: dict[str, Any],
-        seal: Seal,
-        kept: list[Kept],
-        keep: Callable[[list[int]], set[int]] | None,
-    ) -> None:
-        self.checkpoints.write(round, saved, self.memory.write(kept), seal)
-        if keep:
-            self.checkpoints.prune(keep(self.checkpoints.rounds()))
-            self.memory.prune(self.checkpoints.named())
+    def _saved(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
-    def _build(self, data: FederatedData | None = None) -> None:
-        self.data = data or self.scenario.build(self.seed)
-        self._count(len(self.data.shards))
-        self._data_digest = self.data.digest()
+    def _build(self) -> None:
+        data = self.scenario.build(self.seed)
+        self._count(len(data.shards))
+        self._set_up(Worker(self.seed, self.algorithm, data=data, **self._worker_options))
+
+    def _set_up(self, worker: Worker) -> None:
+        """Take a worker and its data, once they are checked, and begin at the state that the method begins at."""
+        self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         self.scored = self.evaluation.chosen(self.clients, self.seed)
-        self.worker = Worker(self.seed, self.algorithm, data=self.data, **self._worker_options)
-        self.worker.check()
-        self.engine.check(self.worker)
+        worker.check()
+        self.record.started_with(self.data, self.worker.device)
+        self.engine.check(worker)
         self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
         self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
@@ -531,33 +432,9 @@ class FederatedOrchestrator:
         self.memory.turn()
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
-        """Write what a run's folder holds from the start; a folder is a run's own once it has a config."""
-        self.log_clients = few_enough(self.clients) if self.log_clients is None else self.log_clients
-        before, self._settings = self._taken_up, settings(config) if config else self._settings
-        if before:
-            before.tell_of_another_machine(made_with(self.worker.device))
-            before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
-            self.warned.check(self.round, before.rows[self.warned.path.name])
         kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
         labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
-        self.logger.begin(self.run_dir, config, labels, self.data.class_counts(), self.round)
-        try:
-            if not before:
-                self.save_checkpoint()  # what the run was started from is on record from here on
-                self.writer.wait()
-            elif before.config != self._settings:
-                self.checkpoints.reseal(self.round, replace(before, config=self._settings))
-            if config:
-                sign(self.run_dir, config)
-                write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            self.csv.rewind(self.round)
-            self.warned.rewind(self.round)
-            write_counts(self.run_dir / "partition.csv", self.data)
-        except BaseException as error:
-            self.logger.finalize("failed")
-            if isinstance(error, OSError):
-                raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
-            raise
+        self.record.begin(self.round, self._saved, config, labels)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -572,35 +449,26 @@ class FederatedOrchestrator:
                 yield
             status = "success"
         except BaseException as error:
-            self.writer.wait()
-            if len(self.csv.rows) == self.round and self.round not in {0, *self.checkpoints.rounds()}:
+            if self.record.lacks_checkpoint(self.round):
                 self.save_checkpoint()
-                self.writer.wait()
+                self.record.writer.wait()
             if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit
                 raise self._interrupted(self._signals.received) from error
             raise
         finally:
             gc.unfreeze()
-            self.writer.close()
+            self.record.writer.close()
             self.engine.close()
             self._notify("on_fit_end")
             self.logger.finalize(status)
 
     def _finish(self) -> Figures:
-        self.writer.wait()
-        summary = summarize(self.csv.rows, self.evaluation.targets)
+        weights = None
         if self.algorithm.one_model:
-            torch.save(self.worker.shared_module(self.state["model"]).backbone.state_dict(), io := BytesIO())
-            write_atomically(self.run_dir / "final" / "model.pt", io.getvalue())
-        write_atomically(self.run_dir / "final" / "summary.json", json.dumps(summary, indent=1) + "\n")
-        self.logger.log_files()
-        return summary
+            weights = self.worker.shared_module(self.state["model"]).backbone.state_dict()
+        return self.record.end(self.evaluation.targets, weights)
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
         rest = "nothing is left" if self._tried else f"go on with: fl-lightning fit --resume {self.run_dir}"
         return Interrupted(signum, f"{done}; {rest}")
-
-    @staticmethod
-    def _warn(message: str) -> None:
-        warnings.warn(message, stacklevel=2)

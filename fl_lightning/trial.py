@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.callbacks import Checkpointing
 from fl_lightning.data import FederatedData, LoadedData, Shard
+from fl_lightning.engines import Worker
+from fl_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -20,6 +26,31 @@ CLIENTS, BATCHES = 2, 2
 
 TESTED = 256
 """Samples of each test set that are looked at."""
+
+
+@contextmanager
+def folder(resume: bool) -> Iterator[Path]:
+    """A folder for a run that is only tried out; it is removed in the end.
+
+    Raises:
+        ConfigError: The run is to be resumed.
+    """
+    if resume:
+        raise ConfigError("fast: a run is tried out from its start; leave out either this or resume")
+    with TemporaryDirectory(prefix="fl-lightning-") as place:
+        yield Path(place)
+
+
+def cut_down(run: FederatedOrchestrator) -> Worker:
+    """Make a run that was built and checked one round that tries everything in little time, with this worker."""
+    run.rounds, run.clients_per_round = 1, min(CLIENTS, run.clients_per_round)
+    run.min_clients, run.on_client_failure = 1, "raise"
+    run.logger.mute()
+    scored = min(run.evaluation.max_clients or CLIENTS, CLIENTS)
+    run.evaluation = replace(run.evaluation, max_clients=scored)
+    run.callbacks = [callback for callback in run.callbacks if not isinstance(callback, Checkpointing)]
+    data = few(run.data, enough(run.worker.batch_size, run.algorithm.validation))
+    return replace(run.worker, data=data, trainer=short(run.worker.trainer))
 
 
 def enough(batch_size: int, validation: float) -> int:

@@ -50,6 +50,7 @@ from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.config import flatten
 from fl_lightning.errors import CheckpointError
 from fl_lightning.orchestrator import FederatedOrchestrator
+from fl_lightning.record import Record
 
 PATIENCE = 60.0  # seconds a case
 KILLED_IN = 4
@@ -200,20 +201,20 @@ def begin(name: str, folder: Path, killed: bool) -> int:
 
 def fit(*words: str | Path, killed: bool = False) -> Outcome:
     """A run's command; the run warns of something in its second round."""
-    run_round, log = FederatedOrchestrator._run_round, FederatedOrchestrator._log
+    run_round, log = FederatedOrchestrator._run_round, Record.log
 
     def warned(run: FederatedOrchestrator, round: int) -> Any:
         if round == 2:
             warnings.warn("the second round begins", stacklevel=2)
         return run_round(run, round)
 
-    def logged(run: FederatedOrchestrator, metrics: Any) -> None:
-        log(run, metrics)
-        if killed and run.round == KILLED_IN:
-            run.writer.wait()
+    def logged(record: Record, metrics: Any) -> None:
+        log(record, metrics)
+        if killed and metrics["round"] == KILLED_IN:
+            record.writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.multiple(FederatedOrchestrator, _run_round=warned, _log=logged):
+    with mock.patch.object(FederatedOrchestrator, "_run_round", warned), mock.patch.object(Record, "log", logged):
         return run("fit", *words)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, task_of_round
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
+from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
@@ -187,7 +188,7 @@ def test_without_a_global_model_nothing_global_is_told(tmp_path):
     assert len(run.csv.rows) == 2  # stopped by the clients' mean
     best = max(row["client/acc_mean"] for row in run.csv.rows)
     assert summary["client/acc_mean_best"] == best
-    assert run._named_callbacks["Checkpointing"].best == best
+    assert by_name(run.callbacks)["Checkpointing"].best == best
     first = next((row["round"] for row in run.csv.rows if row["client/acc_mean"] >= 0.5), None)
     assert summary["R_0.5"] == first
     assert not (Path(run.run_dir) / "final" / "model.pt").exists()

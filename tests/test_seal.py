@@ -1,5 +1,6 @@
 """What a run was started from is noted, and compared with what is there when it goes on."""
 
+import errno
 import json
 import os
 import re
@@ -96,6 +97,14 @@ def test_an_edit_that_alters_no_maths_is_told_of_once(part):
     assert code == 0
     assert err == f"fl-lightning: warning: {part}/config.yaml was edited: rounds (3 -> 4)\n"
     assert len(untimed_rows(part)) == 4
+    assert run("fit", "--resume", part).err == ""
+
+
+def test_an_edit_to_a_run_that_is_over_is_told_of_once_too(part):
+    """No checkpoint is written then, so the one there is gets the new settings."""
+    edit(part / "config.yaml", "rounds: 3", "rounds: 2")
+    told = f"fl-lightning: warning: {part}/config.yaml was edited: rounds (3 -> 2)\n"
+    assert run("fit", "--resume", part).err == told
     assert run("fit", "--resume", part).err == ""
 
 
@@ -271,7 +280,7 @@ def test_a_start_that_fails_leaves_no_folder_and_the_corrected_command_runs_ther
         raise ConfigError("logger: no")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fl_lightning.orchestrator.write_counts", fails)
+        patched.setattr("fl_lightning.record.write_counts", fails)
         (tmp_path / "tiny.yaml").write_text(TINY)
         words = ("fit", "--config", tmp_path / "tiny.yaml", "--run_dir", tmp_path / "new" / "deep" / "run")
         assert run(*words).code == 2
@@ -284,10 +293,20 @@ def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path,
         (tmp_path / "new" / "other").mkdir()
         raise ConfigError("logger: no")
 
-    monkeypatch.setattr("fl_lightning.orchestrator.write_counts", fails)
+    monkeypatch.setattr("fl_lightning.record.write_counts", fails)
     with pytest.raises(ConfigError, match="logger: no"):
         experiment(tmp_path / "new" / "run").fit()
     assert os.listdir(tmp_path / "new") == ["other"]
+
+
+def test_a_start_for_which_the_disk_has_no_room_says_where(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fl_lightning.record.write_counts", full)
+    with pytest.raises(ConfigError, match=rf"^run_dir: {tmp_path}/run cannot be written to: .*No space left on device"):
+        experiment(tmp_path / "run").fit()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", [*LEFT, "checkpoints/round-000002", "checkpoints/round-000010"])

@@ -343,7 +343,7 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
             self.seen = []
 
         def on_round_start(self, run, participants):
-            run.writer.wait()
+            run.record.writer.wait()
             self.seen.append({path.name: path.stat().st_ino for path in (tmp_path / "clients").glob("*")})
 
     files = Files()
@@ -446,7 +446,7 @@ def test_pruning_leaves_what_is_named_and_what_is_not_its_own(tmp_path):
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, where):
     class Full(RoundCallback):
         def on_round_start(self, run, participants):
-            run.writer.wait()
+            run.record.writer.wait()
             if run.round == 2:
                 limit.__enter__()
 
