@@ -34,6 +34,7 @@ from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
+from fl_lightning.engines.scoring import scored
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import (
     Evaluation,
@@ -400,7 +401,7 @@ class FederatedOrchestrator:
         options = {"fit": False, "upload": False, **wanted}
         arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
         tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
-        for result in in_client_order(self.engine.run(self.worker, tasks), clients):
+        for result in in_client_order(scored(self.engine, self.worker, tasks), clients):
             if result.failure:
                 raise result.failure
             yield result
