@@ -392,7 +392,7 @@ def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, 
         with pytest.raises(KeyboardInterrupt):
             list(scored(Watched(), run.worker, tasks_of(run)))
     else:
-        assert_same(scored(Watched(), run.worker, tasks_of(run)), one_by_one(run))
+        assert_same(list(scored(Watched(), run.worker, tasks_of(run))), one_by_one(run))
 
 
 class Nobody(Engine):
