@@ -515,7 +515,7 @@ class FederatedOrchestrator:
         self.engine.check(self.worker)
         self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
-        self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
+        self.algorithm.samples = [self.worker.samples(client) for client in range(clients)]
         with blame("algorithm"):
             self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 

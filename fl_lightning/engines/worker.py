@@ -331,11 +331,16 @@ class Worker:
     def held(self, client: int) -> tuple[Tensor, Tensor]:
         """Which training samples a client trains on, and which it holds back for its method to look at, ascending."""
         index = self.data.shards[client].train
-        back = round(self.algorithm.validation * len(index))
+        back = len(index) - self.samples(client)
         if not back:
             return index, index[:0]
         order = torch.from_numpy(generator(self.seed, Stream.VALIDATION, client).permutation(len(index)))
         return index[order[back:].sort().values], index[order[:back].sort().values]
+
+    def samples(self, client: int) -> int:
+        """How many training samples a client trains on, `N_k`."""
+        dealt = len(self.data.shards[client].train)
+        return dealt - round(self.algorithm.validation * dealt)
 
     def _run(self, task: Task, fit: Fit) -> Result:
         # made before seeding: the first module of a process draws the initial weights
@@ -354,7 +359,7 @@ class Worker:
         Raises:
             NonFiniteError: The upload holds NaN or Inf.
         """
-        samples, classes = len(self.held(task.client)[0]), self.data.data.num_classes
+        samples, classes = self.samples(task.client), self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
         with self.inference(module):
             if task.upload:
