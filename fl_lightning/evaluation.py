@@ -92,24 +92,92 @@ def evaluate(
     Raises:
         ConfigError: A metric fails.
     """
-    parts = []  # on the device until the end: reading a number there waits for it
-    names: Iterable[str] = ()
-    running = [measure.begun() for measure in measures]
-    n = 0
+    tally = Tally(objective, measures)
     for x, y in batches:
-        outputs = module(x).detach().float()
-        sums = objective.sums(outputs, y)
-        names = sums
-        parts.append(torch.stack(list(sums.values())))
-        for each in running:
-            each.update(*objective.predictions(outputs, y))
-        n += len(y)
-    if not n:
-        raise ValueError("nothing to evaluate on: no batch")
-    means = torch.stack(parts).cpu().double().sum(dim=0) / n
-    more = {each.name: each.value() for each in running}
-    defined = {name: value for name, value in more.items() if math.isfinite(value)}
-    return Score(n, dict(zip(names, means.tolist(), strict=True)) | defined)
+        tally.add(module(x).detach().float(), y)
+    return tally.score()
+
+
+def evaluate_each(
+    module: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    sizes: Iterable[int],
+    objective: Objective = Classification(),
+    measures: Sequence[Measure] = (),
+) -> list[Score | None]:
+    """Score a module on several sets of samples that follow one another in common batches.
+
+    It must put out the same for a sample whatever else is in the batch. No more than a batch is held.
+
+    Args:
+        module: Maps inputs to outputs.
+        batches: Inputs and labels of all sets; a batch may hold the end of one and the beginning of the next.
+        sizes: How many samples each set has.
+        objective: What the outputs are for.
+        measures: What is measured beside what the objective measures.
+
+    Returns:
+        Each set's score, as `evaluate` gives it; None for one without samples.
+
+    Raises:
+        ConfigError: A metric fails.
+    """
+    scores: list[Score | None] = []
+    arriving = iter(batches)
+    outputs = y = torch.empty(0)
+    for size in sizes:
+        tally = Tally(objective, measures)
+        while tally.n < size:
+            if not len(y):
+                x, y = next(arriving)
+                outputs = module(x).detach().float()
+            missing = size - tally.n
+            tally.add(outputs[:missing], y[:missing])
+            outputs, y = outputs[missing:], y[missing:]
+        scores.append(tally.score() if size else None)
+    return scores
+
+
+class Tally:
+    """What is measured of one set of samples, of which some come at a time.
+
+    Args:
+        objective: What the outputs are for.
+        measures: What is measured beside what the objective measures.
+
+    Attributes:
+        n: Samples so far.
+    """
+
+    def __init__(self, objective: Objective, measures: Sequence[Measure]) -> None:
+        self.objective, self.n = objective, 0
+        self._running = [measure.begun() for measure in measures]
+        self._sums: list[dict[str, Tensor]] = []  # on the device until the end: reading a number there waits for it
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in outputs `(B, C)`, in float32, and what they are held against.
+
+        Raises:
+            ConfigError: A metric fails.
+        """
+        self._sums.append(self.objective.sums(outputs, targets))
+        for each in self._running:
+            each.update(*self.objective.predictions(outputs, targets))
+        self.n += len(targets)
+
+    def score(self) -> Score:
+        """What it all comes to.
+
+        Raises:
+            ConfigError: A metric fails.
+        """
+        if not self.n:
+            raise ValueError("nothing to evaluate on: no batch")
+        parts = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
+        means = parts.cpu().double().sum(dim=0) / self.n
+        more = {each.name: each.value() for each in self._running}
+        defined = {name: value for name, value in more.items() if math.isfinite(value)}
+        return Score(self.n, dict(zip(self._sums[-1], means.tolist(), strict=True)) | defined)
 
 
 def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence[Score] = ()) -> Row:

@@ -27,6 +27,7 @@ from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
+from fl_lightning.engines.scoring import scored
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
 from fl_lightning.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
 from fl_lightning.interrupt import DeferredSignals
@@ -340,7 +341,7 @@ class FederatedOrchestrator:
         options = {"fit": False, "upload": False, **wanted}
         arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
         tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
-        for result in in_client_order(self.engine.run(self.worker, tasks), clients):
+        for result in in_client_order(scored(self.engine, self.worker, tasks), clients):
             if result.failure:
                 raise result.failure
             yield result
@@ -415,7 +416,7 @@ class FederatedOrchestrator:
         self.engine.check(worker)
         self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
-        self.algorithm.samples = [len(self.worker.held(client)[0]) for client in range(clients)]
+        self.algorithm.samples = [self.worker.samples(client) for client in range(clients)]
         with blame("algorithm"):
             self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 

@@ -135,6 +135,7 @@ def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_p
     run.load()
     client, shard = 2, run.data.shards[2].train
     train, validation = run.worker.held(client)
+    assert run.worker.samples(client) == run.algorithm.samples[client] == len(train) < len(train) + len(validation)
     back = round(0.25 * len(shard))
     order = generator(run.seed, Stream.VALIDATION, client).permutation(len(shard))
     assert validation.tolist() == sorted(shard[order[:back]].tolist())

@@ -19,7 +19,8 @@ from fl_lightning.data import (
     Scenario,
     Shard,
 )
-from fl_lightning.data.scenario import stratified_sample
+from fl_lightning.data.partitions import by_class
+from fl_lightning.data.scenario import apportion, stratified_sample
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
@@ -138,6 +139,63 @@ def test_a_client_that_was_dealt_nothing_is_named() -> None:
     empty = AsTold([np.array([0, 1]), np.array([], int), np.array([2])])
     with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 holds no data; use fewer scenario.clients"):
         Scenario(Labels(LABELS), empty, 3).build(0)
+
+
+# --- The same split for ever ---
+
+
+def classes_as_before(labels: np.ndarray) -> list[np.ndarray]:
+    """How runs until November 2026 told classes apart."""
+    sizes = np.unique(labels, return_counts=True)[1]
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def split_as_before(labels: np.ndarray, share: float, seed: int, client: int) -> np.ndarray:
+    """How they chose a client's test samples."""
+    rng = generator(seed, Stream.LOCAL_SPLIT, client)
+    chosen = np.zeros(len(labels), dtype=bool)
+    if total := min(round(share * len(labels)), len(labels) - 1):
+        members = classes_as_before(labels)
+        quota = apportion(total, np.array([len(own) for own in members]), rng)
+        for own, size in zip(members, quota, strict=True):
+            chosen[rng.permutation(own)[:size]] = True
+    return chosen
+
+
+@given(st.lists(st.integers(-2, 6), max_size=40))
+def test_classes_are_told_apart_as_they_always_were(values: list[int]) -> None:
+    labels = np.array(values, dtype=np.int64)
+    members, expected = by_class(labels), classes_as_before(labels)
+    assert [own.tolist() for own in members] == [own.tolist() for own in expected]
+    assert {own.dtype for own in members} == {own.dtype for own in expected}
+
+
+@pytest.mark.parametrize("share", [None, 0, 0.0, 0.04, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("seed", [0, 1, 2**40])
+def test_a_seed_gives_the_split_that_it_always_gave(share: Any, seed: int) -> None:
+    labels = np.random.default_rng(seed).integers(5, size=300)
+    data = Scenario(Labels(labels), Dirichlet(0.3, min_samples=1), 25, local_test=share).build(seed)
+    parts = Dirichlet(0.3, min_samples=1).split(labels, 25, generator(seed, Stream.PARTITION))
+    for client, (part, shard) in enumerate(zip(parts, data.shards, strict=True)):
+        test = split_as_before(labels[part], 0.25 if share is None else share, seed, client)
+        for own, expected in ((shard.train, part[~test]), (shard.test, part[test])):
+            assert own.dtype == torch.int64
+            assert own.is_contiguous()
+            assert own.tolist() == expected.tolist()
+
+
+def test_where_nothing_is_drawn_shards_are_still_nobody_elses() -> None:
+    shared = np.arange(6)
+
+    class Views(Partition):
+        def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+            shared.flags.writeable = False
+            return [shared[::2], shared[1::2]]
+
+    data = Scenario(Labels(np.zeros(6, int)), Views(), 2, local_test=0.0).build(0)
+    data.shards[0].train[0] = 5
+    assert [shard.train.tolist() for shard in data.shards] == [[5, 2, 4], [1, 3, 5]]
+    assert shared.tolist() == list(range(6))
 
 
 # --- stratified_sample ---

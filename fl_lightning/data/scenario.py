@@ -92,10 +92,11 @@ def sha256(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        at_a_time = max(1, HASHED // max(1, rows[:1].nbytes))
-        for piece in rows.split(at_a_time):  # a piece that is laid out otherwise, or on a GPU, is copied
+        large = rows.nbytes > HASHED
+        pieces = rows.split(max(1, HASHED // rows[:1].nbytes)) if large else (rows,)
+        for piece in pieces:  # one that is laid out otherwise, or on a GPU, is copied
             flat = piece.detach().cpu().contiguous().as_strided((piece.numel(),), (1,))  # one value may have any stride
-            digest.update(flat.view(torch.uint8).numpy())
+            digest.update(flat.view(torch.uint8).numpy().data)
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -209,8 +210,10 @@ class Scenario:
 
     def _split_locally(self, labels: np.ndarray, part: np.ndarray, seed: int, client: int) -> Shard:
         assert self.local_test != "official"
-        rng = generator(seed, Stream.LOCAL_SPLIT, client)
-        test = stratified_sample(labels[part], HELD_OUT if self.local_test is None else self.local_test, rng)
+        share = HELD_OUT if self.local_test is None else self.local_test
+        if not share:  # nothing to draw
+            return Shard(torch.from_numpy(part.copy()), torch.from_numpy(part[:0].copy()))
+        test = stratified_sample(labels[part], share, generator(seed, Stream.LOCAL_SPLIT, client))
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
 
 

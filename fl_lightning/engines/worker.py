@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,7 +39,7 @@ from fl_lightning.engines.client_callbacks import check_client_callbacks, logged
 from fl_lightning.engines.device import channels_last, compile_backbone, resident
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
-from fl_lightning.evaluation import Score, evaluate
+from fl_lightning.evaluation import Score, evaluate, evaluate_each
 from fl_lightning.measures import Measure, measures_of, tried
 from fl_lightning.message import Message, Tensors
 from fl_lightning.models import ModelFactory
@@ -288,10 +288,14 @@ class Worker:
 
     def _scored_globally(self, module: ClientModule) -> Score:
         own = self.data.data.evaluate
-        return own(module, self.test_batches()) if own else self._scored(module, self.test_batches())
+        batches = self.test_batches()
+        return own(module, batches) if own else evaluate(module, batches, self.data.objective, self.measures)
 
-    def _scored(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
-        return evaluate(module, batches, self.data.objective, self.measures)
+    def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
+        """Score one module on the test splits of these clients, in common batches; None for one that has none."""
+        tests = [self.data.shards[client].test for client in clients]
+        sizes = [len(test) for test in tests]
+        return evaluate_each(module, self._ordered(torch.cat(tests)), sizes, self.data.objective, self.measures)
 
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task."""
@@ -327,11 +331,16 @@ class Worker:
     def held(self, client: int) -> tuple[Tensor, Tensor]:
         """Which training samples a client trains on, and which it holds back for its method to look at, ascending."""
         index = self.data.shards[client].train
-        back = round(self.algorithm.validation * len(index))
+        back = len(index) - self.samples(client)
         if not back:
             return index, index[:0]
         order = torch.from_numpy(generator(self.seed, Stream.VALIDATION, client).permutation(len(index)))
         return index[order[back:].sort().values], index[order[:back].sort().values]
+
+    def samples(self, client: int) -> int:
+        """How many training samples a client trains on, `N_k`."""
+        dealt = len(self.data.shards[client].train)
+        return dealt - round(self.algorithm.validation * dealt)
 
     def _run(self, task: Task, fit: Fit) -> Result:
         # made before seeding: the first module of a process draws the initial weights
@@ -350,8 +359,7 @@ class Worker:
         Raises:
             NonFiniteError: The upload holds NaN or Inf.
         """
-        shard, classes = self.data.shards[task.client], self.data.data.num_classes
-        samples = len(self.held(task.client)[0])
+        samples, classes = self.samples(task.client), self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
         with self.inference(module):
             if task.upload:
@@ -361,8 +369,8 @@ class Worker:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
             if task.evaluate or task.evaluate_globally:
                 self.algorithm.personalize(module, self.training_batches(task.client))
-            if task.evaluate and len(shard.test):
-                local = self._scored(module, self._ordered(shard.test))
+            if task.evaluate:
+                (local,) = self.local_scores(module, [task.client])
             if task.evaluate_globally:
                 on_global = self._scored_globally(module)
         if upload and (bad := first_non_finite(upload.tensors)):

@@ -1,0 +1,428 @@
+"""Clients who would be scored with one model are scored in common batches: the same as one by one, and nobody else."""
+
+import inspect
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from experiments import NormMLP, experiment
+from methods import METHODS
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_lightning.algorithms import Aggregator, Algorithm, CwFedAvg, FedAvg, FedPer, FedSiamDA, WeightedMean
+from fl_lightning.client import ClientModule
+from fl_lightning.engines import Engine, SequentialEngine, Task
+from fl_lightning.engines.scoring import AGGREGATOR, ALGORITHM, scored, sends_one_model
+from fl_lightning.errors import ClientFailure
+from fl_lightning.evaluation import Evaluation, evaluate, evaluate_each
+from fl_lightning.measures import measures_of
+from fl_lightning.models import MLP, Backbone, Head
+from fl_lightning.objectives import Classification, MultiLabel, Regression
+
+METRICS = ["AUROC", "F1Score", "MulticlassCalibrationError"]
+
+# The others send each client its own, do something to what they are sent, or keep the model themselves.
+TOGETHER = {
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedDistill",
+    "FedDistillPlus",
+    "FedPer",
+    "FedProx",
+    "FedRCL",
+    "FedSKC",
+    "FedSiamDA",
+    "FedUV",
+    "FedYogi",
+    "FedSKC with ProtoNet",
+    "Local",
+    "MOON",
+    "ProtoNet",
+    "dropped buffers",
+    "kept optimizer",
+    "local buffers",
+    "received",
+    "schedules",
+    "uniform",
+}
+
+
+class Watched(SequentialEngine):
+    """One after another; notes whose tasks it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds=0)
+        self.given: list[int] = []
+
+    def run(self, worker: Any, tasks: Any) -> Any:
+        def noted() -> Any:
+            for task in tasks:
+                self.given.append(task.client)
+                yield task
+
+        return super().run(worker, noted())
+
+
+def after(tmp_path: Any, algorithm: Any, rounds: int = 2, **options: Any) -> Any:
+    """A short run of which half the clients have taken part."""
+    short = {"trainer": {"accelerator": "cpu", "max_epochs": 1}, "clients_per_round": 3, "rounds": rounds}
+    run = experiment(tmp_path, algorithm, **short | options)
+    run.fit()
+    return run
+
+
+def tasks_of(run: Any, clients: Any = None) -> list[Task]:
+    """What scores the models that clients would start the next round from."""
+    clients = range(run.clients) if clients is None else clients
+    downloads = zip(clients, run.downloads(run.round + 1, clients), strict=True)
+    options = {"fit": False, "upload": False, "evaluate": True}
+    return [Task(run.round, k, download, run.memory.get(k, {}), **options) for k, download in downloads]
+
+
+def one_by_one(run: Any) -> dict[int, Any]:
+    return {task.client: run.worker.run(task) for task in tasks_of(run)}
+
+
+def assert_same(results: Any, expected: dict[int, Any]) -> None:
+    """The same results, their numbers to rounding; what is counted, to the bit."""
+    results = {result.client: result for result in results}
+    assert results.keys() == expected.keys()
+    for client, result in results.items():
+        other = expected[client]
+        assert (result.failure, result.upload, result.losses) == (None, None, {})
+        assert result.download_bytes == other.download_bytes
+        assert result.local.n == other.local.n
+        assert result.local.values.keys() == other.local.values.keys()
+        assert result.local.values == pytest.approx(other.local.values, rel=1e-5, abs=1e-7)
+        for name in ("acc", "f1_score"):
+            assert result.local.values.get(name) == other.local.values.get(name)
+
+
+# --- Every method ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_which_methods_send_one_model_is_known(name: str) -> None:
+    method, _ = METHODS[name]
+    assert sends_one_model(SimpleNamespace(algorithm=method())) == (name in TOGETHER)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
+    method, options = METHODS[name]
+    scoring = {} if "evaluation" in options else {"evaluation": Evaluation(metrics=METRICS)}
+    run = after(tmp_path, method(), **scoring | options)
+    engine = Watched()
+    results = list(scored(engine, run.worker, tasks_of(run)))
+    keeping = {k for k in range(run.clients) if run.memory.get(k, {}).get("personal")}
+    assert len(keeping) < run.clients or not run.algorithm.server
+    assert sorted(engine.given) == (sorted(keeping) if name in TOGETHER else list(range(run.clients)))
+    assert_same(results, one_by_one(run))
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, partial(FedPer, personal=["head"])])
+def test_a_run_has_the_figures_of_one_by_one(tmp_path: Any, algorithm: Any) -> None:
+    run = after(tmp_path, algorithm(), evaluation=Evaluation("received", metrics=METRICS))
+    means: dict[str, list[float]] = {}
+    for result in one_by_one(run).values():
+        for name, value in result.local.values.items():
+            means.setdefault(name, []).append(value)
+    row = run.csv.rows[-1]
+    assert {f"client/{name}_mean" for name in means} >= {"client/acc_mean", "client/auroc_mean"}
+    for name, values in means.items():
+        assert row[f"client/{name}_mean"] == pytest.approx(math.fsum(values) / len(values), rel=1e-5)
+    assert run.test().items() >= {k: v for k, v in row.items() if k.startswith("client/acc")}.items()
+
+
+# --- In common batches ---
+
+
+class Counting(MLP):
+    """Notes how large the batches are that it sees in eval mode."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.seen.append(len(x))
+        return super().forward(x)
+
+
+def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatch: Any) -> None:
+    run = after(tmp_path, FedAvg(), model=partial(Counting, hidden=(4,)))
+    run.worker.eval_batch_size = 50
+    samples = sum(len(shard.test) for shard in run.data.shards)
+    assert samples > 300
+    built = []
+    build = run.worker.module
+    monkeypatch.setattr(run.worker, "module", lambda: built.append(1) or build())
+    Counting.seen.clear()
+    results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    assert Counting.seen[:5] == [8, 2, 2, 2, 2]
+    assert Counting.seen[5:] == [50] * (samples // 50) + [samples % 50]
+    assert (len(built), len(results), engine.given) == (1, run.clients, [])
+    assert max(map(len, (shard.test for shard in run.data.shards))) > 50  # some are in three batches
+
+
+def test_a_client_without_test_samples_has_no_score(tmp_path: Any) -> None:
+    run = after(tmp_path, FedAvg())
+    for client in (0, 3, 5):
+        run.data.shards[client].test = run.data.shards[client].test[:0]
+    results = {result.client: result for result in scored(Watched(), run.worker, tasks_of(run))}
+    assert [results[k].local is None for k in range(6)] == [True, False, False, True, False, True]
+    expected = one_by_one(run)
+    assert expected[0].local is None
+    assert_same([results[k] for k in (1, 2, 4)], {k: expected[k] for k in (1, 2, 4)})
+    for shard in run.data.shards:
+        shard.test = shard.test[:0]
+    assert [r.local for r in scored(Watched(), run.worker, tasks_of(run))] == [None] * 6
+
+
+def test_some_clients_alone(tmp_path: Any) -> None:
+    run = after(tmp_path, FedAvg())
+    expected = one_by_one(run)
+    assert_same(scored(engine := Watched(), run.worker, tasks_of(run, [4, 1])), {k: expected[k] for k in (1, 4)})
+    assert not engine.given
+
+
+@pytest.mark.parametrize("sizes", [(23,), (5, 0, 18), (0, 1, 1, 21, 0), (8, 8, 7)])
+@pytest.mark.parametrize("batch", [1, 4, 8, 23])
+@pytest.mark.parametrize(
+    ("objective", "metrics"),
+    [(Classification(), METRICS), (MultiLabel(), ["AUROC"]), (Regression(), ["R2Score", "PearsonCorrCoef"])],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_of_several_sets_has_its_own_score(sizes: Any, batch: int, objective: Any, metrics: Any) -> None:
+    outputs = torch.randn(23, 3)
+    if isinstance(objective, Classification):
+        y = torch.randint(3, (23,))
+    else:
+        y = (torch.rand(23, 3) > 0.5).float() if isinstance(objective, MultiLabel) else torch.randn(23, 3)
+    measures = measures_of(metrics, objective, 3) if min(size for size in sizes if size) > 1 else []
+    batches = zip(outputs.split(batch), y.split(batch), strict=True)
+    scores = evaluate_each(nn.Identity(), batches, sizes, objective, measures)
+    for x, own, score in zip(outputs.split(sizes), y.split(sizes), scores, strict=True):
+        if not len(x):
+            assert score is None
+            continue
+        expected = evaluate(nn.Identity(), [(x, own)], objective, measures)
+        assert score is not None
+        assert (score.n, list(score.values)) == (expected.n, list(expected.values))
+        assert score.values == pytest.approx(expected.values, rel=1e-5, abs=1e-6)
+
+
+# --- One by one, where there is a reason ---
+
+
+def overriding(base: type, name: str) -> type:
+    """A class with a method of its own that does what it would."""
+    inherited = getattr(base, name)
+    return type(f"Own{name}", (base,), {name: lambda self, *args, **options: inherited(self, *args, **options)})
+
+
+@pytest.mark.parametrize("name", ALGORITHM)
+@pytest.mark.parametrize("of", ["class", "object"])
+def test_an_algorithm_with_a_way_of_its_own_is_scored_one_by_one(tmp_path: Any, name: str, of: str) -> None:
+    algorithm = overriding(FedAvg, name)() if of == "class" else FedAvg()
+    run = after(tmp_path, algorithm, rounds=1)
+    if of == "object":
+        setattr(algorithm, name, getattr(algorithm, name))
+    assert list(scored(engine := Watched(), run.worker, tasks_of(run))) == list(one_by_one(run).values())
+    assert engine.given == list(range(6))
+
+
+@pytest.mark.parametrize("name", AGGREGATOR)
+def test_so_is_one_whose_aggregator_sends_each_client_its_own(tmp_path: Any, name: str) -> None:
+    run = after(tmp_path, FedAvg(aggregator=overriding(WeightedMean, name)()), rounds=1)
+    list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    assert engine.given == list(range(6))
+
+
+def test_whatever_is_called_from_a_download_to_a_score_is_looked_at(tmp_path: Any) -> None:
+    called = set()
+
+    def noting(base: type, kind: type) -> Any:
+        def noted(self: Any, name: str) -> Any:
+            called.add((base, name))
+            return object.__getattribute__(self, name)
+
+        return type("Noting", (kind,), {"__getattribute__": noted})
+
+    aggregator = noting(Aggregator, WeightedMean)()
+    run = after(tmp_path, noting(Algorithm, FedAvg)(aggregator=aggregator), rounds=1)
+    called.clear()
+    one_by_one(run)
+    methods = {name for base, name in called if inspect.isfunction(vars(base).get(name))}
+    assert methods | {"client_module", "prepare"} == {*ALGORITHM, *AGGREGATOR}
+
+
+class Shifted(ClientModule):
+    """Its outputs hang on the classes that the client holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = torch.zeros(1) if self.class_counts is None else self.class_counts
+        return super().forward(x) + (held > 0)
+
+
+class ByShare(FedAvg):
+    """Its modules look at the client's classes."""
+
+    module_class = Shifted
+
+
+class Batchwise(Backbone):
+    """BatchNorm that keeps no statistics."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), norm), nn.Linear(8, num_classes), 8)
+
+
+class Centred(Backbone):
+    """Outputs less the batch's mean, and a last layer that starts at zero."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), nn.Linear(8, num_classes), 8)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encoder(x)
+        return self.head(features - features.mean(dim=0))
+
+
+class Restless(NormMLP):
+    """Dropout that never ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(self.encoder(x), 0.01, training=True))
+
+
+class Drawing(NormMLP):
+    """It draws a number that does not matter yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * torch.rand(1)
+
+
+class Unfinished(NormMLP):
+    """Its outputs are no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.training else math.nan)
+
+
+@pytest.mark.parametrize("kind", [Batchwise, Centred, Restless, Drawing, Unfinished])
+def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_path: Any, kind: Any) -> None:
+    run = after(tmp_path, FedAvg(), rounds=1, model=kind)
+    results = scored(engine := Watched(), run.worker, tasks_of(run))
+    assert str([r.local for r in results]) == str([r.local for r in one_by_one(run).values()])
+    assert engine.given == list(range(6))
+
+
+def test_a_module_of_another_kind_is_scored_one_by_one(tmp_path: Any) -> None:
+    run = after(tmp_path, ByShare(), rounds=1)
+    results = scored(engine := Watched(), run.worker, tasks_of(run))
+    assert list(results) == list(one_by_one(run).values())
+    assert engine.given == list(range(6))
+
+
+def test_a_networks_own_norm_and_dropout_do_not_keep_clients_apart(tmp_path: Any) -> None:
+    run = after(tmp_path, FedAvg(), model=NormMLP)
+    assert_same(scored(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
+    assert not engine.given
+
+
+def test_what_loss_terms_remember_does_not_keep_clients_apart(tmp_path: Any) -> None:
+    siamese = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
+    run = after(tmp_path, FedSiamDA(), model=siamese)
+    assert run.memory
+    assert_same(scored(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
+    assert not engine.given
+
+
+@pytest.mark.parametrize("wanted", [{"fit": True}, {"upload": True}, {"evaluate_globally": True}, {"evaluate": False}])
+def test_tasks_for_more_than_a_score_are_the_engines(tmp_path: Any, wanted: Any) -> None:
+    run = after(tmp_path, FedAvg(), rounds=1)
+    tasks = [Task(**vars(task) | wanted) for task in tasks_of(run)]
+    list(scored(engine := Watched(), run.worker, tasks))
+    assert engine.given == list(range(6))
+
+
+class Picky(MLP):
+    """Cannot take a sample of one client's."""
+
+    refused: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and bool((x == self.refused).flatten(1).all(dim=1).any()):
+            raise RuntimeError("not this one")
+        return super().forward(x)
+
+
+def test_who_fails_is_named(tmp_path: Any) -> None:
+    Picky.refused = torch.full((1, 8, 8), -1.0)
+    run = after(tmp_path, FedAvg(), rounds=1, model=partial(Picky, hidden=(4,)))
+    sample = run.data.shards[3].test[:1]
+    Picky.refused = run.data.data.prepare(run.data.data.x_train[sample])[0]
+    results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    assert [result.client for result in results if result.failure] == [3]
+    assert engine.given == list(range(6))
+    with pytest.raises(ClientFailure, match="client 3, round 1: RuntimeError: not this one"):
+        run._received_scores()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, monkeypatch: Any, error: Any) -> None:
+    run = after(tmp_path, FedAvg(), rounds=1)
+    scores, calls = run.worker.local_scores, iter([error])
+
+    def once(*args: Any) -> Any:
+        for kind in calls:
+            raise kind
+        return scores(*args)
+
+    monkeypatch.setattr(run.worker, "local_scores", once)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            list(scored(Watched(), run.worker, tasks_of(run)))
+    else:
+        assert_same(list(scored(Watched(), run.worker, tasks_of(run))), one_by_one(run))
+
+
+class Nobody(Engine):
+    """Has nobody to carry anything out."""
+
+    def run(self, worker: Any, tasks: Any) -> Any:
+        yield from ()
+        assert not list(tasks)
+
+
+def test_downloads_are_made_one_at_a_time_and_not_kept(tmp_path: Any) -> None:
+    """Where each client is sent its own, it is on its way before the next is made."""
+    run = after(tmp_path, CwFedAvg(), rounds=1)
+    events = []
+
+    class Noting(Engine):
+        def run(self, worker: Any, tasks: Any) -> Any:
+            for task in tasks:
+                events.append(("given", task.client))
+                yield worker.run(task)
+
+    def arriving() -> Any:
+        for task in tasks_of(run):
+            events.append(("made", task.client))
+            yield task
+
+    list(scored(Noting(), run.worker, arriving()))
+    assert events == [(what, k) for k in range(6) for what in ("made", "given")]
+
+
+def test_where_all_have_one_model_no_engine_is_needed(tmp_path: Any) -> None:
+    run = after(tmp_path, FedAvg(), rounds=1)
+    assert_same(scored(Nobody(), run.worker, iter(tasks_of(run))), one_by_one(run))
