@@ -21,6 +21,7 @@ from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import ProcessesEngine
 from fl_lightning.engines.pool import RemoteTraceback
+from fl_lightning.engines.relay import Leg
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.models import MLP
 
@@ -93,13 +94,17 @@ def test_any_number_of_processes_does(tmp_path, workers):
 class Witness(LossTerm):
     """Reports what it finds where it is run, as its loss."""
 
+    def begin(self, module):
+        self.common = isinstance(module.trainer, Leg)
+
     def forward(self, step):
         found = torch.get_num_threads() + 10 * (torch.get_float32_matmul_precision() == "high")
-        return step.logits.sum() * 0 + found + 100 * (multiprocessing.parent_process() is not None)
+        found += 100 * (multiprocessing.parent_process() is not None)
+        return step.logits.sum() * 0 + found + 1000 * self.common
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_process_has_its_threads_and_this_ones_settings(tmp_path, threads):
+def test_a_process_has_its_threads_and_this_ones_settings_and_a_fit_for_several(tmp_path, threads):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -109,7 +114,7 @@ def test_a_process_has_its_threads_and_this_ones_settings(tmp_path, threads):
         run.fit()
     finally:
         torch.set_float32_matmul_precision(before)
-    assert run.csv.rows[0]["client/train_witness"] == 110 + threads
+    assert run.csv.rows[0]["client/train_witness"] == 1110 + threads
 
 
 # --- Failures and warnings are as in one process ---

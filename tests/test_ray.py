@@ -8,7 +8,7 @@ import warnings
 import pytest
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_processes import Deadly, Harmless
+from test_processes import Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.engines import RayEngine
@@ -69,6 +69,12 @@ def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engi
     assert_same_run(*both(tmp_path, engine, name))
     nodes = {actor_node(member) for member in engine._members}
     assert len(nodes) == len(engine._members) == 2
+
+
+def test_an_actor_has_its_threads_and_a_fit_for_several(tmp_path, engine):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Witness()]), rounds=1, engine=engine)
+    run.fit()
+    assert run.csv.rows[0]["client/train_witness"] == 1001
 
 
 def actor_node(member):

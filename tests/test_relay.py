@@ -2,19 +2,21 @@
 
 import os
 import signal
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, task_of_round
+from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
 from methods import METHODS, assert_same_run
 from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.engines import SequentialEngine, relay
+from fl_lightning.engines import SequentialEngine, relay, sequential
 from fl_lightning.errors import ConfigError
 
 ALONE = SequentialEngine(seconds=0)
@@ -114,6 +116,33 @@ def test_a_client_fails_alone(tmp_path):
     assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
 
 
+class Meddler(LossTerm):
+    """Changes, for one client, what is everybody's."""
+
+    def begin(self, module):
+        self.meddles = module.lr_scale == 2.0
+
+    def forward(self, step):
+        warnings.warn("smoke is seen", stacklevel=1)
+        if self.meddles:
+            torch.set_grad_enabled(False)
+            warnings.simplefilter("error")
+            raise RuntimeError("the disk is on fire")
+        return step.logits.mean() * 0
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+@pytest.mark.filterwarnings("ignore:smoke")
+def test_what_a_client_changes_for_good_is_put_back(tmp_path, seconds):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Meddler()]))
+    run.load()
+    tasks = [replace(task_of_round(run, 1, 0), lr_scale=scale) for scale in (1.0, 2.0, 1.0)]
+    before, meddling, after = SequentialEngine(seconds).run(run.worker, tasks)
+    torch.set_grad_enabled(True)
+    assert "the disk is on fire" in str(meddling.failure)
+    assert same_bytes(before.upload.tensors, after.upload.tensors)
+
+
 class Terminated(LossTerm):
     """Is sent a SIGTERM in its first step."""
 
@@ -158,7 +187,7 @@ def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypa
     tasks = [task_of_round(run, 1, client) for client in range(5)]
     one = sum(value.nbytes for value in run.worker.run(tasks[0]).upload.tensors.values())
     fits.clear()
-    monkeypatch.setattr(relay, "ROOM", 2 * one - 1)
+    monkeypatch.setattr(sequential, "ROOM", 2 * one - 1)
     list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
     assert len(fits) == 3
 
