@@ -9,6 +9,7 @@ import pytest
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
 from test_processes import Deadly, Harmless, Witness
+from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.engines import RayEngine
@@ -146,6 +147,15 @@ def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         run.fit()
     assert run.checkpoints.rounds() == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", ["config.yaml", FIRST_ROUND])
+@pytest.mark.parametrize("method", FIVE)
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, cluster, engine, method, begun):
+    RayEngine.close(engine)  # there is room for one run's actors
+    words = ["--engine", "RayEngine", "--engine.address", cluster.address]
+    survive_kills(command_line(method), tmp_path, 1, *words, begun=begun)
 
 
 # --- What cannot work ---
