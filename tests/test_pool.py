@@ -199,6 +199,7 @@ class Near(Member):
         request = self.inbox.popleft()
         if isinstance(request, Load):
             if self.pool.stillborn:
+                self.pool.stillborn -= 1
                 raise Lost("young")
         else:
             client = self.tasks[0].client
@@ -214,7 +215,7 @@ class Near(Member):
 
 
 class NearPool(PoolEngine):
-    def __init__(self, workers, deadly=(), stillborn=False):
+    def __init__(self, workers, deadly=(), stillborn=0):
         super().__init__()
         self.workers, self.deadly, self.stillborn = workers, list(deadly), stillborn
         self.order, self.put, self.hired, self.ended = [], [], 0, 0
@@ -301,6 +302,23 @@ def test_no_more_members_than_tasks_are_hired(tmp_path):
     assert engine.hired == 2
 
 
+def test_all_members_can_be_started_ahead(tmp_path):
+    engine = NearPool(3)
+    run, tasks = started(tmp_path, engine)
+    engine.start(run.worker)
+    assert [member.ready for member in engine._members] == [True] * 3
+    engine.start(run.worker)
+    assert len(list(engine.run(run.worker, tasks))) == 6
+    assert engine.hired == 3
+    assert NearPool.start(stillborn := NearPool(2, stillborn=1), run.worker) is None
+    assert (stillborn.hired, len(stillborn._members)) == (3, 2)
+    with pytest.raises(Lost, match="3 workers ended before they could begin"):
+        NearPool(2, stillborn=9).start(run.worker)
+    few = NearPool(30)
+    few.start(run.worker)
+    assert few.hired == 6  # there are no more clients
+
+
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = NearPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
@@ -342,7 +360,7 @@ def test_the_others_go_on_where_failed_clients_are_dropped(tmp_path):
 
 
 def test_members_that_never_begin_end_the_run(tmp_path):
-    engine = NearPool(2, stillborn=True)
+    engine = NearPool(2, stillborn=3)
     run = experiment(tmp_path, engine=engine)
     with pytest.raises(Lost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"):
         run.fit()

@@ -140,7 +140,7 @@ class PoolEngine(Engine):
             ConfigError: The members cannot take in the worker object.
             Lost: They end before they have.
         """
-        size = min(self.size(worker), len(worker.data.shards))
+        size = self._size(worker)
         self._load(worker)
         arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
         waiting: list[Task] = []
@@ -154,14 +154,27 @@ class PoolEngine(Engine):
             if not waiting and not any(member.tasks for member in self._members):
                 return
             for member in self._wait():
-                try:
-                    result = self._answered(member, worker.heard)
-                except Lost as loss:
-                    self._dismiss(member)
-                    result = losses.count(member, loss)
+                result = self._outcome(member, worker.heard, losses)
+                if member not in self._members:
                     waiting += member.tasks
                 if result:
                     yield result
+
+    def start(self, worker: Worker) -> None:
+        """Hire all members there may be use for, and wait until they have the worker object; there must be room for all.
+
+        Raises:
+            ConfigError: They cannot take it in.
+            Lost: They end before they have.
+        """
+        self._load(worker)
+        losses = Losses()
+        while True:
+            self._fill(self._size(worker))
+            if all(member.ready for member in self._members):
+                return
+            for member in self._wait():
+                self._outcome(member, worker.heard, losses)
 
     def close(self) -> None:
         """End all members."""
@@ -169,6 +182,9 @@ class PoolEngine(Engine):
             member.end()
         self._members.clear()
         self._loaded = self._handle = None
+
+    def _size(self, worker: Worker) -> int:
+        return min(self.size(worker), len(worker.data.shards))
 
     def _load(self, worker: Worker) -> None:
         """Make the worker object the one that members have, and leave none at the tasks of a round broken off."""
@@ -204,6 +220,14 @@ class PoolEngine(Engine):
             parcel = Parcel(task, shelf)
             member.tasks.append(task)
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
+
+    def _outcome(self, member: Member, heard: set[str], losses: Losses) -> Result | None:
+        """What came of a task, if a member's answer says so; one that is lost is dismissed, its tasks still its own."""
+        try:
+            return self._answered(member, heard)
+        except Lost as loss:
+            self._dismiss(member)
+            return losses.count(member, loss)
 
     def _answered(self, member: Member, heard: set[str]) -> Result | None:
         answer = member.answer()
