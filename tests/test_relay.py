@@ -100,6 +100,64 @@ def test_a_module_sees_its_own_epochs_and_steps(tmp_path):
     compare(tmp_path, lambda: FedAvg(loss_terms=[Where()]), rounds=1, trainer=CPU)
 
 
+class Stops(LossTerm):
+    """Asks the trainer to stop, at some moment."""
+
+    def __init__(self, moment):
+        super().__init__()
+        self.moment = moment
+
+    def begin(self, module):
+        self.module, self.steps = [module], 0
+        self._now("fit")
+
+    def begin_epoch(self, module):
+        self._now(f"epoch {module.current_epoch}")
+
+    def forward(self, step):
+        self.steps += 1
+        self._now(f"step {self.steps}")
+        return step.logits.square().mean()
+
+    def _now(self, moment):
+        if moment == self.moment:
+            self.module[0].trainer.should_stop = True
+
+
+class Ended(FedAvg):
+    """Notes where a client's module is when its fit is over."""
+
+    def upload(self, module, *rest):
+        self.seen.append((module.steps, module.current_epoch, module.global_step))
+        return super().upload(module, *rest)
+
+
+def ends(tmp_path, seconds, moment, **options):
+    """What becomes of two clients that stop, or not, and where their modules are then."""
+    method = Ended(loss_terms=[Stops(moment)])
+    method.seen = []
+    run = experiment(tmp_path / str(seconds), method, **options)
+    run._build()
+    tasks = [task_of_round(run, 1, client) for client in (0, 1)]
+    return list(SequentialEngine(seconds).run(run.worker, tasks)), method.seen
+
+
+@pytest.mark.parametrize("name", LOCAL_WORK)
+def test_a_fit_ends_where_it_does_alone(tmp_path, name):
+    options = {"trainer": {"accelerator": "cpu", **LOCAL_WORK[name]}, "batch_size": 16}
+    assert ends(tmp_path, 1, None, **options)[1] == ends(tmp_path, 0, None, **options)[1]
+
+
+@pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
+def test_and_stops_where_it_is_asked_to(tmp_path, moment):
+    options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
+    (common, here), (alone, there) = (ends(tmp_path, seconds, moment, **options) for seconds in (1, 0))
+    assert here == there
+    for one, other in zip(common, alone, strict=True):
+        assert one.losses == other.losses
+        assert same_bytes(one.upload.tensors, other.upload.tensors)
+
+
 def some_fail(run):
     """The tasks of a round, of which the second one's upload cannot be made."""
     tasks = [task_of_round(run, 1, client) for client in range(4)]

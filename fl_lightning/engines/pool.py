@@ -161,7 +161,7 @@ class PoolEngine(Engine):
                     yield result
 
     def start(self, worker: Worker) -> None:
-        """Hire all members there may be use for, and wait until they have the worker object; there must be room for all.
+        """Hire all members, and wait until they have the worker object; there must be room for them.
 
         Raises:
             ConfigError: They cannot take it in.

@@ -113,9 +113,11 @@ class Relay(L.LightningModule):
         vars(module)["log"] = unheard
         optimizer, schedules = configured(module)
         module.on_fit_start()
-        for own.current_epoch in range(work.epochs):
+        while own.current_epoch < work.epochs and not own.should_stop:
             module.on_train_epoch_start()
             for number, (x, y) in enumerate(islice(batches, work.steps_in(own.current_epoch))):
+                if own.should_stop:
+                    break
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
                 self._step(module, optimizer, (self.worker.ready_to_train(x), y), number)
                 own.global_step += 1
@@ -124,6 +126,7 @@ class Relay(L.LightningModule):
             module.on_train_epoch_end()
             for schedule in schedules:
                 schedule.step()
+            own.current_epoch += 1
         return optimizer
 
     def _step(
@@ -155,6 +158,7 @@ class Leg:
     def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
         self.trainer, self.alone = trainer, alone
         self.current_epoch = self.global_step = 0
+        self.should_stop = False
         self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
 
     def __getattr__(self, name: str) -> Any:
