@@ -2,7 +2,9 @@
 
 import gc
 import warnings
+import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -394,7 +396,7 @@ def test_the_work_of_a_task_is_its_training_samples(tmp_path):
 
 @pytest.fixture
 def events(monkeypatch):
-    """When a `Trainer.fit` begins and ends, and what the collector is kept off."""
+    """When a `Trainer.fit` begins and ends, and what the collector is asked for."""
     seen = []
     fit, freeze = L.Trainer.fit, gc.freeze
 
@@ -406,8 +408,12 @@ def events(monkeypatch):
             seen.append("end")
 
     monkeypatch.setattr(L.Trainer, "fit", noted)
-    monkeypatch.setattr(pool.gc, "freeze", lambda: (seen.append("freeze"), freeze()))
+    lasting = SimpleNamespace(collect=lambda: seen.append("collect"), freeze=lambda: (seen.append("freeze"), freeze()))
+    monkeypatch.setattr(pool, "gc", lasting)
     return seen
+
+
+LOADED = ["collect", "freeze"]
 
 
 def load(run):
@@ -428,7 +434,7 @@ def test_a_host_carries_tasks_out_in_one_fit(tmp_path, events):
     run, tasks = started(tmp_path, "sequential")
     loaded, *answers = served(Host(), [load(run), *orders(tasks[:4])])
     assert (loaded.result, loaded.refused) == (None, None)
-    assert events == ["freeze", "Relay", "end"]
+    assert events == [*LOADED, "Relay", "end"]
     for answer, task in zip(answers, tasks, strict=False):
         assert same_result(answer.result, run.worker.run(task))
 
@@ -450,11 +456,10 @@ def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(pool, "SECONDS", 2)  # begun at 0, over at 2; garbage is then not left for the next request
-    monkeypatch.setattr(pool.gc, "collect", lambda: events.append("collect"))
     run, tasks = started(tmp_path, "sequential")
     served(Host(), [load(run), *orders(tasks[:4])])
     one_fit = ["Relay", "end", "collect"]
-    assert events == ["collect", "freeze", *one_fit, *one_fit, "Relay", "end"]
+    assert events == [*LOADED, *one_fit, *one_fit, "Relay", "end"]
 
 
 def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch):
@@ -472,17 +477,51 @@ def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch
 def test_what_is_meant_for_one_fit_gets_one_in_a_host_too(tmp_path, events):
     run, tasks = started(tmp_path, "sequential", trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
     answers = served(Host(), [load(run), *orders(tasks[:2])])
-    assert events == ["freeze", "ClientModule", "end", "ClientModule", "end"]
+    one_fit = ["ClientModule", "end", "collect"]
+    assert events == [*LOADED, *one_fit, *one_fit]
     assert same_result(answers[1].result, run.worker.run(tasks[0]))
 
 
-def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, events):
-    (one, tasks), (other, others) = (started(tmp_path / str(n), "sequential", seed=n) for n in (0, 1))
+ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
+RELAYED, BY_ITSELF = ["Relay", "end", "collect"], ["ClientModule", "end", "collect"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        ({}, {}, [*RELAYED, *LOADED, "Relay", "end"]),
+        ({}, ALONE, [*RELAYED, *LOADED, *BY_ITSELF, *BY_ITSELF]),
+        (ALONE, {}, [*BY_ITSELF, *BY_ITSELF, "collect", *LOADED, "Relay", "end"]),
+    ],
+    ids=["common fits", "then each alone", "first each alone"],
+)
+def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, events, first, second, fits):
+    (one, tasks), (other, others) = (
+        started(tmp_path / str(n), "sequential", seed=n, **options) for n, options in enumerate((first, second))
+    )
     requests = [load(one), *orders(tasks[:2]), load(other), *orders(others[:2])]
     answers = served(Host(), requests)
-    assert events == ["freeze", "Relay", "end"] * 2
+    assert events == [*LOADED, *fits]
     assert same_result(answers[2].result, one.worker.run(tasks[1]))
     assert same_result(answers[5].result, other.worker.run(others[1]))
+
+
+def test_nothing_of_a_task_is_held_while_the_next_is_waited_for(tmp_path):
+    run, tasks = started(tmp_path, "sequential")
+    waiting, held = [Parcel(task) for task in reversed(tasks)], []
+
+    def receive():
+        if not held:
+            held.append(None)
+            return load(run)
+        assert not (held[-1] and held[-1]()), "the task before is still there"
+        order = Order(written(waiting.pop()), None)
+        held.append(weakref.ref(order))
+        return order
+
+    with pytest.raises(IndexError):
+        Host().serve(receive, lambda parcel: None)
+    assert len(held) == 7
 
 
 class Trouble(LossTerm):
@@ -512,7 +551,7 @@ def test_a_client_of_a_host_fails_alone_and_its_warnings_are_told_once(tmp_path,
     run._build()
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
     _, *answers = served(Host(), [load(run), *orders(tasks)])
-    assert events == ["freeze", "Relay", "end"]
+    assert events == [*LOADED, "Relay", "end"]
     told = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
     each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
     assert told == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]
