@@ -180,10 +180,13 @@ class Meddler(LossTerm):
     def begin(self, module):
         self.meddles = module.lr_scale == 2.0
 
+    def begin_epoch(self, module):
+        assert torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.meddles)
+
     def forward(self, step):
         warnings.warn("smoke is seen", stacklevel=1)
         if self.meddles:
-            torch.set_grad_enabled(False)
             warnings.simplefilter("error")
             raise RuntimeError("the disk is on fire")
         return step.logits.mean() * 0
