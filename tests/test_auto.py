@@ -96,6 +96,13 @@ def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_
     assert "processes" not in again._worth_trying(0.01, 1)
 
 
+def test_an_engine_is_started_and_warmed_up_before_its_time_is_taken(tmp_path, timed, monkeypatch):
+    monkeypatch.setattr(StackedEngine, "start", lambda self, worker: timed[1].append("start"))
+    experiment(tmp_path, engine="auto", rounds=1).fit()
+    stacked = (StackedEngine, 4)
+    assert timed[1][-3:] == ["start", stacked, stacked]
+
+
 def test_no_more_is_tried_than_the_budget_allows(tmp_path, timed):
     run = experiment(tmp_path, engine=AutoEngine(budget=0.25), rounds=1)
     run.fit()

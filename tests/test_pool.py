@@ -1,20 +1,26 @@
 """What engines with several workers share: parcels, the round's shelf, who gets which task, and lost workers."""
 
 import gc
+import warnings
+import weakref
 from collections import deque
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
-from experiments import experiment, same_bytes, untimed
+from experiments import experiment, same_bytes, task_of_round, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
-from fl_lightning.engines import Task
+from fl_lightning.client import LossTerm
+from fl_lightning.engines import Task, pool, ray, relay
 from fl_lightning.engines.parcels import ALIGNMENT, Parcel, Shelf, unpack
-from fl_lightning.engines.pool import AT_HAND, TAKEN, Host, Lost, Member, PoolEngine
+from fl_lightning.engines.pool import AT_HAND, TAKEN, Host, Load, Lost, Member, Order, PoolEngine
 from fl_lightning.errors import ClientFailure
 from fl_lightning.message import Message
+from fl_lightning.models import MLP
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +175,15 @@ def test_the_shelf_does_not_keep_alive_what_one_task_has():
 # --- Dealing out ---
 
 
+def served(host, requests):
+    """What a host answers to requests."""
+    waiting, answers = deque(requests), []
+    with pytest.raises(IndexError):
+        host.serve(waiting.popleft, lambda parcel: answers.append(unpack(written(parcel), copy=True)))
+    assert not waiting
+    return answers
+
+
 class Near(Member):
     """A member in this process; it works when it is asked for an answer, and dies at clients it is told to."""
 
@@ -177,30 +192,32 @@ class Near(Member):
         self.pool, self.host, self.inbox = pool, Host(), deque()
 
     def load(self, handle):
-        self.inbox.append((handle, None))
+        self.inbox.append(Load(handle, {}))
 
     def give(self, parcel, blocks):
-        self.inbox.append((written(parcel), blocks))
+        self.inbox.append(Order(written(parcel), lambda b: unpack(blocks[b])))
 
     def answer(self):
-        source, blocks = self.inbox.popleft()
-        if blocks is None:
+        request = self.inbox.popleft()
+        if isinstance(request, Load):
             if self.pool.stillborn:
+                self.pool.stillborn -= 1
                 raise Lost("young")
-            return unpack(written(self.host.load(source, {})), copy=True)
-        client = self.tasks[0].client
-        self.pool.order.append(client)
-        if client in self.pool.deadly:
-            self.pool.deadly.remove(client)
-            raise Lost("by a test")
-        return unpack(written(self.host.carry_out(source, lambda b: unpack(blocks[b]))), copy=True)
+        else:
+            client = self.tasks[0].client
+            self.pool.order.append(client)
+            if client in self.pool.deadly:
+                self.pool.deadly.remove(client)
+                raise Lost("by a test")
+        (answer,) = served(self.host, [request])
+        return answer
 
     def end(self):
         self.pool.ended += 1
 
 
 class NearPool(PoolEngine):
-    def __init__(self, workers, deadly=(), stillborn=False):
+    def __init__(self, workers, deadly=(), stillborn=0):
         super().__init__()
         self.workers, self.deadly, self.stillborn = workers, list(deadly), stillborn
         self.order, self.put, self.hired, self.ended = [], [], 0, 0
@@ -287,6 +304,23 @@ def test_no_more_members_than_tasks_are_hired(tmp_path):
     assert engine.hired == 2
 
 
+def test_all_members_can_be_started_ahead(tmp_path):
+    engine = NearPool(3)
+    run, tasks = started(tmp_path, engine)
+    engine.start(run.worker)
+    assert [member.ready for member in engine._members] == [True] * 3
+    engine.start(run.worker)
+    assert len(list(engine.run(run.worker, tasks))) == 6
+    assert engine.hired == 3
+    assert NearPool.start(stillborn := NearPool(2, stillborn=1), run.worker) is None
+    assert (stillborn.hired, len(stillborn._members)) == (3, 2)
+    with pytest.raises(Lost, match="3 workers ended before they could begin"):
+        NearPool(2, stillborn=9).start(run.worker)
+    few = NearPool(30)
+    few.start(run.worker)
+    assert few.hired == 6  # there are no more clients
+
+
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = NearPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
@@ -328,7 +362,7 @@ def test_the_others_go_on_where_failed_clients_are_dropped(tmp_path):
 
 
 def test_members_that_never_begin_end_the_run(tmp_path):
-    engine = NearPool(2, stillborn=True)
+    engine = NearPool(2, stillborn=3)
     run = experiment(tmp_path, engine=engine)
     with pytest.raises(Lost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"):
         run.fit()
@@ -344,20 +378,6 @@ def test_what_is_left_of_a_round_broken_off_is_not_taken_for_the_next(tmp_path):
     assert sorted(clients) == [0, 1, 2]
 
 
-def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
-    class Odd(FedAvg):
-        def remember(self, module, upload):
-            return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
-
-    host = Host()
-    run, tasks = started(tmp_path, "sequential")
-    host.worker = run.worker
-    host.worker.algorithm = Odd()
-    answer = unpack(written(host.carry_out(written(Parcel(tasks[0])), None)))
-    assert "client 0, round 1: " in str(answer.result.failure)
-    assert "lambda" in str(answer.result.failure)
-
-
 def test_the_work_of_a_task_is_its_training_samples(tmp_path):
     """The member with least to do gets the next task, however many tasks the others have."""
     engine = NearPool(2)
@@ -369,3 +389,223 @@ def test_the_work_of_a_task_is_its_training_samples(tmp_path):
     engine._deal(tasks[:4], Shelf(lambda parcel: None), lambda one: 1 if one.client else 100)
     assert [len(member.tasks) for member in members] == [1, 2]
     assert members[0].tasks[0].client == 0
+
+
+# --- The other end ---
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """When a `Trainer.fit` begins and ends, and what the collector is asked for."""
+    seen = []
+    fit, freeze = L.Trainer.fit, gc.freeze
+
+    def noted(trainer, module, **rest):
+        seen.append(type(module).__name__)
+        try:
+            fit(trainer, module, **rest)
+        finally:
+            seen.append("end")
+
+    monkeypatch.setattr(L.Trainer, "fit", noted)
+    lasting = SimpleNamespace(collect=lambda: seen.append("collect"), freeze=lambda: (seen.append("freeze"), freeze()))
+    monkeypatch.setattr(pool, "gc", lasting)
+    return seen
+
+
+LOADED = ["collect", "freeze"]
+
+
+def load(run):
+    return Load(written(pool.packed(run.worker)), {})
+
+
+def orders(tasks):
+    return [Order(written(Parcel(task)), None) for task in tasks]
+
+
+def same_result(one, other):
+    assert one.client == other.client
+    assert one.losses == other.losses
+    return same_bytes(one.upload.tensors, other.upload.tensors)
+
+
+def test_a_host_carries_tasks_out_in_one_fit(tmp_path, events):
+    run, tasks = started(tmp_path, "sequential")
+    loaded, *answers = served(Host(), [load(run), *orders(tasks[:4])])
+    assert (loaded.result, loaded.refused) == (None, None)
+    assert events == [*LOADED, "Relay", "end"]
+    for answer, task in zip(answers, tasks, strict=False):
+        assert same_result(answer.result, run.worker.run(task))
+
+
+def test_and_answers_each_before_it_asks_for_the_next(tmp_path):
+    run, tasks = started(tmp_path, "sequential")
+    waiting, log = deque([load(run), *orders(tasks[:3])]), []
+
+    def receive():
+        log.append("?")
+        return waiting.popleft()
+
+    with pytest.raises(IndexError):
+        Host().serve(receive, lambda parcel: log.append("!"))
+    assert "".join(log) == "?!?!?!?!?"
+
+
+def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(pool, "SECONDS", 2)  # begun at 0, over at 2; garbage is then not left for the next request
+    run, tasks = started(tmp_path, "sequential")
+    served(Host(), [load(run), *orders(tasks[:4])])
+    one_fit = ["Relay", "end", "collect"]
+    assert events == [*LOADED, *one_fit, *one_fit, "Relay", "end"]
+
+
+def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch):
+    now = [0]
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+
+    def slowly():
+        for item in range(4):
+            now[0] += 100
+            yield item
+
+    assert list(relay.for_a_while(slowly(), 150)) == [0, 1, 2]  # from 100 to 250, which the third still is begun in
+
+
+def test_what_is_meant_for_one_fit_gets_one_in_a_host_too(tmp_path, events):
+    run, tasks = started(tmp_path, "sequential", trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
+    answers = served(Host(), [load(run), *orders(tasks[:2])])
+    one_fit = ["ClientModule", "end", "collect"]
+    assert events == [*LOADED, *one_fit, *one_fit]
+    assert same_result(answers[1].result, run.worker.run(tasks[0]))
+
+
+ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
+RELAYED, BY_ITSELF = ["Relay", "end", "collect"], ["ClientModule", "end", "collect"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        ({}, {}, [*RELAYED, *LOADED, "Relay", "end"]),
+        ({}, ALONE, [*RELAYED, *LOADED, *BY_ITSELF, *BY_ITSELF]),
+        (ALONE, {}, [*BY_ITSELF, *BY_ITSELF, "collect", *LOADED, "Relay", "end"]),
+    ],
+    ids=["common fits", "then each alone", "first each alone"],
+)
+def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, events, first, second, fits):
+    (one, tasks), (other, others) = (
+        started(tmp_path / str(n), "sequential", seed=n, **options) for n, options in enumerate((first, second))
+    )
+    requests = [load(one), *orders(tasks[:2]), load(other), *orders(others[:2])]
+    answers = served(Host(), requests)
+    assert events == [*LOADED, *fits]
+    assert same_result(answers[2].result, one.worker.run(tasks[1]))
+    assert same_result(answers[5].result, other.worker.run(others[1]))
+
+
+def test_nothing_of_a_task_is_held_while_the_next_is_waited_for(tmp_path):
+    run, tasks = started(tmp_path, "sequential")
+    waiting, held = [Parcel(task) for task in reversed(tasks)], []
+
+    def receive():
+        if not held:
+            held.append(None)
+            return load(run)
+        assert not (held[-1] and held[-1]()), "the task before is still there"
+        order = Order(written(waiting.pop()), None)
+        held.append(weakref.ref(order))
+        return order
+
+    with pytest.raises(IndexError):
+        Host().serve(receive, lambda parcel: None)
+    assert len(held) == 7
+
+
+class Trouble(LossTerm):
+    """Warns in each step; in rounds that it is told, changes what it should not and fails in one way or another."""
+
+    def __init__(self, **rounds):
+        super().__init__()
+        self.rounds, self.round = rounds, 0
+
+    def begin(self, module):
+        self.round = module.round
+
+    def forward(self, step):
+        warnings.warn("smoke is seen", UserWarning, stacklevel=1)
+        warnings.warn(f"in round {self.round}", RuntimeWarning, stacklevel=1)
+        if error := self.rounds.get(f"_{self.round}"):
+            torch.set_grad_enabled(False)
+            warnings.simplefilter("error")
+            raise error
+        return step.logits.sum() * 0
+
+
+@pytest.mark.filterwarnings("always:smoke is seen", "always:in round")
+@pytest.mark.parametrize("error", [RuntimeError("fire"), SystemExit("had enough")])
+def test_a_client_of_a_host_fails_alone_and_its_warnings_are_told_once(tmp_path, events, error):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble(_2=error)]))
+    run._build()
+    tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
+    _, *answers = served(Host(), [load(run), *orders(tasks)])
+    assert events == [*LOADED, "Relay", "end"]
+    told = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
+    each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
+    assert told == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]
+    assert {file for answer in answers for _, _, file, _ in answer.warnings} == {__file__}
+    assert f"client 0, round 2: {type(error).__name__}: {error}" == str(answers[1].result.failure)
+    assert "test_pool.py" in answers[1].trace
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert same_result(answers[0].result, run.worker.run(tasks[0]))
+        assert same_result(answers[2].result, run.worker.run(tasks[2]))
+
+
+class Elsewhere:
+    """A model that can only be built by the process that it was made in, less what a test sets."""
+
+    home = True
+
+    def __call__(self, in_shape, num_classes):
+        if not Elsewhere.home:
+            raise FileNotFoundError("weights.pt")
+        return MLP(in_shape=in_shape, num_classes=num_classes, hidden=(16,))
+
+
+def test_a_model_that_cannot_be_built_there_is_each_clients_failure(tmp_path, events, monkeypatch):
+    run, tasks = started(tmp_path, "sequential", model=Elsewhere())
+    monkeypatch.setattr(Elsewhere, "home", False)
+    _, *answers = served(Host(), [load(run), *orders(tasks[:2])])
+    words = [f"client {k}, round 1: FileNotFoundError: weights.pt" for k in (0, 1)]
+    assert [str(answer.result.failure) for answer in answers] == words
+
+
+def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
+    class Odd(FedAvg):
+        def remember(self, module, upload):
+            return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
+
+    host = Host()
+    run, tasks = started(tmp_path, "sequential")
+    host.worker = run.worker
+    host.worker.algorithm = Odd()
+    (answer,) = served(host, [Order(written(Parcel(tasks[0])), None)])
+    assert "client 0, round 1: " in str(answer.result.failure)
+    assert "lambda" in str(answer.result.failure)
+
+
+class Broken(Host):
+    """Breaks down at the first request."""
+
+    def serve(self, receive, answer):
+        receive()
+        raise OSError("the disk is gone")
+
+
+def test_an_actor_whose_host_breaks_down_says_so(monkeypatch):
+    monkeypatch.setattr(ray, "Host", Broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        ray.RemoteHost(1, []).load(None, {})

@@ -14,13 +14,14 @@ import pytest
 import torch
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_resume import FIVE, command_line, survive_kills
+from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import ProcessesEngine
 from fl_lightning.engines.pool import RemoteTraceback
+from fl_lightning.engines.relay import Leg
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.models import MLP
 
@@ -93,13 +94,17 @@ def test_any_number_of_processes_does(tmp_path, workers):
 class Witness(LossTerm):
     """Reports what it finds where it is run, as its loss."""
 
+    def begin(self, module):
+        self.common = isinstance(module.trainer, Leg)
+
     def forward(self, step):
         found = torch.get_num_threads() + 10 * (torch.get_float32_matmul_precision() == "high")
-        return step.logits.sum() * 0 + found + 100 * (multiprocessing.parent_process() is not None)
+        found += 100 * (multiprocessing.parent_process() is not None)
+        return step.logits.sum() * 0 + found + 1000 * self.common
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_process_has_its_threads_and_this_ones_settings(tmp_path, threads):
+def test_a_process_has_its_threads_and_this_ones_settings_and_a_fit_for_several(tmp_path, threads):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -109,7 +114,7 @@ def test_a_process_has_its_threads_and_this_ones_settings(tmp_path, threads):
         run.fit()
     finally:
         torch.set_float32_matmul_precision(before)
-    assert run.csv.rows[0]["client/train_witness"] == 110 + threads
+    assert run.csv.rows[0]["client/train_witness"] == 1110 + threads
 
 
 # --- Failures and warnings are as in one process ---
@@ -354,12 +359,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from experiments import experiment
 from fl_lightning.engines import ProcessesEngine
-from fl_lightning.errors import FLError
 
-try:
-    experiment(Path({folder!r}) / "run", engine=ProcessesEngine(1)).fit()
-except FLError as error:
-    print("told:", error)
+experiment(Path({folder!r}) / "run", engine=ProcessesEngine(1)).fit()
 """
 
 
@@ -368,8 +369,8 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(UNGUARDED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
-    assert "told: engine: 3 workers ended before they could begin" in process.stdout
-    assert '`if __name__ == "__main__":`' in process.stdout
+    assert "engine: 3 workers ended before they could begin" in process.stderr
+    assert '`if __name__ == "__main__":`' in process.stderr
 
 
 def test_nothing_is_left_after_a_run(tmp_path):
@@ -419,14 +420,18 @@ class Deep:
         return MLP(in_shape=in_shape, num_classes=num_classes, hidden=self.hidden)
 
 
+WITH_PROCESSES = ("--engine", "ProcessesEngine", "--engine.workers", "2")
+
+
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills(command_line("ua_pdfl"), tmp_path, 1, "--engine", "ProcessesEngine", "--engine.workers", "2")
+    survive_kills(command_line("ua_pdfl"), tmp_path, 1, *WITH_PROCESSES, begun=FIRST_ROUND)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("begun", ["config.yaml", FIRST_ROUND])  # killed as its processes start, or at any time later
 @pytest.mark.parametrize("method", FIVE)
-def test_many_killed_runs_resume_to_the_same_bytes(tmp_path, method):
-    survive_kills(command_line(method), tmp_path, 5, "--engine", "ProcessesEngine", "--engine.workers", "2")
+def test_many_killed_runs_resume_to_the_same_bytes(tmp_path, method, begun):
+    survive_kills(command_line(method), tmp_path, 3, *WITH_PROCESSES, begun=begun)
 
 
 # --- What cannot work ---

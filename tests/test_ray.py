@@ -8,7 +8,8 @@ import warnings
 import pytest
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_processes import Deadly, Harmless
+from test_processes import Deadly, Harmless, Witness
+from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.engines import RayEngine
@@ -69,6 +70,12 @@ def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engi
     assert_same_run(*both(tmp_path, engine, name))
     nodes = {actor_node(member) for member in engine._members}
     assert len(nodes) == len(engine._members) == 2
+
+
+def test_an_actor_has_its_threads_and_a_fit_for_several(tmp_path, engine):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Witness()]), rounds=1, engine=engine)
+    run.fit()
+    assert run.csv.rows[0]["client/train_witness"] == 1001
 
 
 def actor_node(member):
@@ -140,6 +147,15 @@ def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         run.fit()
     assert run.checkpoints.rounds() == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", ["config.yaml", FIRST_ROUND])
+@pytest.mark.parametrize("method", FIVE)
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, cluster, engine, method, begun):
+    RayEngine.close(engine)  # there is room for one run's actors
+    words = ["--engine", "RayEngine", "--engine.address", cluster.address]
+    survive_kills(command_line(method), tmp_path, 1, *words, begun=begun)
 
 
 # --- What cannot work ---

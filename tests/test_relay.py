@@ -2,19 +2,21 @@
 
 import os
 import signal
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, task_of_round
+from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
 from methods import METHODS, assert_same_run
 from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.engines import SequentialEngine, relay
+from fl_lightning.engines import SequentialEngine, relay, sequential
 from fl_lightning.errors import ConfigError
 
 ALONE = SequentialEngine(seconds=0)
@@ -98,6 +100,64 @@ def test_a_module_sees_its_own_epochs_and_steps(tmp_path):
     compare(tmp_path, lambda: FedAvg(loss_terms=[Where()]), rounds=1, trainer=CPU)
 
 
+class Stops(LossTerm):
+    """Asks the trainer to stop, at some moment."""
+
+    def __init__(self, moment):
+        super().__init__()
+        self.moment = moment
+
+    def begin(self, module):
+        self.module, self.steps = [module], 0
+        self._now("fit")
+
+    def begin_epoch(self, module):
+        self._now(f"epoch {module.current_epoch}")
+
+    def forward(self, step):
+        self.steps += 1
+        self._now(f"step {self.steps}")
+        return step.logits.square().mean()
+
+    def _now(self, moment):
+        if moment == self.moment:
+            self.module[0].trainer.should_stop = True
+
+
+class Ended(FedAvg):
+    """Notes where a client's module is when its fit is over."""
+
+    def upload(self, module, *rest):
+        self.seen.append((module.steps, module.current_epoch, module.global_step))
+        return super().upload(module, *rest)
+
+
+def ends(tmp_path, seconds, moment, **options):
+    """What becomes of two clients that stop, or not, and where their modules are then."""
+    method = Ended(loss_terms=[Stops(moment)])
+    method.seen = []
+    run = experiment(tmp_path / str(seconds), method, **options)
+    run._build()
+    tasks = [task_of_round(run, 1, client) for client in (0, 1)]
+    return list(SequentialEngine(seconds).run(run.worker, tasks)), method.seen
+
+
+@pytest.mark.parametrize("name", LOCAL_WORK)
+def test_a_fit_ends_where_it_does_alone(tmp_path, name):
+    options = {"trainer": {"accelerator": "cpu", **LOCAL_WORK[name]}, "batch_size": 16}
+    assert ends(tmp_path, 1, None, **options)[1] == ends(tmp_path, 0, None, **options)[1]
+
+
+@pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
+def test_and_stops_where_it_is_asked_to(tmp_path, moment):
+    options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
+    (common, here), (alone, there) = (ends(tmp_path, seconds, moment, **options) for seconds in (1, 0))
+    assert here == there
+    for one, other in zip(common, alone, strict=True):
+        assert one.losses == other.losses
+        assert same_bytes(one.upload.tensors, other.upload.tensors)
+
+
 def some_fail(run):
     """The tasks of a round, of which the second one's upload cannot be made."""
     tasks = [task_of_round(run, 1, client) for client in range(4)]
@@ -112,6 +172,36 @@ def test_a_client_fails_alone(tmp_path):
     assert [result.client for result in results] == [0, 1, 2, 3]
     assert [result.failure is None for result in results] == [True, False, True, True]
     assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
+
+
+class Meddler(LossTerm):
+    """Changes, for one client, what is everybody's."""
+
+    def begin(self, module):
+        self.meddles = module.lr_scale == 2.0
+
+    def begin_epoch(self, module):
+        assert torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.meddles)
+
+    def forward(self, step):
+        warnings.warn("smoke is seen", stacklevel=1)
+        if self.meddles:
+            warnings.simplefilter("error")
+            raise RuntimeError("the disk is on fire")
+        return step.logits.mean() * 0
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+@pytest.mark.filterwarnings("ignore:smoke")
+def test_what_a_client_changes_for_good_is_put_back(tmp_path, seconds):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Meddler()]))
+    run.load()
+    tasks = [replace(task_of_round(run, 1, 0), lr_scale=scale) for scale in (1.0, 2.0, 1.0)]
+    before, meddling, after = SequentialEngine(seconds).run(run.worker, tasks)
+    torch.set_grad_enabled(True)
+    assert "the disk is on fire" in str(meddling.failure)
+    assert same_bytes(before.upload.tensors, after.upload.tensors)
 
 
 class Terminated(LossTerm):
@@ -158,7 +248,7 @@ def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypa
     tasks = [task_of_round(run, 1, client) for client in range(5)]
     one = sum(value.nbytes for value in run.worker.run(tasks[0]).upload.tensors.values())
     fits.clear()
-    monkeypatch.setattr(relay, "ROOM", 2 * one - 1)
+    monkeypatch.setattr(sequential, "ROOM", 2 * one - 1)
     list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
     assert len(fits) == 3
 

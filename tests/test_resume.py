@@ -28,6 +28,7 @@ from fl_lightning.models import MLP, Head
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
+FIRST_ROUND = "checkpoints/round-000001"
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
@@ -164,13 +165,13 @@ def command_line(method: str, *words: str) -> list[str]:
     return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null", *words]
 
 
-def kill_and_resume(command: Sequence[str], folder: Path, delay: float) -> bool:
-    """Kill a run after a delay, then resume it; False if it had already ended by then."""
+def kill_and_resume(command: Sequence[str], folder: Path, begun: str, delay: float) -> bool:
+    """Kill a run some time after a file is there, then resume it; False if it had already ended by then."""
     words = [sys.executable, "-m", "fl_lightning", *command, "--run_dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
-    while not (folder / "config.yaml").exists():
+    while not (folder / begun).exists():
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.002)
     time.sleep(delay)
@@ -188,8 +189,16 @@ def left(folder: Path) -> dict[str, bytes | list[bytes]]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept} | {"state": elements(state)}
 
 
-def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: str) -> None:
-    """Kill runs with further words on their command lines, and compare them with one that has none, and was not."""
+def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: str, begun: str = "config.yaml") -> None:
+    """Kill runs with further words on their command lines, and compare them with one that has none, and was not.
+
+    Args:
+        command: The command.
+        tmp_path: Where the runs' folders go.
+        kills: How many runs are killed.
+        words: The further words.
+        begun: A file of the run's, from whose appearing on it is killed at any time.
+    """
     whole = tmp_path / "whole"
     assert main([*command, "--run_dir", str(whole)]) == 0
     duration = sum(float(row["time/round_s"]) for row in rows(whole))
@@ -197,7 +206,7 @@ def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: st
     while survived < kills:
         tried += 1
         folder = tmp_path / f"killed-{tried}"
-        survived += kill_and_resume([*command, *words], folder, chance.uniform(0, duration))
+        survived += kill_and_resume([*command, *words], folder, begun, chance.uniform(0, duration))
         assert left(folder) == left(whole)
         assert untimed_rows(folder) == untimed_rows(whole)
         assert tried < 3 * kills + 5, "the run ends before it can be killed"
@@ -206,6 +215,13 @@ def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: st
 @pytest.mark.parametrize("method", ["fedsiam_da"])  # FedSKC and UA-PDFL are killed in test_killed_writes
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
     survive_kills(command_line(method), tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "method", ["fedskc", *(pytest.param(name, marks=pytest.mark.slow) for name in ("feddw", "cwfedavg", "ua_pdfl"))]
+)
+def test_a_killed_run_of_stacked_clients_resumes_to_its_own_bytes(tmp_path, method):
+    survive_kills([*command_line(method), "--engine", "stacked"], tmp_path, 1)
 
 
 @pytest.mark.slow

@@ -94,7 +94,8 @@ class AutoEngine(Engine):
         for name, engine in rivals.items():
             try:
                 engine.check(worker)
-                seconds_a_task(engine, worker, tasks[:2])
+                engine.start(worker)
+                seconds_a_task(engine, worker, tasks)  # warms up, all of it
                 times[name] = seconds_a_task(engine, worker, tasks)
             except FLError as error:
                 if not isinstance(error, ConfigError):

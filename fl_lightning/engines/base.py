@@ -30,6 +30,16 @@ class Engine(ABC):
             ConfigError: Names the key, and the mend.
         """
 
+    def start(self, worker: Worker) -> None:  # noqa: B027, most engines have nothing to start
+        """Have ready what the first tasks would otherwise wait for, such as processes; `run` needs no call of it.
+
+        Args:
+            worker: The worker object of the tasks to come.
+
+        Raises:
+            FLError: It cannot be had.
+        """
+
     def close(self) -> None:  # noqa: B027, most engines hold nothing
         """Let go of processes and memory; called when a run ends, however it ends. `run` may follow all the same."""
 

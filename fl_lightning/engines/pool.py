@@ -19,12 +19,14 @@ from torch import Tensor
 
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.parcels import Parcel, Shelf, unpack
-from fl_lightning.engines.worker import Result, Task, Worker, failed
+from fl_lightning.engines.relay import can_relay, for_a_while, relay
+from fl_lightning.engines.worker import Fit, Result, Task, Worker, failed
 from fl_lightning.errors import ConfigError, FLError, one_line
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
 TAKEN = 2  # tasks taken at a time, times members
 TRIES = 3  # members that a client may take with it
+SECONDS = 1.0  # how long a member's fit takes up further clients
 
 
 class Lost(FLError):
@@ -138,7 +140,7 @@ class PoolEngine(Engine):
             ConfigError: The members cannot take in the worker object.
             Lost: They end before they have.
         """
-        size = min(self.size(worker), len(worker.data.shards))
+        size = self._size(worker)
         self._load(worker)
         arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
         waiting: list[Task] = []
@@ -152,14 +154,27 @@ class PoolEngine(Engine):
             if not waiting and not any(member.tasks for member in self._members):
                 return
             for member in self._wait():
-                try:
-                    result = self._answered(member, worker.heard)
-                except Lost as loss:
-                    self._dismiss(member)
-                    result = losses.count(member, loss)
+                result = self._outcome(member, worker.heard, losses)
+                if member not in self._members:
                     waiting += member.tasks
                 if result:
                     yield result
+
+    def start(self, worker: Worker) -> None:
+        """Hire all members, and wait until they have the worker object; there must be room for them.
+
+        Raises:
+            ConfigError: They cannot take it in.
+            Lost: They end before they have.
+        """
+        self._load(worker)
+        losses = Losses()
+        while True:
+            self._fill(self._size(worker))
+            if all(member.ready for member in self._members):
+                return
+            for member in self._wait():
+                self._outcome(member, worker.heard, losses)
 
     def close(self) -> None:
         """End all members."""
@@ -167,6 +182,9 @@ class PoolEngine(Engine):
             member.end()
         self._members.clear()
         self._loaded = self._handle = None
+
+    def _size(self, worker: Worker) -> int:
+        return min(self.size(worker), len(worker.data.shards))
 
     def _load(self, worker: Worker) -> None:
         """Make the worker object the one that members have, and leave none at the tasks of a round broken off."""
@@ -202,6 +220,14 @@ class PoolEngine(Engine):
             parcel = Parcel(task, shelf)
             member.tasks.append(task)
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
+
+    def _outcome(self, member: Member, heard: set[str], losses: Losses) -> Result | None:
+        """What came of a task, if a member's answer says so; one that is lost is dismissed, its tasks still its own."""
+        try:
+            return self._answered(member, heard)
+        except Lost as loss:
+            self._dismiss(member)
+            return losses.count(member, loss)
 
     def _answered(self, member: Member, heard: set[str]) -> Result | None:
         answer = member.answer()
@@ -316,47 +342,118 @@ def pattern(expression: Any) -> str:
     return getattr(expression, "pattern", expression) or ""
 
 
+@dataclass(frozen=True)
+class Load:
+    """A worker object that a host is to take in.
+
+    Args:
+        source: Its parcel.
+        trainer: Options that its trainer has there.
+    """
+
+    source: np.ndarray
+    trainer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A task that a host is to carry out.
+
+    Args:
+        source: Its parcel.
+        block: Gives the shelf's blocks that it needs.
+    """
+
+    source: np.ndarray
+    block: Callable[[int], list[Tensor]]
+
+
+Request = Load | Order
+
+
 class Host:
-    """The other end of a member: holds the worker object and carries tasks out; everything comes and goes as bytes."""
+    """The other end of a member: takes worker objects in and carries tasks out; everything comes and goes as bytes.
+
+    Each task is answered at once, but several that follow one another are carried out in one `Trainer.fit`, as by the
+    sequential engine: for about a second, or until another worker object comes.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
+        self._relays: bool | None = None
 
-    def load(self, source: np.ndarray, trainer: dict[str, Any]) -> Parcel:
-        """Take in a worker object.
+    def serve(self, receive: Callable[[], Request], answer: Callable[[Parcel], None]) -> None:
+        """Answer requests, in order, until there are no more.
 
         Args:
-            source: Its parcel.
-            trainer: Options that its trainer has here.
+            receive: Waits for the next request; a worker object has to come first.
+            answer: Takes the answer to it.
+
+        Raises:
+            Exception: Whatever `receive` raises when there are no more.
         """
+        while True:
+            request = self._orders_carried_out(self.worker, receive, answer) if self.worker else receive()
+            if isinstance(request, Load):
+                answer(self._taken_in(request))
+
+    def _taken_in(self, load: Load) -> Parcel:
         try:
-            worker, surroundings = unpack(source)
+            worker, surroundings = unpack(load.source)
             surroundings.adopt()
-            self.worker = replace(worker, trainer=worker.trainer | trainer)
+            self.worker, self._relays = replace(worker, trainer=worker.trainer | load.trainer), None
         except Exception as error:
             return Parcel(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
         gc.collect()
-        gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
+        gc.freeze()  # what is here stays: a collection then looks only at what clients' fits have made
         return Parcel(Answer())
 
-    def carry_out(self, source: np.ndarray, block: Callable[[int], list[Tensor]]) -> Parcel:
-        """Carry out a task.
+    def _orders_carried_out(
+        self, worker: Worker, receive: Callable[[], Request], answer: Callable[[Parcel], None]
+    ) -> Load | None:
+        """Carry out tasks, in one fit if that may be; the worker object that came then, or None if it was time."""
 
-        Args:
-            source: The task's parcel.
-            block: Gives the shelf's blocks that it needs.
-        """
-        assert self.worker
-        task = unpack(source, block)
+        def work(fit: Fit | None = None) -> Load | None:
+            requests: Iterator[Request] = iter(receive, None)
+            for request in for_a_while(requests, SECONDS if fit else 0):
+                if isinstance(request, Load):
+                    return request
+                answer(carried_out(worker, request, fit, shown))
+                del request
+            return None
 
         with warnings.catch_warnings(record=True) as shown:
-            result = self.worker.run(task)
-        told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
-        cause = result.failure.__cause__ if result.failure else None
-        trace = "".join(traceback.format_exception(cause)) if cause else None
-        try:
-            return Parcel(Answer(result, None, told, trace))
-        except Exception as error:
-            return Parcel(Answer(failed(task, error), None, told))
-        finally:
-            gc.collect()  # a used Trainer is a cycle that holds its model
+            if self._relays is None:
+                self._relays = relays(worker)
+            load = relay(worker, work) if self._relays else work()
+        gc.collect()  # a used Trainer is a cycle that holds its model
+        return load
+
+
+def relays(worker: Worker) -> bool:
+    """`can_relay`, where it can be told; where not, what is wrong is each client's failure."""
+    try:
+        return can_relay(worker)
+    except BaseException:
+        return False
+
+
+def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warnings.WarningMessage]) -> Parcel:
+    """Carry out a task; the answer.
+
+    Args:
+        worker: The worker.
+        order: The task.
+        fit: Trains the client, as `Worker.run` takes it.
+        shown: Warnings that were shown; those that the answer tells are taken out.
+    """
+    task = unpack(order.source, order.block)
+    result = worker.run(task, fit)
+    told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
+    shown.clear()
+    cause = result.failure.__cause__ if result.failure else None
+    trace = "".join(traceback.format_exception(cause)) if cause else None
+    try:
+        return Parcel(Answer(result, None, told, trace))
+    except Exception as error:
+        return Parcel(Answer(failed(task, error), None, told))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
-from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
+from fl_lightning.engines.pool import Answer, Host, Load, Lost, Member, Order, PoolEngine, Request
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
 from fl_lightning.lazy import away_from_here
@@ -184,24 +184,27 @@ def work(connection: Connection, threads: int) -> None:
     """Answer what is sent, until there is nobody to answer."""
     try:
         torch.set_num_threads(threads)
-        host = Host()
-        while True:
-            (what, span, rest), fds = receive(connection)
-            files = [MemoryFile(fd) for fd in fds]
-            source = files[0].read(span)
-            if what == "load":
-                parcel = host.load(source, rest)
-            else:
-                parcel = host.carry_out(source, partial(read_block, files[-1], rest))
-            place = MemoryFile().append(parcel)
-            send(connection, place.span, place.file.fd)
-            del source, files, parcel, place  # not while the next task is waited for
+        Host().serve(partial(next_request, connection), partial(reply, connection))
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(1)  # for a client's code that would have this process end, too
+
+
+def next_request(connection: Connection) -> Request:
+    """What the other side asks for next."""
+    (what, span, rest), fds = receive(connection)
+    files = [MemoryFile(fd) for fd in fds]
+    source = files[0].read(span)
+    return Load(source, rest) if what == "load" else Order(source, partial(read_block, files[-1], rest))
+
+
+def reply(connection: Connection, parcel: Parcel) -> None:
+    """Send an answer."""
+    place = MemoryFile().append(parcel)
+    send(connection, place.span, place.file.fd)
 
 
 def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) -> list[Tensor]:

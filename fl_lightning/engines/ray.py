@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.pool import Answer, Host, Lost, Member, PoolEngine
+from fl_lightning.engines.pool import Answer, Host, Load, Lost, Member, Order, PoolEngine, Request
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
 
@@ -133,23 +135,40 @@ class Actor(Member):
 class RemoteHost:
     """The actor: a host whose parcels lie in the object store, where they cannot be written to.
 
+    Calls come one by one, and a host serves many in one `Trainer.fit`: it has a thread of its own.
+
     Args:
         threads: Torch's threads.
         path: Where the run's own process looks for modules.
     """
 
     def __init__(self, threads: int, path: list[str]) -> None:
-        torch.set_num_threads(threads)
         sys.path += [folder for folder in path if folder not in sys.path]
-        self.host = Host()
+        self._requests: SimpleQueue[Request] = SimpleQueue()
+        self._answers: SimpleQueue[Parcel | BaseException] = SimpleQueue()
+        threading.Thread(target=self._serve, args=(threads,), daemon=True).start()
 
     def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
         """Take in the worker object; the data stay where they are."""
-        return as_bytes(self.host.load(source, trainer))
+        return self._answer(Load(source, trainer))
 
     def carry_out(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
         """Carry out a task; what it starts from is copied, for methods may change it."""
-        return as_bytes(self.host.carry_out(source.copy(), fetching(blocks)))
+        return self._answer(Order(source.copy(), fetching(blocks)))
+
+    def _serve(self, threads: int) -> None:
+        try:
+            torch.set_num_threads(threads)
+            Host().serve(self._requests.get, self._answers.put)
+        except BaseException as error:
+            self._answers.put(error)
+
+    def _answer(self, request: Request) -> np.ndarray:
+        self._requests.put(request)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return as_bytes(answer)
 
 
 def fetching(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -15,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.trainer import FOR_ALL, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
-from fl_lightning.engines.worker import Result, Task, Worker
+from fl_lightning.engines.worker import Fit, Task, Worker
 
-ROOM = 1 << 28
-"""Bytes of results that may wait for their fit to end."""
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 
 def can_relay(worker: Worker) -> bool:
@@ -34,13 +35,33 @@ def can_relay(worker: Worker) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
 
 
-def relay(worker: Worker, tasks: Iterator[Task], seconds: float) -> list[Result]:
-    """Carry out tasks in one `Trainer.fit`, as many as are begun within so many seconds."""
-    clients = Relay(worker, tasks, seconds)
+def relay(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
+    """Carry tasks out in one `Trainer.fit`.
+
+    Args:
+        worker: The worker; `can_relay` says yes to it.
+        work: Carries out as many as it likes, with what it is given to train each client there.
+
+    Returns:
+        What `work` returns.
+    """
+    clients = Relay(worker, work)
     trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.heard)
     with lightning_at_ease(worker.heard):
         trainer.fit(clients)
-    return clients.results
+    outcome: Outcome = clients.outcome
+    return outcome
+
+
+def for_a_while(items: Iterable[Item], seconds: float) -> Iterator[Item]:
+    """Items, until so many seconds after the first has come; that one in any case."""
+    until = None
+    for item in items:
+        until = time.monotonic() + seconds if until is None else until
+        yield item
+        del item  # not while the next is waited for
+        if time.monotonic() >= until:
+            return
 
 
 class Relay(L.LightningModule):
@@ -51,18 +72,17 @@ class Relay(L.LightningModule):
 
     Args:
         worker: The worker; `can_relay` says yes to it.
-        tasks: What there is to do.
-        seconds: How long further tasks are begun.
+        work: Carries tasks out, with what it is given to train each client.
 
     Attributes:
-        results: What came of the tasks.
+        outcome: What `work` has returned.
     """
 
-    def __init__(self, worker: Worker, tasks: Iterator[Task], seconds: float) -> None:
+    def __init__(self, worker: Worker, work: Callable[[Fit], Any]) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.worker, self.tasks, self.seconds = worker, tasks, seconds
-        self.results: list[Result] = []
+        self.worker, self.work = worker, work
+        self.outcome: Any = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """None: each client has its own."""
@@ -76,14 +96,13 @@ class Relay(L.LightningModule):
         """Nothing: the context of the trainer's precision is entered here, and every step of a client needs its own."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Carry out tasks, while there are some, and time, and room for what comes of them."""
-        started, waiting = time.monotonic(), 0
-        for task in self.tasks:
-            result = self.worker.run(task, self._fit)
-            self.results.append(result)
-            waiting += size(result)
-            if time.monotonic() - started > self.seconds or waiting > ROOM:
-                return
+        """Carry tasks out."""
+        self.outcome = self.work(self.fit)
+
+    def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
+        """Train a client's module; the optimizer as it ended."""
+        with torch.enable_grad(), warnings.catch_warnings():  # what a client sets is not for those after it
+            return self._fit(module, task)
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         device = self.trainer.strategy.root_device
@@ -94,9 +113,11 @@ class Relay(L.LightningModule):
         vars(module)["log"] = unheard
         optimizer, schedules = configured(module)
         module.on_fit_start()
-        for own.current_epoch in range(work.epochs):
+        while own.current_epoch < work.epochs and not own.should_stop:
             module.on_train_epoch_start()
             for number, (x, y) in enumerate(islice(batches, work.steps_in(own.current_epoch))):
+                if own.should_stop:
+                    break
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
                 self._step(module, optimizer, (self.worker.ready_to_train(x), y), number)
                 own.global_step += 1
@@ -105,6 +126,7 @@ class Relay(L.LightningModule):
             module.on_train_epoch_end()
             for schedule in schedules:
                 schedule.step()
+            own.current_epoch += 1
         return optimizer
 
     def _step(
@@ -136,6 +158,7 @@ class Leg:
     def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
         self.trainer, self.alone = trainer, alone
         self.current_epoch = self.global_step = 0
+        self.should_stop = False
         self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
 
     def __getattr__(self, name: str) -> Any:
@@ -146,12 +169,6 @@ def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[An
     """A client's optimizer and schedulers."""
     made = module.configure_optimizers()
     return (made[0][0], made[1]) if isinstance(made, tuple) else (made, [])
-
-
-def size(result: Result) -> int:
-    """Bytes of tensors that a result holds."""
-    sections = [result.upload.tensors] if result.upload else []
-    return sum(value.nbytes for section in (*sections, *result.memory.values()) for value in section.values())
 
 
 def unheard(*args: Any, **options: Any) -> None:

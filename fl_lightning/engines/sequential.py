@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.relay import can_relay, relay
-from fl_lightning.engines.worker import Result, Task, Worker
+from fl_lightning.engines.relay import can_relay, for_a_while, relay
+from fl_lightning.engines.worker import Fit, Result, Task, Worker
 from fl_lightning.errors import check_number
+
+ROOM = 1 << 28
+"""Bytes of results that may wait for their fit to end."""
 
 
 class SequentialEngine(Engine):
@@ -39,8 +43,25 @@ class SequentialEngine(Engine):
             self._asked, self._relays = worker, self.seconds > 0 and can_relay(worker)
         if self._relays:
             for task in tasks:
-                yield from relay(worker, chain([task], tasks), self.seconds)
+                yield from relay(worker, partial(self._carried_out, worker, chain([task], tasks)))
                 gc.collect()  # a used Trainer is a cycle that holds its model
         for task in tasks:
             yield worker.run(task)
             gc.collect()
+
+    def _carried_out(self, worker: Worker, tasks: Iterator[Task], fit: Fit) -> list[Result]:
+        """What comes of tasks: of as many as there is time for, and room for what comes of them."""
+        results: list[Result] = []
+        waiting = 0
+        for task in for_a_while(tasks, self.seconds):
+            results.append(worker.run(task, fit))
+            waiting += size(results[-1])
+            if waiting > ROOM:
+                break
+        return results
+
+
+def size(result: Result) -> int:
+    """Bytes of tensors that a result holds."""
+    sections = [result.upload.tensors] if result.upload else []
+    return sum(value.nbytes for section in (*sections, *result.memory.values()) for value in section.values())
