@@ -329,7 +329,7 @@ class FederatedOrchestrator:
         if self.evaluation.clients == "received":
             clients = self._untrained(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
         metrics = self._measured(clients, [result.on_global for result in results if result.on_global])
-        return metrics | {f"client_{result.client}/train_loss": result.losses["loss"] for result in results}
+        return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
     def _measured(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
         scores = {result.client: result.local for result in clients if result.local}

@@ -278,6 +278,66 @@ def test_weights_that_a_hook_replaces_are_trained_on(tmp_path):
     compare(tmp_path, FedAvg(loss_terms=[Shrinking()]), 1e-9, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
+class Epochs(LossTerm):
+    """Goes by the epoch that a module is at, and by how many there will be."""
+
+    def begin(self, module):
+        self.module = [module]
+        self.start = float(module.trainer.max_epochs + module.trainer.estimated_stepping_batches)
+
+    def begin_epoch(self, module):
+        self.so_far = torch.tensor(float(module.global_step))
+
+    def forward(self, step):
+        (module,) = self.module
+        here = 1 + module.current_epoch + module.trainer.max_epochs + self.so_far
+        return step.logits.square().mean() * here * 1e-2
+
+
+@pytest.mark.parametrize("work", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 8}, {"max_steps": 8}])
+def test_a_module_sees_its_own_fit(tmp_path, work):
+    compare(tmp_path, FedAvg(loss_terms=[Epochs()]), 1e-9, trainer=DOUBLE | work, batch_size=16)
+
+
+class Stops(LossTerm):
+    """Has clients of more than a few samples stop at some moment of their fits."""
+
+    def __init__(self, moment):
+        super().__init__()
+        self.moment = moment
+
+    def begin(self, module):
+        self._at("fit", module)
+
+    def begin_epoch(self, module):
+        self._at(module.current_epoch, module)
+
+    def forward(self, step):
+        return step.logits.square().mean()
+
+    def _at(self, moment, module):
+        if moment == self.moment and module.class_counts.sum() > 30:
+            module.trainer.should_stop = True
+
+
+class Ended(FedAvg):
+    """Uploads where a client's module is when its fit is over."""
+
+    def upload(self, module, *rest):
+        at = torch.tensor([module.steps, module.current_epoch, module.global_step])
+        return super().upload(module, *rest).plus({"at": {"at": at}})
+
+    def aggregate(self, state, uploads):
+        return super().aggregate(state, (upload._replace(message=upload.message.without("at")) for upload in uploads))
+
+
+@pytest.mark.parametrize("moment", ["fit", 0, 1, "never"])
+def test_a_client_stops_alone(tmp_path, moment):
+    trainer = DOUBLE | {"max_epochs": 3}
+    run = compare(tmp_path, Ended(loss_terms=[Stops(moment)]), 1e-9, trainer=trainer, batch_size=16)
+    assert len({len(shard.train) > 30 for shard in run.data.shards}) == 2
+
+
 class NoisyUpload(FedAvg):
     """Draws after the fit."""
 
@@ -614,6 +674,14 @@ class Writing(LossTerm):
         return step.logits.mean() * 0
 
 
+class Stepwise(LossTerm):
+    def begin(self, module):
+        self.module = [module]
+
+    def forward(self, step):
+        return step.logits.mean() * self.module[0].global_step
+
+
 class Noisy(LossTerm):
     def forward(self, step):
         return step.logits.mean() * torch.rand(()).to(step.logits)
@@ -684,6 +752,7 @@ REFUSED = {
     "loss term 'collecting' .its forward changes 'loss_terms.0.seen": with_term(Collecting()),
     "loss term 'writing' ": with_term(Writing()),
     "loss term 'noisy' .*random numbers": with_term(Noisy()),
+    "loss term 'stepwise' .it looks at trainer.global_step, of which each client has its own": with_term(Stepwise()),
     "loss term 'numpy_noise' .*random numbers": with_term(NumpyNoise()),
     "loss term 'own_generator' .*'loss_terms.0.rng', of type Generator": with_term(OwnGenerator()),
     "Other .it has a training_step of its own": {"algorithm": OwnStep()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,7 @@ from fl_lightning.engines.stacking import (
     tensors_of,
     versions,
 )
-from fl_lightning.engines.trainer import LocalWork
+from fl_lightning.engines.trainer import Leg, LocalWork
 from fl_lightning.engines.worker import Task, Worker, interrupts
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
@@ -45,6 +45,9 @@ class Client:
         draws: Where its random generators are.
         work: How many steps it takes.
         error: Why it trains no more, if it does not.
+
+    Attributes:
+        leg: Its module's trainer, once the fit has begun.
     """
 
     task: Task
@@ -53,6 +56,7 @@ class Client:
     draws: RandomStates
     work: LocalWork
     error: BaseException | None = None
+    leg: Leg = field(init=False)
 
     @classmethod
     def begun(cls, worker: Worker, task: Task) -> Client:
@@ -70,8 +74,8 @@ class Client:
         return cls(task, module.train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
-        """Steps that it takes in an epoch; none once it has failed."""
-        return 0 if self.error else self.work.steps_in(epoch)
+        """Steps that it takes in an epoch; none once it has failed, or been asked to stop."""
+        return 0 if self.error or self.leg.should_stop else self.work.steps_in(epoch)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -118,20 +122,20 @@ class Cohort(L.LightningModule):
     Args:
         clients: The clients, at least one.
         data: The dataset.
-        clip: Bound on each client's gradient, or 0.
-        clip_by: `norm` or `value`.
+        alone: A trainer with each client's own options.
     """
 
-    def __init__(self, clients: Sequence[Client], data: LoadedData, clip: float = 0.0, clip_by: str = "norm") -> None:
+    def __init__(self, clients: Sequence[Client], data: LoadedData, alone: L.Trainer) -> None:
         super().__init__()
         self.automatic_optimization = False
         # Those that take most steps first: the ones still at work are then consecutive rows, views of the stacks.
         # Those of as many samples stay together: their steps are the same to the end.
         self.clients = sorted(clients, key=lambda c: (-c.work.per_epoch, -len(c.batches.index), c.task.client))
-        self.data, self.clip, self.clip_by = data, clip, clip_by
+        self.data, self.alone = data, alone
         tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
         self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
         self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
+        self.begun: list[Client] = []  # those that have begun the epoch under way
         self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
         self.kinds: list[tuple[Alike, dict[int, int]]] = []
         self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
@@ -157,14 +161,15 @@ class Cohort(L.LightningModule):
     def on_fit_start(self) -> None:
         """Start each client's fit."""
         for client in self.clients:
-            client.module.trainer = self.trainer
+            client.module.trainer = client.leg = Leg(self.trainer, self.alone, client.work)  # type: ignore[assignment]
             with client.turn():
                 client.module.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
         """Start an epoch of each client that is still at work, and look at what has changed by that."""
+        self.begun = [client for client in self.clients if client.steps_in(self.current_epoch)]
         if self.hooked:
-            for client in self._at_work():
+            for client in self.begun:
                 with client.turn():
                     client.module.on_train_epoch_start()
         if self.hooked or not self.current_epoch:
@@ -180,14 +185,13 @@ class Cohort(L.LightningModule):
         if not self.observes:
             for alike, _ in self.kinds:
                 alike.verify()
-        for client in self._at_work():
-            with client.turn() if self.hooked else client.at_risk():
-                client.module.on_train_epoch_end()
+        for client in self.begun:
+            if not client.error:
+                with client.turn() if self.hooked else client.at_risk():
+                    client.module.on_train_epoch_end()
+                client.leg.current_epoch += 1
         if scheduler := self.lr_schedulers():
             scheduler.step()  # type: ignore[union-attr]
-
-    def _at_work(self) -> list[Client]:
-        return [client for client in self.clients if client.steps_in(self.current_epoch)]
 
     def _stack(self) -> None:
         """Have the clients' weights and buffers be rows of the stacks."""
@@ -253,6 +257,8 @@ class Cohort(L.LightningModule):
         for rows, tensors, loss in self.parts:
             self.manual_backward(loss.sum())
             self._hand_out(rows, tensors)
+            for row in rows:
+                self.clients[row].leg.global_step += 1
         optimizer.step()
         optimizer.zero_grad()
 
@@ -267,7 +273,7 @@ class Cohort(L.LightningModule):
     def _hand_out(self, rows: list[int], tensors: Tensors) -> None:
         """Give each client its gradients, clipped, and the buffers as the step left them."""
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
-        clip(gradients, self.clip, self.clip_by)
+        clip(gradients, self.alone.gradient_clip_val or 0.0, self.alone.gradient_clip_algorithm or "norm")
         self.blocks.hand_out(rows, gradients)
         for name, value in tensors.items():
             if not value.requires_grad:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client import ClientModule
-from fl_lightning.engines.trainer import FOR_ALL, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
+from fl_lightning.engines.trainer import FOR_ALL, Leg, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Fit, Task, Worker
 
 Item = TypeVar("Item")
@@ -144,25 +144,6 @@ class Relay(L.LightningModule):
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
-
-
-class Leg:
-    """The trainer as a client's module sees it: the relay's, but for what is the client's own.
-
-    Args:
-        trainer: The relay's trainer.
-        alone: A trainer with the client's own options.
-        work: How much the client trains.
-    """
-
-    def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
-        self.trainer, self.alone = trainer, alone
-        self.current_epoch = self.global_step = 0
-        self.should_stop = False
-        self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.alone if name in FOR_ALL else self.trainer, name)
 
 
 def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:

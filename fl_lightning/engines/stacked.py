@@ -70,6 +70,7 @@ class StackedEngine(Engine):
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.on_fit_start()
+            client.on_train_epoch_start()
         x, y = next(iter(worker.test_batches()))
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
@@ -116,8 +117,7 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
 
 def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     """Train clients together; what their optimizers ended with, where that is kept."""
-    alone = worker.setup
-    cohort = Cohort(clients, worker.data.data, alone.gradient_clip_val or 0.0, alone.gradient_clip_algorithm or "norm")
+    cohort = Cohort(clients, worker.data.data, worker.setup)
     epochs = max(client.work.epochs for client in clients)
     trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
     with lightning_at_ease(worker.heard):

@@ -255,7 +255,7 @@ class Alike:
             with self._holding(tensors, free):
                 return self.step(x, y)
 
-        with dropout if self.drops else nullcontext():
+        with dropout if self.drops else nullcontext(), self._trainer_of_all():
             stacked = torch.vmap(one, randomness="same")
             outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
         self.drops = dropout.drew  # looking at every call takes time; a mask drawn unseen is found below
@@ -294,12 +294,42 @@ class Alike:
             for held, key, value in before:
                 held[key] = value
 
+    @contextmanager
+    def _trainer_of_all(self) -> Iterator[None]:
+        """Have the module that is lent see no trainer of its own client."""
+        held = vars(self.step.client)
+        before = held["_trainer"]
+        held["_trainer"] = TrainerOfAll(before)
+        try:
+            yield
+        finally:
+            held["_trainer"] = before
+
     def _other(self, registered: Tensors) -> Callable[[Any], Tensor | None]:
         return lambda leaf: registered.get(self.names.get(id(leaf), ""))
 
     def _path(self, number: int) -> str:
         own = number - len(self.homes)
         return self.attributes[own][3] if own >= 0 else self.homes[number][2]
+
+
+class TrainerOfAll:
+    """A trainer as a step of several clients sees it.
+
+    Args:
+        trainer: One client's.
+
+    Raises:
+        ConfigError: It is asked for something that is another for each client.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("global_step", "num_training_batches", "estimated_stepping_batches"):
+            raise ConfigError(f"it looks at trainer.{name}, of which each client has its own")
+        return getattr(self.trainer, name)
 
 
 class ClientDropout(TorchFunctionMode):

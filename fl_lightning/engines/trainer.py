@@ -113,6 +113,25 @@ class LocalWork:
         return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
 
 
+class Leg:
+    """The trainer as a client's module sees it in a fit of several: that fit's, but for what is the client's own.
+
+    Args:
+        trainer: The trainer that fits several clients.
+        alone: A trainer with the client's own options.
+        work: How much the client trains.
+    """
+
+    def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
+        self.trainer, self.alone = trainer, alone
+        self.current_epoch = self.global_step = 0
+        self.should_stop = False
+        self.num_training_batches, self.estimated_stepping_batches = work.per_epoch, work.steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.alone if name in FOR_ALL else self.trainer, name)
+
+
 @contextmanager
 def lightning_at_ease(heard: set[str] | None = None) -> Iterator[None]:
     """Make a trainer, or fit with one, without the messages and searches that are meant for one long fit.
