@@ -278,6 +278,23 @@ def test_weights_that_a_hook_replaces_are_trained_on(tmp_path):
     compare(tmp_path, FedAvg(loss_terms=[Shrinking()]), 1e-9, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
+class Replacing(LossTerm):
+    """Puts another parameter in one's place, which a fit's optimizer does not know."""
+
+    def begin_epoch(self, module):
+        if module.current_epoch:
+            module.backbone.head.bias = nn.Parameter(module.backbone.head.bias.detach() * 0.9)
+
+    def forward(self, step):
+        return step.logits.new_zeros(())
+
+
+def test_a_parameter_in_the_place_of_another_is_not_stacked(tmp_path):
+    trainer = DOUBLE | {"max_epochs": 2}
+    with pytest.warns(UserWarning, match="one after another: a hook puts something else in the place of 'head.bias'"):
+        compare(tmp_path, FedAvg(loss_terms=[Replacing()]), 1e-9, trainer=trainer)
+
+
 class Epochs(LossTerm):
     """Goes by the epoch that a module is at, and by how many there will be."""
 

@@ -30,6 +30,7 @@ from fl_lightning.engines.stacking import (
 )
 from fl_lightning.engines.trainer import Leg, LocalWork
 from fl_lightning.engines.worker import Task, Worker, interrupts
+from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
 
@@ -194,8 +195,15 @@ class Cohort(L.LightningModule):
             scheduler.step()  # type: ignore[union-attr]
 
     def _stack(self) -> None:
-        """Have the clients' weights and buffers be rows of the stacks."""
-        self.tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
+        """Have the clients' weights and buffers be rows of the stacks.
+
+        Raises:
+            ConfigError: A hook has put another parameter or buffer in the place of one.
+        """
+        before, self.tensors = self.tensors, [dict(tensors_of(client.module.backbone)) for client in self.clients]
+        for earlier, own in zip(before, self.tensors, strict=False):  # none before the first epoch
+            if path := difference(earlier, own):
+                raise ConfigError(f"a hook puts something else in the place of {path!r}")
         for name, stack in self.stacks.items():
             for own, place in zip(self.tensors, stack.unbind(), strict=True):
                 if own[name].data_ptr() != place.data_ptr():
