@@ -64,9 +64,9 @@ def test_indices_are_those_of_the_batches_of_the_same_pass() -> None:
     index = torch.arange(3, 41)
     one, other = (Batches(X, Y, index, 4, seed=3) for _ in range(2))
     for _ in range(2):
-        batches, indices = list(one), other.indices()
+        batches, indices = list(one), list(other.indices())
         assert [y.tolist() for _, y in batches] == [(7 * index).tolist() for index in indices]
-    assert Batches(X, Y, index[:0], 4).indices() == []
+    assert list(Batches(X, Y, index[:0], 4).indices()) == []
 
 
 def test_a_sample_too_many_is_not_always_the_same_one() -> None:

@@ -217,9 +217,8 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
     survive_kills(command_line(method), tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    "method", ["fedskc", *(pytest.param(name, marks=pytest.mark.slow) for name in ("feddw", "cwfedavg", "ua_pdfl"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [method for method in FIVE if method != "fedsiam_da"])  # which cannot be stacked
 def test_a_killed_run_of_stacked_clients_resumes_to_its_own_bytes(tmp_path, method):
     survive_kills([*command_line(method), "--engine", "stacked"], tmp_path, 1)
 

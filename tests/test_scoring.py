@@ -374,7 +374,7 @@ def test_who_fails_is_named(tmp_path: Any) -> None:
     assert [result.client for result in results if result.failure] == [3]
     assert engine.given == list(range(6))
     with pytest.raises(ClientFailure, match="client 3, round 1: RuntimeError: not this one"):
-        run._received_scores()
+        run.test()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,9 @@ from fl_lightning.data.transforms import BatchTransform
 
 GATHERED = 1 << 20
 """Bytes of small batches that are cut from the data at a time, which takes less than to cut each by itself."""
+
+SPLIT = 32
+"""Batches whose indices are told apart at a time."""
 
 
 class Batches:
@@ -46,19 +50,19 @@ class Batches:
     def __len__(self) -> int:
         return self.length
 
-    def indices(self) -> list[Tensor]:
-        """Which samples are in each batch of a pass, `(B,)`, where the data are; drawn anew for each pass."""
+    def indices(self) -> Iterable[Tensor]:
+        """Which samples are in each batch of a pass, `(B,)`, where the data are; a pass is drawn anew, as a whole."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
         order = order.to(self.x.device)[: self.length * self.batch_size]  # at once: a batch then waits for nothing
-        return list(order.split(self.batch_size)) if self.length else []
+        for several in order.split(SPLIT * self.batch_size) if self.length else ():  # a fit may take but a few
+            yield from several.split(self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = self.indices()
+        indices = iter(self.indices())
         at_a_time = max(1, GATHERED // max(1, self.x[:1].nbytes * self.batch_size))
-        for start in range(0, len(indices), at_a_time):
-            some = indices[start : start + at_a_time]
+        while some := list(islice(indices, at_a_time)):
             chosen, sizes = torch.cat(some), [len(index) for index in some]
             yield from zip(self.x[chosen].split(sizes), self.y[chosen].split(sizes), strict=True)
 

@@ -25,6 +25,9 @@ HASHED = 1 << 24
 HELD_OUT = 0.25
 """Share of its samples that a client is tested on where neither the config nor the data say."""
 
+NOBODYS = torch.empty(0, dtype=torch.int64)
+"""The test split of clients that hold nothing out: one tensor, for there may be very many."""
+
 
 @dataclass
 class Shard:
@@ -212,7 +215,7 @@ class Scenario:
         assert self.local_test != "official"
         share = HELD_OUT if self.local_test is None else self.local_test
         if not share:  # nothing to draw
-            return Shard(torch.from_numpy(part.copy()), torch.from_numpy(part[:0].copy()))
+            return Shard(torch.from_numpy(np.require(part, requirements=["OWNDATA", "WRITEABLE"])), NOBODYS)
         test = stratified_sample(labels[part], share, generator(seed, Stream.LOCAL_SPLIT, client))
         return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
 

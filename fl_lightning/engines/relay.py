@@ -50,6 +50,7 @@ def relay(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
     with lightning_at_ease(worker.heard):
         trainer.fit(clients)
     outcome: Outcome = clients.outcome
+    del clients.worker, clients.work, clients.outcome  # a used Trainer is a cycle that holds its module
     return outcome
 
 

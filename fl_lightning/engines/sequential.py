@@ -12,7 +12,7 @@ from fl_lightning.engines.relay import can_relay, for_a_while, relay
 from fl_lightning.engines.worker import Fit, Result, Task, Worker
 from fl_lightning.errors import check_number
 
-ROOM = 1 << 28
+ROOM = 1 << 26
 """Bytes of results that may wait for their fit to end."""
 
 
@@ -44,10 +44,9 @@ class SequentialEngine(Engine):
         if self._relays:
             for task in tasks:
                 yield from relay(worker, partial(self._carried_out, worker, chain([task], tasks)))
-                gc.collect()  # a used Trainer is a cycle that holds its model
         for task in tasks:
             yield worker.run(task)
-            gc.collect()
+            gc.collect()  # a used Trainer is a cycle that holds its model
 
     def _carried_out(self, worker: Worker, tasks: Iterator[Task], fit: Fit) -> list[Result]:
         """What comes of tasks: of as many as there is time for, and room for what comes of them."""
