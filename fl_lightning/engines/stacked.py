@@ -69,8 +69,9 @@ class StackedEngine(Engine):
             client.class_counts, client.trainer = torch.ones(worker.data.objective.stratum_count(classes)), trainer
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
-            client.on_fit_start()
-            client.on_train_epoch_start()
+            with lightning_at_ease(worker.heard):
+                client.on_fit_start()
+                client.on_train_epoch_start()
         x, y = next(iter(worker.test_batches()))
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
