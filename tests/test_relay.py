@@ -1,8 +1,10 @@
 """Several clients in one fit: to the bit what each would be in a fit of its own, which some of them get."""
 
+import gc
 import os
 import signal
 import warnings
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -251,6 +253,19 @@ def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypa
     monkeypatch.setattr(sequential, "ROOM", 2 * one - 1)
     list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
     assert len(fits) == 3
+
+
+def test_results_are_gone_once_nobody_has_them(tmp_path):
+    """Not only once Python has looked for garbage: a fit's trainer is some, and has held them."""
+    run = experiment(tmp_path)
+    run.load()
+    tasks = [task_of_round(run, 1, client) for client in range(3)]
+    gc.disable()
+    try:
+        results = [weakref.ref(result) for result in SequentialEngine().run(run.worker, tasks)]
+        assert [result() for result in results] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 class Counts(L.Callback):
