@@ -20,8 +20,8 @@ class SequentialEngine(Engine):
     """Fits clients one after another on the trainer's device; memory for one client's training at a time.
 
     One `Trainer.fit` takes up clients for some time, since a fit of Lightning's has a cost of its own, and their
-    results, 64 MB of them at most, follow when it ends. What each of them comes to is the same to the bit as in a fit of its own, which it is
-    given where the trainer has callbacks or other options that are meant for one fit.
+    results, some 64 MB of them at most, follow when it ends. What each of them comes to is the same to the bit as in a
+    fit of its own, which it is given where the trainer has callbacks or other options that are meant for one fit.
 
     Args:
         seconds: How long a fit takes up further clients; 0 gives each client a fit of its own.
