@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +26,9 @@ from fl_lightning.client import ClientModule, LRScales
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
-from fl_lightning.engines.scoring import scored
-from fl_lightning.errors import ClientFailure, ConfigError, Interrupted, TooFewClients, blame, check_positive
+from fl_lightning.engines.scoring import untrained
+from fl_lightning.engines.trainer import cheap_collections
+from fl_lightning.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
 from fl_lightning.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.loggers import Loggers
@@ -128,8 +128,7 @@ class FederatedOrchestrator:
         run_dir: str | Path | None = None,
     ) -> None:
         check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
-        if seed < 0:
-            raise ConfigError(f"seed: {seed} is below 0")
+        check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
         self.seed, self._asked_per_round = seed, clients_per_round
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
@@ -207,9 +206,8 @@ class FederatedOrchestrator:
             if self._tried:
                 raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
             if fast:
-                run_dir = held.enter_context(trial.folder(resume))
+                self._lie_in(held.enter_context(trial.folder(resume)))
                 self._tried, config = True, None
-                self._lie_in(run_dir)
             held.enter_context(self.record.warned)
             if resume:
                 held.enter_context(alone(self.run_dir))
@@ -228,8 +226,8 @@ class FederatedOrchestrator:
             with undone_on_failure(made):
                 self._begin(config, name, group)
             with self._running():
-                if not self.algorithm.server and not self.round:
-                    self._publish()
+                if not self.algorithm.server and not self.round:  # every client lays its untrained model out
+                    self._aggregate(0, self._untrained(range(self.clients), repeat(Message()), upload=True))
                 while not self.is_over:
                     metrics = self._run_round(self.round + 1)
                     self._notify("on_round_metrics", metrics)
@@ -248,16 +246,14 @@ class FederatedOrchestrator:
         participants = self.participants(round)
         self._notify("on_round_start", participants)
         results: list[Result] = []
-        self.state = self.algorithm.aggregate(self._visible, self._uploads(round, participants, results))
-        self.memory.turn()
+        self._aggregate(round, self._fitted(round, participants, results))
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
         metrics |= (logged := logged_metrics(results))
         refuse_taken(self, logged)
-        failed = len(participants) - len(results)
         if self.on_client_failure == "drop":
-            metrics["client/failed"] = failed
+            metrics["client/failed"] = len(participants) - len(results)
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
 
     def participants(self, round: int) -> list[int]:
@@ -269,28 +265,41 @@ class FederatedOrchestrator:
         cohort = self.algorithm.cohort(self.state, self.clients_per_round, clients)
         return sorted(rng.choice(clients, cohort, replace=False).tolist())
 
-    def _uploads(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Upload]:
-        """Fit the participants; yield uploads in ascending client id, leave the rest of each result in `results`."""
+    def _aggregate(self, round: int, results: Iterable[Result]) -> None:
+        """Make the next state of what clients send, and put away what they keep."""
+
+        def uploads() -> Iterator[Upload]:
+            for result in results:
+                assert result.upload
+                self.memory.put(result.client, round, result.memory)
+                yield Upload(result.client, result.upload)
+
+        self.state = self.algorithm.aggregate(self._visible, uploads())
+        self.memory.turn()
+
+    def _fitted(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
+        """Fit the participants, in ascending client id; leave in `results` what is not for the server or kept."""
+        due, how = self._evaluation_due(round), self.evaluation
+        wanted = {"evaluate": due and how.clients == "trained", "evaluate_globally": due and how.personal_on_global}
         downloads = zip(participants, self.downloads(round, participants), strict=True)
-        tasks = (self._task(round, client, download) for client, download in downloads)
+        tasks = (self._task(round, client, download, **wanted) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
             self.record.writer.check()
             self._notify("on_client_end", result)
-            if result.upload is None:
-                self._drop(result.failure)
-                continue
-            self.memory.put(result.client, round, result.memory)
-            results.append(replace(result, upload=None, memory={}))
-            yield Upload(result.client, result.upload)
+            if not result.failure:
+                results.append(replace(result, upload=None, memory={}))
+                yield result
+            elif self.on_client_failure == "drop":
+                warnings.warn(f"{result.failure}; dropped from this round", stacklevel=2)
+            else:
+                raise result.failure
         if len(results) < self.min_clients:
             left = f"{len(results)} of {len(participants)} clients were left"
             raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
 
-    def _task(self, round: int, client: int, download: Message) -> Task:
-        due, how = self._evaluation_due(round), self.evaluation
-        wanted = {"evaluate": due and how.clients == "trained", "evaluate_globally": due and how.personal_on_global}
+    def _task(self, round: int, client: int, download: Message, **wanted: bool) -> Task:
         return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **wanted)
 
     def download(self, round: int, client: int) -> Message:
@@ -310,12 +319,6 @@ class FederatedOrchestrator:
     def starting_module(self, client: int) -> ClientModule:
         """A client's module as it starts on the round under way, for callbacks that compare."""
         return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client)))
-
-    def _drop(self, failure: ClientFailure | None) -> None:
-        assert failure is not None
-        if self.on_client_failure == "raise":
-            raise failure
-        warnings.warn(f"{failure}; dropped from this round", stacklevel=2)
 
     # --- Evaluation and logging ---
 
@@ -341,10 +344,7 @@ class FederatedOrchestrator:
         options = {"fit": False, "upload": False, **wanted}
         arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
         tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
-        for result in in_client_order(scored(self.engine, self.worker, tasks), clients):
-            if result.failure:
-                raise result.failure
-            yield result
+        return untrained(self.engine, self.worker, tasks, clients)
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -420,54 +420,34 @@ class FederatedOrchestrator:
         with blame("algorithm"):
             self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
 
-    def _publish(self) -> None:
-        """Without a server: every client lays its untrained model out, for its peers to collect in round 1."""
-
-        def uploads() -> Iterator[Upload]:
-            for result in self._untrained(range(self.clients), repeat(Message()), upload=True):
-                assert result.upload
-                self.memory.put(result.client, 0, result.memory)
-                yield Upload(result.client, result.upload)
-
-        self.state = self.algorithm.aggregate(self._visible, uploads())
-        self.memory.turn()
-
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
-        kinds = (self.algorithm, self.scenario.dataset, self.scenario.partition)
-        labels = Labels(name, group, [type(kind).__name__ for kind in kinds])
-        self.record.begin(self.round, self._saved, config, labels)
+        kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
+        self.record.begin(self.round, self._saved, config, Labels(name, group, kinds))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Signals wait for a safe point; whatever ends the run, finished rounds are on disk and loggers closed."""
         status = "failed"
         self._signals = DeferredSignals()
-        gc.collect()
-        gc.freeze()  # what is here stays: a collection then looks only at what a client's fit has made
         try:
-            with self._signals:
+            with cheap_collections(), self._signals:
                 self._notify("on_fit_start")
                 yield
             status = "success"
         except BaseException as error:
-            if self.record.lacks_checkpoint(self.round):
-                self.save_checkpoint()
-                self.record.writer.wait()
+            self.record.make_sure_of(self.round, self._saved)
             if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit
                 raise self._interrupted(self._signals.received) from error
             raise
         finally:
-            gc.unfreeze()
             self.record.writer.close()
             self.engine.close()
             self._notify("on_fit_end")
             self.logger.finalize(status)
 
     def _finish(self) -> Figures:
-        weights = None
-        if self.algorithm.one_model:
-            weights = self.worker.shared_module(self.state["model"]).backbone.state_dict()
-        return self.record.end(self.evaluation.targets, weights)
+        one = self.worker.shared_module(self.state["model"]).backbone if self.algorithm.one_model else None
+        return self.record.end(self.evaluation.targets, None if one is None else one.state_dict())
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"

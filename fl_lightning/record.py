@@ -192,14 +192,20 @@ class Record:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
-    def lacks_checkpoint(self, round: int) -> bool:
-        """Whether the last finished round is measured and has no checkpoint, once what is under way is written.
+    def make_sure_of(self, round: int, state: Callable[[], dict[str, Any]]) -> None:
+        """See to it that the last finished round has a checkpoint on disk, if it is measured.
+
+        Args:
+            round: The round.
+            state: Gives what the checkpoint is to hold; not called where there is one.
 
         Raises:
-            CheckpointError: The disk refused that.
+            CheckpointError: The disk refused it, or one before.
         """
         self.writer.wait()
-        return len(self.csv.rows) == round and round not in {0, *self.checkpoints.rounds()}
+        if len(self.csv.rows) == round and round not in {0, *self.checkpoints.rounds()}:
+            self.checkpoint(round, state())
+            self.writer.wait()
 
     def end(self, targets: Sequence[float], model: Tensors | None) -> Figures:
         """Write what a run ends with, once all before it is on disk, and tell loggers.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fl_lightning.message import Tensors
 
-PIECE = 1 << 18
-"""Numbers that are averaged at a time: in float64 two megabytes."""
+PIECE = 1 << 17
+"""Numbers that are averaged at a time: in float64 a megabyte."""
 
 
 class RunningMean:

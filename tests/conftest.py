@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning import orchestrator
+from fl_lightning.engines import trainer
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
 
@@ -60,7 +60,7 @@ def _quick_collections() -> Iterator[None]:
     gc.freeze()
     lasting = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orchestrator, "gc", lasting)
+        patch.setattr(trainer, "gc", lasting)
         yield
     gc.unfreeze()
 

@@ -1,7 +1,9 @@
 """Small experiments that several test files run."""
 
 import csv
+from collections.abc import Collection
 from functools import partial
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from torch import nn
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.data import Digits, Dirichlet, Scenario
+from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task
+from fl_lightning.message import Message
 from fl_lightning.models import MLP, Backbone
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -102,6 +105,16 @@ def client_series(run_dir: Path, round: int) -> dict[str, float]:
 def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Rows of metrics less what a clock put there."""
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
+    """The shards of which these clients' have no test samples."""
+    return [Shard(own.train, own.test[:0] if k in clients else own.test) for k, own in enumerate(data.shards)]
+
+
+def publish(run: FederatedOrchestrator) -> None:
+    """Have every client lay its untrained model out, as a run without a server begins."""
+    run._aggregate(0, run._untrained(range(run.clients), repeat(Message()), upload=True))
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:

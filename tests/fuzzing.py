@@ -45,9 +45,9 @@ import yaml
 from commands import Outcome, run, untimed_rows
 from methods import elements
 
-from fl_lightning import orchestrator
 from fl_lightning.checkpoint import CheckpointFolder
 from fl_lightning.config import flatten
+from fl_lightning.engines import trainer
 from fl_lightning.errors import CheckpointError
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.record import Record
@@ -257,7 +257,7 @@ def each_apart(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], j
 
 def _serve(connection: Connection, work: Callable[..., Any]) -> None:
     gc.freeze()
-    orchestrator.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)  # type: ignore[attr-defined]  # as in conftest.py
+    trainer.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)  # type: ignore[attr-defined]  # as in conftest.py
     with suppress(EOFError):
         while True:
             connection.send(work(*connection.recv()))

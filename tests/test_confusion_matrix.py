@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import run as command
 from commands import tiny
-from experiments import experiment
+from experiments import experiment, untested
 from fl_lightning.callbacks import ConfusionMatrix
 from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
 from fl_lightning.callbacks.defaults import by_name
@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from sklearn.metrics import confusion_matrix
 
 from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
-from fl_lightning.data import Scenario
+from fl_lightning.data import Scenario, Shard
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.objectives import MultiLabel, Regression
@@ -70,8 +70,7 @@ def test_a_client_without_test_samples_is_none(tmp_path, monkeypatch):
 
     def build(self, seed):
         data = plain(self, seed)
-        for shard in data.shards[1:]:
-            shard.test = shard.test[:0]
+        data.shards = untested(data, range(1, len(data.shards)))
         return data
 
     monkeypatch.setattr(Scenario, "build", build)
@@ -121,8 +120,7 @@ def test_nothing_to_test_on_is_refused(tmp_path):
     run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
     run._build()
     figure.check(run)
-    for shard in run.data.shards:
-        shard.test = shard.test[:0]
+    run.data.shards = untested(run.data, range(run.clients))
     with pytest.raises(ConfigError, match=r"no client has samples to test on; raise scenario\.local_test$"):
         figure.check(run)
 
@@ -140,8 +138,8 @@ def test_of_clients_that_are_alike_the_first_is_the_worst(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, callbacks=[figure])
     run._build()
-    for shard in run.data.shards:
-        shard.test = run.data.shards[0].test
+    first, *_ = run.data.shards
+    run.data.shards = [Shard(shard.train, first.test) for shard in run.data.shards]
     assert figure.measure(run)["client"] == 0
 
 

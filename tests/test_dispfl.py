@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment
+from experiments import NormMLP, digits, experiment, publish
 from test_peers import model_of, published
 
 from fl_lightning.algorithms import DisPFL, ErdosRenyi, PeerAlgorithm, Ring
@@ -121,7 +121,7 @@ def test_before_round_1_everybody_has_the_initial_weights_in_a_mask_of_its_own(t
     run = experiment(tmp_path, DisPFL(dense_ratio=0.3))
     run._build()
     run._begin(None, None, None)
-    run._publish()
+    publish(run)
     start = run.worker.template.backbone.state_dict()
     size = sum(value.numel() for value in start.values())
     seen = []
@@ -146,7 +146,7 @@ def test_a_round_is_the_algorithm(tmp_path, regrow):
     run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
     run._build()
     run._begin(None, None, None)
-    run._publish()
+    publish(run)
     x, y = run.data.data.x_train, run.data.data.y_train
     for round in (1, 2):
         before = {k: laid_out(run, k) for k in range(6)}

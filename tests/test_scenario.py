@@ -1,3 +1,5 @@
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import Any
@@ -20,7 +22,7 @@ from fl_lightning.data import (
     Shard,
 )
 from fl_lightning.data.partitions import by_class
-from fl_lightning.data.scenario import apportion, stratified_sample
+from fl_lightning.data.scenario import PackedShards, apportion, stratified_sample
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import Stream, generator
@@ -196,6 +198,28 @@ def test_where_nothing_is_drawn_shards_are_still_nobody_elses() -> None:
     data.shards[0].train[0] = 5
     assert [shard.train.tolist() for shard in data.shards] == [[5, 2, 4], [1, 3, 5]]
     assert shared.tolist() == list(range(6))
+
+
+def test_packed_shards_are_a_sequence_like_a_list_of_them() -> None:
+    parts = [np.array([4, 1]), np.array([0, 2, 3]), np.array([5])]
+    tests = [np.array([7]), np.array([], np.int64), np.array([6, 8])]
+    plain = [(train.tolist(), test.tolist()) for train, test in zip(parts, tests, strict=True)]
+    packed = PackedShards(parts, tests)
+
+    def lists(shards: Sequence[Shard]) -> list[tuple[list[int], list[int]]]:
+        return [(shard.train.tolist(), shard.test.tolist()) for shard in shards]
+
+    assert lists(packed) == lists([packed[0], packed[1], packed[-1]]) == plain
+    assert lists(packed[1:]) == plain[1:]
+    assert lists(packed[::-2]) == plain[::-2]
+    assert len(packed) == 3
+    with pytest.raises(IndexError):
+        packed[3]
+
+
+def test_packed_shards_take_less_than_twice_their_indices() -> None:
+    data = Scenario(Labels(np.zeros(20_000, int)), IID(), 2_000, local_test=0.25).build(0)
+    assert len(pickle.dumps(data.shards)) < 2 * 8 * 20_000
 
 
 # --- stratified_sample ---

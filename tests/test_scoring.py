@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, experiment
+from experiments import NormMLP, experiment, untested
 from methods import METHODS
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -161,7 +161,7 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
     assert samples > 300
     built = []
     build = run.worker.module
-    monkeypatch.setattr(run.worker, "module", lambda: built.append(1) or build())
+    monkeypatch.setattr(run.worker, "module", lambda *blank: built.append(1) or build(*blank))
     Counting.seen.clear()
     results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
     assert Counting.seen[:5] == [8, 2, 2, 2, 2]
@@ -172,15 +172,13 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
 
 def test_a_client_without_test_samples_has_no_score(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg())
-    for client in (0, 3, 5):
-        run.data.shards[client].test = run.data.shards[client].test[:0]
+    run.data.shards = untested(run.data, (0, 3, 5))
     results = {result.client: result for result in scored(Watched(), run.worker, tasks_of(run))}
     assert [results[k].local is None for k in range(6)] == [True, False, False, True, False, True]
     expected = one_by_one(run)
     assert expected[0].local is None
     assert_same([results[k] for k in (1, 2, 4)], {k: expected[k] for k in (1, 2, 4)})
-    for shard in run.data.shards:
-        shard.test = shard.test[:0]
+    run.data.shards = untested(run.data, range(6))
     assert [r.local for r in scored(Watched(), run.worker, tasks_of(run))] == [None] * 6
 
 

@@ -19,7 +19,8 @@ from commands import TINY, contents, run, table, tiny
 from jsonargparse import ArgumentParser, _typehints
 from jsonargparse._actions import _ActionConfigLoad  # what takes a file's path, and imports what that names
 
-from fl_lightning import catalogue, orchestrator, trust
+from fl_lightning import catalogue, trust
+from fl_lightning.engines import trainer
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import experiment_parser, open_run, run_keys
 from fl_lightning.models import FromModule
@@ -65,7 +66,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     passing = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
-    monkeypatch.setattr(orchestrator, "gc", passing)  # classes of modules that are gone must be gone
+    monkeypatch.setattr(trainer, "gc", passing)  # classes of modules that are gone must be gone
     yield folder
     forget(folder)
 

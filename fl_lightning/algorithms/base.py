@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, unique_knowledge
 from fl_lightning.errors import ConfigError, check_number
@@ -30,6 +31,8 @@ State = dict[str, Tensors]
 
 OWN = "personal"
 """The section of a client's memory that holds the part of the model which never leaves it."""
+
+PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Weighting = Literal["samples", "uniform"]
@@ -320,10 +323,10 @@ class Algorithm:
             n_samples: How many training samples the client holds, `N_k`.
             num_classes: Number of classes, `C`.
         """
-        sections = {"model": self._shared(module.backbone)}
-        for piece in module.pieces():
-            sections[piece.name] = piece.summarize(module, batches, num_classes)
-        return Message.pack(to_cpu(sections), n_samples=n_samples)
+        weights = self._shared(module.backbone)
+        knowledge = {piece.name: piece.summarize(module, batches, num_classes) for piece in module.pieces()}
+        sections = to_cpu({"model": weights}, copy=not module.spent) | to_cpu(knowledge)
+        return Message.pack(sections, n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
@@ -399,6 +402,16 @@ def load_weights(backbone: nn.Module, weights: Tensors) -> None:
         raise ValueError(f"{strangers[0]!r} is no entry of this model")
 
 
+def loads_plainly(backbone: nn.Module) -> bool:
+    """Whether `load_weights` only writes over entries: no part of the network has hooks or a way of its own to load."""
+
+    def plain(part: nn.Module) -> bool:
+        hooked = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
+        return type(part)._load_from_state_dict in PLAIN_LOADING and not hooked
+
+    return type(backbone).load_state_dict is nn.Module.load_state_dict and all(map(plain, backbone.modules()))
+
+
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
     """What the entries of parts of a backbone begin with: `head.` for the part `head`."""
     return tuple(f"{part}." for part in parts)
@@ -443,12 +456,25 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
     return other.state_dict()
 
 
-def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
+def to_cpu(sections: Mapping[str, Tensors], copy: bool = True) -> State:
+    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from.
+
+    Args:
+        sections: Tensors of a module, by section and name.
+        copy: False where nobody needs the module any more: what has its memory to itself is then given up as it is.
+    """
+    taken: set[int] = set()
+
+    def shared(value: Tensor) -> bool:
+        memory = value.untyped_storage()
+        others = memory.data_ptr() in taken
+        taken.add(memory.data_ptr())
+        return others or memory.nbytes() > value.nbytes
 
     def widened(value: Tensor) -> Tensor:
         half = value.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else value.dtype
-        return value.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        own = copy or shared(value)
+        return value.detach().to("cpu", dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
 
     return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -25,11 +26,8 @@ HASHED = 1 << 24
 HELD_OUT = 0.25
 """Share of its samples that a client is tested on where neither the config nor the data say."""
 
-NOBODYS = torch.empty(0, dtype=torch.int64)
-"""The test split of clients that hold nothing out: one tensor, for there may be very many."""
 
-
-@dataclass
+@dataclass(frozen=True)
 class Shard:
     """One client's share, as indices into the training set.
 
@@ -40,6 +38,34 @@ class Shard:
 
     train: Tensor
     test: Tensor
+
+
+class PackedShards(Sequence[Shard]):
+    """Shards by client id, for very many clients: two tensors hold the indices of all, and a client's are their views.
+
+    Args:
+        train: Each client's training samples.
+        test: Each client's test samples.
+    """
+
+    def __init__(self, train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> None:
+        self._train, self._test = (torch.from_numpy(np.concatenate(parts)) for parts in (train, test))
+        self._train_ends, self._test_ends = ([0, *accumulate(map(len, parts))] for parts in (train, test))
+
+    def __len__(self) -> int:
+        return len(self._train_ends) - 1
+
+    @overload
+    def __getitem__(self, client: int) -> Shard: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Shard]: ...
+    def __getitem__(self, client: int | slice) -> Shard | list[Shard]:
+        chosen = range(len(self))[client]
+        return self._shard(chosen) if isinstance(chosen, int) else [self._shard(k) for k in chosen]
+
+    def _shard(self, k: int) -> Shard:
+        (a, b), (c, d) = self._train_ends[k : k + 2], self._test_ends[k : k + 2]
+        return Shard(self._train[a:b], self._test[c:d])
 
 
 @dataclass
@@ -55,7 +81,7 @@ class FederatedData:
     """
 
     data: LoadedData
-    shards: list[Shard]
+    shards: Sequence[Shard]
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
 
@@ -181,8 +207,8 @@ class Scenario:
             test = share_official_test(data, shares.train, generator(seed, Stream.LOCAL_SPLIT), objective)
             shares = replace(shares, test=test)
         elif self.local_test is not None or shares.test is None:
-            shards = [self._split_locally(labels, part, seed, client) for client, part in enumerate(shares.train)]
-            return FederatedData(data, shards, shares.ids, objective)
+            split = [self._split_locally(labels, part, seed, client) for client, part in enumerate(shares.train)]
+            return FederatedData(data, PackedShards(*zip(*split, strict=True)), shares.ids, objective)
         return in_one_table(data, shares, objective)
 
     def _refuse_what_needs_classes(self, objective: Objective) -> None:
@@ -211,13 +237,15 @@ class Scenario:
             raise ConfigError(f"{who}: {error}") from error
         return shares
 
-    def _split_locally(self, labels: np.ndarray, part: np.ndarray, seed: int, client: int) -> Shard:
+    def _split_locally(
+        self, labels: np.ndarray, part: np.ndarray, seed: int, client: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         assert self.local_test != "official"
         share = HELD_OUT if self.local_test is None else self.local_test
         if not share:  # nothing to draw
-            return Shard(torch.from_numpy(np.require(part, requirements=["OWNDATA", "WRITEABLE"])), NOBODYS)
+            return part, part[:0]
         test = stratified_sample(labels[part], share, generator(seed, Stream.LOCAL_SPLIT, client))
-        return Shard(torch.from_numpy(part[~test]), torch.from_numpy(part[test]))
+        return part[~test], part[test]
 
 
 def _is_number(value: object) -> bool:
@@ -319,10 +347,8 @@ def in_one_table(data: LoadedData, shares: Shares, objective: Objective = Classi
     assert shares.test is not None
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
     n = len(data.y_train)
-    pairs = zip(shares.train, shares.test, strict=True)
-    shards = [Shard(torch.from_numpy(own), torch.from_numpy(test + n)) for own, test in pairs]
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
-    return FederatedData(table, shards, shares.ids, objective)
+    return FederatedData(table, PackedShards(shares.train, [own + n for own in shares.test]), shares.ids, objective)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -7,9 +7,11 @@ import io
 import pickle
 import types
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,6 +39,7 @@ class Blueprint(Generic[M]):
     def __init__(self, module: M) -> None:
         self._module = module
         self._parts: list[Any] = []
+        self._entries: Mapping[str, Tensor] = module.state_dict(keep_vars=True)
         self._structure: bytes | None
         try:
             self._structure = self._taken_apart()
@@ -44,16 +47,23 @@ class Blueprint(Generic[M]):
         except Exception:  # whatever an object's own pickling raises
             self._structure = None
 
-    def build(self) -> M:
-        """A new copy."""
+    def build(self, blank: Iterable[str] = ()) -> M:
+        """A new copy.
+
+        Args:
+            blank: Entries of the state dict that will be written over, and whose numbers may be any until then.
+        """
         if self._structure is None:
             return copy.deepcopy(self._module)
+        empty = {id(self._entries[name]) for name in blank if name in self._entries}
         built: dict[int, Any] = {}
 
         def part(number: int) -> Any:
             if number not in built:
                 original = self._parts[number]
-                built[number] = copy.deepcopy(original) if isinstance(original, Tensor) else original
+                if isinstance(original, Tensor):
+                    original = emptied(original) if id(original) in empty else copy.deepcopy(original)
+                built[number] = original
             return built[number]
 
         unpickler = pickle.Unpickler(io.BytesIO(self._structure))
@@ -77,3 +87,10 @@ class Blueprint(Generic[M]):
         pickler.persistent_id = number_of  # type: ignore[method-assign]
         pickler.dump(self._module)
         return stream.getvalue()
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A copy of a parameter or a buffer without its numbers; with them, if it is a tensor of another kind."""
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
+    return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -67,7 +67,7 @@ class Client:
             worker: The worker.
             task: The client's task.
         """
-        module = worker.begun(task, worker.module())
+        module = worker.received(task)
         draws = RandomStates(worker.device)
         batches = worker.batches(task)
         if worker.device.type != "cpu":  # where it is already; looking at every part takes time

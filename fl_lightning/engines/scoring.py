@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm
 from fl_lightning.client import ClientModule
-from fl_lightning.engines.base import Engine
-from fl_lightning.engines.worker import Result, Task, Worker, interrupts
+from fl_lightning.engines.base import Engine, in_client_order
+from fl_lightning.engines.worker import Result, Task, Worker, inherits, interrupts
 from fl_lightning.seeding import RandomStates
 
 ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")
@@ -24,6 +23,18 @@ AGGREGATOR = ("model_for", "ahead")
 LOOKED_AT, APART, NEAR = 8, 2, 0.05
 """Samples that a network is tried on, at once and so many at a time, and how near its outputs must be: precision may be
 half, and a network that looks at its batch is far off."""
+
+
+def untrained(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]) -> Iterator[Result]:
+    """The results of tasks that train nothing, in the order of these clients, whose tasks they are.
+
+    Raises:
+        ClientFailure: One of them fails.
+    """
+    for result in in_client_order(scored(engine, worker, tasks), clients):
+        if result.failure:
+            raise result.failure
+        yield result
 
 
 def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
@@ -66,11 +77,6 @@ def sends_one_model(worker: Worker) -> bool:
     algorithm = worker.algorithm
     inherited = inherits(algorithm, Algorithm, ALGORITHM) and inherits(algorithm.aggregator, Aggregator, AGGREGATOR)
     return inherited and algorithm.module_class is ClientModule
-
-
-def inherits(part: object, base: type, names: Iterable[str]) -> bool:
-    """Whether an object has these methods from a class, and none of its own in their place."""
-    return all(inspect.getattr_static(part, name) is inspect.getattr_static(base, name) for name in names)
 
 
 def only_scores(task: Task) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -130,6 +131,17 @@ class Leg:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.alone if name in FOR_ALL else self.trainer, name)
+
+
+@contextmanager
+def cheap_collections() -> Iterator[None]:
+    """Have garbage be looked for only among what is made inside: used trainers are cycles, often collected."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

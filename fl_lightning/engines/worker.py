@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import getattr_static
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, to_cpu
+from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, loads_plainly, to_cpu
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
@@ -240,9 +241,13 @@ class Worker:
         assert isinstance(module, ClientModule)
         return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
-    def module(self) -> ClientModule:
-        """A fresh client module with the run's initial weights, in the trainer's precision."""
-        module = self._blueprint.build()
+    def module(self, blank: Iterable[str] = ()) -> ClientModule:
+        """A fresh client module with the run's initial weights, in the trainer's precision.
+
+        Args:
+            blank: Entries of the network that will be written over, and need no weights.
+        """
+        module = self._blueprint.build(f"backbone.{name}" for name in blank)
         if self.compile:
             compile_backbone(module.backbone)
         return module
@@ -297,10 +302,6 @@ class Worker:
         sizes = [len(test) for test in tests]
         return evaluate_each(module, self._ordered(torch.cat(tests)), sizes, self.data.objective, self.measures)
 
-    def received(self, task: Task) -> ClientModule:
-        """The client's module, its own, as it starts on a task."""
-        return self.begun(task, self.module())
-
     def personal(self, task: Task) -> ClientModule:
         """The client's module as it would be measured before it trains on a task."""
         module = self.received(task)
@@ -308,8 +309,9 @@ class Worker:
             self.algorithm.personalize(module, self.training_batches(task.client))
         return module
 
-    def begun(self, task: Task, module: ClientModule) -> ClientModule:
-        """A module as initialised, made the client's as it starts on a task; torch's generators are the client's."""
+    def received(self, task: Task) -> ClientModule:
+        """The client's module, its own, as it starts on a task; torch's generators are then the client's."""
+        module = self.module(task.download.section("model") if self._writes_over else ())
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.batch_size
         objective, data = self.data.objective, self.data.data
@@ -320,6 +322,11 @@ class Worker:
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
             self._prepare(module, task)
         return module
+
+    @cached_property
+    def _writes_over(self) -> bool:
+        """Whether weights that are received take the place of others, which nothing looks at before."""
+        return inherits(self.algorithm, Algorithm, ("receive",)) and loads_plainly(self.template.backbone)
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
         seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)
@@ -343,9 +350,9 @@ class Worker:
         return dealt - round(self.algorithm.validation * dealt)
 
     def _run(self, task: Task, fit: Fit) -> Result:
-        # made before seeding: the first module of a process draws the initial weights
-        module = self.begun(task, self.module())
+        module = self.received(task)
         optimizer = fit(module, task) if task.fit else None
+        module.spent = self._ends_with_upload and not (task.evaluate or task.evaluate_globally)
         return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
 
     def finished(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
@@ -385,6 +392,11 @@ class Worker:
             local,
             on_global,
         )
+
+    @cached_property
+    def _ends_with_upload(self) -> bool:
+        """Whether the method only reads the upload of a client, and nothing of its own comes after that."""
+        return inherits(self.algorithm, Algorithm, ("upload", "remember"))
 
     @property
     def keeps_optimizer(self) -> bool:
@@ -455,6 +467,11 @@ class Worker:
 
     def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
+
+
+def inherits(part: object, base: type, names: Iterable[str]) -> bool:
+    """Whether an object has these methods from a class, and none of its own in their place."""
+    return all(getattr_static(part, name) is getattr_static(base, name) for name in names)
 
 
 def interrupts(error: BaseException) -> bool:

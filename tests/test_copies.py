@@ -1,0 +1,297 @@
+"""A client's weights are copied where somebody could still change or read them, and only there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from experiments import experiment, publish, same_bytes, task_of_round
+from methods import METHODS
+from torch import Tensor, nn
+
+from fl_lightning.algorithms import FedAvg, FedPer
+from fl_lightning.algorithms.base import loads_plainly, to_cpu
+from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.engines import Task, blueprint
+from fl_lightning.engines.blueprint import Blueprint, emptied
+from fl_lightning.engines.worker import Worker
+from fl_lightning.knowledge import SharedKnowledge
+from fl_lightning.message import Message
+from fl_lightning.models import MLP, ResNet8
+
+
+@pytest.fixture(autouse=True)
+def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left empty holds numbers that nobody could overlook."""
+
+    def filled(tensor: Tensor) -> Tensor:
+        made = emptied(tensor)
+        with torch.no_grad():
+            return made.fill_(float("nan") if made.is_floating_point() else -7)
+
+    monkeypatch.setattr(blueprint, "emptied", filled)
+
+
+def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
+    """A worker, and a client's task of round 1."""
+    run = experiment(tmp_path, algorithm, **options)
+    run._build()
+    if not run.algorithm.server:
+        publish(run)
+    return run.worker, task_of_round(run, 1, run.participants(1)[0])
+
+
+def ended(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:
+    """What comes of a task, and the module that it was done with."""
+    modules: list[ClientModule] = []
+    plain = Worker.finished
+
+    def noted(self: Worker, task: Task, module: ClientModule, *rest: Any) -> Any:
+        modules.append(module)
+        return plain(self, task, module, *rest)
+
+    monkeypatch.setattr(Worker, "finished", noted)
+    return worker.run(task), modules[0]
+
+
+def shared_with(module: ClientModule, upload: Message) -> int:
+    """How many tensors of an upload are the module's own."""
+    own = {value.data_ptr() for value in module.state_dict().values()}
+    return sum(value.data_ptr() in own for value in upload.tensors.values())
+
+
+# --- Nothing comes out otherwise ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, options = METHODS[name]
+    worker, task = begun(tmp_path, method(), **options)
+
+    def outcome() -> list[dict[str, Tensor]]:
+        start, result = worker.received(task).state_dict(), worker.run(task)
+        return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
+
+    lean = outcome()
+    monkeypatch.setitem(vars(worker), "_writes_over", False)
+    monkeypatch.setitem(vars(worker), "_ends_with_upload", False)
+    for one, other in zip(lean, outcome(), strict=True):
+        assert same_bytes(one, other)
+
+
+# --- What a client starts from ---
+
+
+def test_weights_that_are_received_are_not_copied_from_the_initial_ones(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path)
+    emptied = worker.module(task.download.section("model")).backbone.state_dict()
+    assert all(value.isnan().all() for value in emptied.values())
+    assert not any(value.isnan().any() for value in worker.received(task).backbone.state_dict().values())
+
+
+def test_the_part_that_never_leaves_a_client_starts_as_initialised(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path, FedPer())
+    start, initial = worker.received(task).backbone, worker.module().backbone
+    assert same_bytes(start.head.state_dict(), initial.head.state_dict())
+
+
+class HalfTheWay(MLP):
+    """Goes half the way from its weights to those that it is to load."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_load_state_dict_pre_hook(self._half)
+
+    def _half(self, module: nn.Module, weights: dict[str, Tensor], *rest: Any) -> None:
+        own = self.state_dict()
+        weights |= {name: (value + own[name]) / 2 for name, value in weights.items()}
+
+
+class OwnWay(nn.Linear):
+    """Loads in a way of its own."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+class WholeWay(nn.Sequential):
+    """Loads as a whole in a way of its own."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options)
+
+
+def test_a_network_that_looks_at_its_weights_when_it_loads_others_has_them(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path, model=HalfTheWay)
+    expected = worker.module().backbone
+    expected.load_state_dict({name: 3 * value for name, value in expected.state_dict().items()})
+    tripled = Message({name: 3 * value for name, value in task.download.tensors.items()})
+    start = worker.received(replace(task, download=tripled)).backbone
+    assert same_bytes(start.state_dict(), expected.state_dict())
+
+
+def hooked_after() -> nn.Module:
+    module = nn.Linear(1, 1)
+    module.register_load_state_dict_post_hook(lambda *args: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("network", "plain"),
+    [
+        (lambda: ResNet8(in_shape=(3, 8, 8), num_classes=2), True),
+        (lambda: nn.BatchNorm1d(2), True),
+        (lambda: HalfTheWay(in_shape=(1,), num_classes=2), False),
+        (lambda: nn.Sequential(nn.Sequential(OwnWay(1, 1))), False),
+        (lambda: WholeWay(nn.Linear(1, 1)), False),
+        (lambda: nn.Sequential(hooked_after()), False),
+        (lambda: nn.LazyLinear(2), False),
+    ],
+)
+def test_what_loads_plainly(network: Any, plain: bool) -> None:
+    assert loads_plainly(network()) == plain
+
+
+class Receives(FedAvg):
+    """Looks at the weights that were there before."""
+
+    def receive(self, module: ClientModule, download: Message, memory: Any) -> None:
+        before = next(module.parameters()).clone()
+        super().receive(module, download, memory)
+        module.notes["before"] = {"first": before}
+
+
+def test_a_method_that_receives_in_a_way_of_its_own_finds_the_initial_weights(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path, Receives())
+    before = worker.received(task).notes["before"]["first"]
+    assert torch.equal(before, next(worker.module().parameters()))
+
+
+class Kind(nn.Parameter):
+    """A parameter of another kind."""
+
+
+class Parts(nn.Module):
+    """A frozen parameter, strides of its own, two names for one weight, a buffer, and a parameter of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3).t(), requires_grad=False)
+        self.same = self.weight
+        self.register_buffer("count", torch.tensor([1, 2]))
+        self.kind = Kind(torch.ones(2))
+        self.left = nn.Parameter(torch.ones(2))
+
+
+def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
+    module = Parts()
+    built = Blueprint(module).build(["weight", "same", "count", "nobody's"])
+    assert type(built.weight) is nn.Parameter
+    assert not built.weight.requires_grad
+    assert built.weight.stride() == module.weight.stride()
+    assert built.weight is built.same
+    assert built.weight.isnan().all()
+    assert built.count.tolist() == [-7, -7]
+    assert built.count.dtype == torch.int64
+    assert built.left.tolist() == [1, 1]
+
+
+def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blueprint, "emptied", emptied)
+    copied = Blueprint(Parts()).build(["kind"]).kind
+    assert type(copied) is Kind
+    assert copied.tolist() == [1, 1]
+
+
+# --- What a client sends ---
+
+
+def test_weights_that_nobody_needs_any_more_are_sent_as_they_are(tmp_path: Any, monkeypatch: Any) -> None:
+    worker, task = begun(tmp_path)
+    result, module = ended(worker, task, monkeypatch)
+    assert shared_with(module, result.upload) == len(result.upload.tensors)
+    assert not any(value.requires_grad for value in result.upload.tensors.values())
+
+
+@pytest.mark.parametrize("wanted", ["evaluate", "evaluate_globally"])
+def test_weights_that_are_still_measured_are_copied(tmp_path: Any, wanted: str, monkeypatch: Any) -> None:
+    worker, task = begun(tmp_path)
+    result, module = ended(worker, replace(task, **{wanted: True}), monkeypatch)
+    assert shared_with(module, result.upload) == 0
+
+
+class Clipped(FedAvg):
+    """Writes into what it sends."""
+
+    def upload(self, *args: Any) -> Message:
+        message = super().upload(*args)
+        for value in message.tensors.values():
+            value.zero_()
+        return message
+
+
+class Remembers(FedAvg):
+    """Writes into what was sent, once it has noted the trained weights."""
+
+    def remember(self, module: ClientModule, upload: Message) -> Any:
+        for value in upload.tensors.values():
+            value.zero_()
+        return {"trained": {name: value.clone() for name, value in module.backbone.state_dict().items()}}
+
+
+@pytest.mark.parametrize("method", [Clipped, Remembers])
+def test_a_method_may_write_into_what_is_sent(tmp_path: Any, method: Any, monkeypatch: Any) -> None:
+    worker, task = begun(tmp_path, method())
+    result, module = ended(worker, task, monkeypatch)
+    assert not any(value.any() for value in result.upload.tensors.values())
+    assert all(value.any() for value in module.backbone.state_dict().values())
+    assert shared_with(module, result.upload) == 0
+
+
+class Echo(SharedKnowledge):
+    """Knowledge of which a client sends back what it was sent."""
+
+    name = "echo"
+
+    def initial(self, num_classes: int) -> dict[str, Tensor]:
+        return {"values": torch.ones(num_classes)}
+
+    def summarize(self, *args: Any) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+
+class Listens(LossTerm):
+    """A term that makes it travel, and adds nothing."""
+
+    active = False
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        return (Echo(),)
+
+
+def test_knowledge_is_always_copied(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path, FedAvg(loss_terms=[Listens()]))
+    sent, upload = task.download.section("echo")["values"], worker.run(task).upload.section("echo")["values"]
+    assert torch.equal(sent, upload)
+    assert sent.data_ptr() != upload.data_ptr()
+
+
+def test_what_shares_its_memory_is_copied() -> None:
+    whole, tied = torch.arange(6.0), torch.ones(2)
+    half = torch.ones(2, dtype=torch.bfloat16)
+    sections = {"model": {"alone": torch.ones(3), "view": whole[:2], "one": tied, "other": tied, "half": half}}
+    sections["model"]["turned"] = torch.arange(6.0).view(2, 3).t()
+    own, made = sections["model"], to_cpu(sections, copy=False)["model"]
+    same = {name for name in own if made[name].data_ptr() == own[name].data_ptr()}
+    assert same == {"alone", "one"}
+    assert all(torch.equal(made[name], own[name].float()) for name in own)
+    assert all(value.is_contiguous() for value in made.values())
+    assert made["half"].dtype == torch.float32
+
+
+def test_by_default_all_is_copied() -> None:
+    own = {"a": torch.ones(2), "b": torch.ones(2, 3).t()}
+    made = to_cpu({"model": own})["model"]
+    assert not any(made[name].data_ptr() == own[name].data_ptr() for name in own)
+    assert all(value.is_contiguous() for value in made.values())
