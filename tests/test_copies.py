@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from experiments import experiment, publish, same_bytes, task_of_round
-from methods import METHODS
+from methods import FEW_QUICK, METHODS
 from torch import Tensor, nn
 
 from fl_lightning.algorithms import FedAvg, FedPer
@@ -63,7 +63,7 @@ def shared_with(module: ClientModule, upload: Message) -> int:
 # --- Nothing comes out otherwise ---
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FEW_QUICK)
 def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, options = METHODS[name]
     worker, task = begun(tmp_path, method(), **options)
