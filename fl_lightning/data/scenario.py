@@ -48,9 +48,19 @@ class PackedShards(Sequence[Shard]):
         test: Each client's test samples.
     """
 
-    def __init__(self, train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> None:
+    def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._train, self._test = (torch.from_numpy(np.concatenate(parts)) for parts in (train, test))
         self._train_ends, self._test_ends = ([0, *accumulate(map(len, parts))] for parts in (train, test))
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> PackedShards:
+        """These shards, packed."""
+        return shards if isinstance(shards, cls) else cls([own.train for own in shards], [own.test for own in shards])
+
+    def together(self, part: str) -> tuple[Tensor, Tensor]:
+        """What `FederatedData.together` gives."""
+        values, ends = (self._train, self._train_ends) if part == "train" else (self._test, self._test_ends)
+        return values, torch.tensor(ends).diff()
 
     def __len__(self) -> int:
         return len(self._train_ends) - 1
@@ -89,10 +99,13 @@ class FederatedData:
         """Samples a client and class, `(clients, C)`, of `train` or `test` shares; without classes `(clients, 1)`."""
         classes = self.objective.stratum_count(self.data.num_classes)
         y = self.objective.strata(self.data.y_train)
-        held = [getattr(shard, part) for shard in self.shards]
-        owner = torch.arange(len(held)).repeat_interleave(torch.tensor([len(own) for own in held]))
-        cells = torch.bincount(owner * classes + y[torch.cat(held)], minlength=len(held) * classes)
-        return cells.reshape(len(held), classes).numpy()
+        held, sizes = self.together(part)
+        cell = (torch.arange(len(sizes)) * classes).repeat_interleave(sizes).add_(y[held])
+        return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
+
+    def together(self, part: str = "train") -> tuple[Tensor, Tensor]:
+        """All clients' indices of `train` or `test`, one client's after another's, and how many each has, `(K,)`."""
+        return PackedShards.of(self.shards).together(part)
 
     def digest(self) -> dict[str, str]:
         """SHA-256 of all that clients and server compute on, by part, so that two runs can tell whether theirs is one.
