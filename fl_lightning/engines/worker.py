@@ -311,6 +311,7 @@ class Worker:
 
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task; torch's generators are then the client's."""
+        # made before seeding: the first module of a process draws the initial weights
         module = self.module(task.download.section("model") if self._writes_over else ())
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.batch_size
