@@ -11,8 +11,8 @@ from experiments import NormMLP, client_series, experiment, same_bytes, untimed
 from fl_lightning.callbacks import ClientDrift
 from torch.nn import functional as F
 
-from fl_lightning import loggers
-from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSKC
+from fl_lightning import loggers, orchestrator
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedPer, FedSKC
 from fl_lightning.client import LRScales
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
@@ -236,3 +236,11 @@ def test_a_clients_module_is_what_a_test_of_the_run_scores(tmp_path, algorithm):
         accuracy = (module(x).argmax(dim=1) == y).float().mean().item()
         assert found[f"client_{client}/acc"] == pytest.approx(accuracy)
         assert module.class_counts.tolist() == run.data.class_counts()[client].tolist()
+
+
+def test_what_clients_sent_and_keep_is_not_held_until_the_rounds_end(tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(orchestrator, "train_metrics", lambda results: held.extend(results) or {})
+    experiment(tmp_path, FedPer(), rounds=1).fit()
+    assert len(held) == 4
+    assert all(result.upload is None and not result.memory for result in held)

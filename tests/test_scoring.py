@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import Aggregator, Algorithm, CwFedAvg, FedAvg, FedPer, FedSiamDA, WeightedMean
 from fl_lightning.client import ClientModule
 from fl_lightning.engines import Engine, SequentialEngine, Task
-from fl_lightning.engines.scoring import AGGREGATOR, ALGORITHM, scored, sends_one_model
+from fl_lightning.engines.scoring import AGGREGATOR, ALGORITHM, scored, sends_one_model, untrained
 from fl_lightning.errors import ClientFailure
 from fl_lightning.evaluation import Evaluation, evaluate, evaluate_each
 from fl_lightning.measures import measures_of
@@ -391,6 +391,19 @@ def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, 
             list(scored(Watched(), run.worker, tasks_of(run)))
     else:
         assert_same(list(scored(Watched(), run.worker, tasks_of(run))), one_by_one(run))
+
+
+class Backwards(Watched):
+    """The last task's result first."""
+
+    def run(self, worker: Any, tasks: Any) -> Any:
+        return reversed(list(super().run(worker, tasks)))
+
+
+def test_results_of_what_trains_nothing_are_in_the_clients_order(tmp_path: Any) -> None:
+    run = after(tmp_path, CwFedAvg())
+    results = untrained(Backwards(), run.worker, tasks_of(run), range(6))
+    assert [result.client for result in results] == list(range(6))
 
 
 class Nobody(Engine):
