@@ -49,8 +49,10 @@ class PackedShards(Sequence[Shard]):
     """
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
-        self._train, self._test = (torch.from_numpy(np.concatenate(parts)) for parts in (train, test))
-        self._train_ends, self._test_ends = ([0, *accumulate(map(len, parts))] for parts in (train, test))
+        self._parts = {
+            part: (torch.from_numpy(np.concatenate(own)), [0, *accumulate(map(len, own))])  # and where each begins
+            for part, own in (("train", train), ("test", test))
+        }
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> PackedShards:
@@ -59,11 +61,11 @@ class PackedShards(Sequence[Shard]):
 
     def together(self, part: str) -> tuple[Tensor, Tensor]:
         """What `FederatedData.together` gives."""
-        values, ends = (self._train, self._train_ends) if part == "train" else (self._test, self._test_ends)
-        return values, torch.tensor(ends).diff()
+        indices, starts = self._parts[part]
+        return indices, torch.tensor(starts).diff()
 
     def __len__(self) -> int:
-        return len(self._train_ends) - 1
+        return len(self._parts["train"][1]) - 1
 
     @overload
     def __getitem__(self, client: int) -> Shard: ...
@@ -74,8 +76,7 @@ class PackedShards(Sequence[Shard]):
         return self._shard(chosen) if isinstance(chosen, int) else [self._shard(k) for k in chosen]
 
     def _shard(self, k: int) -> Shard:
-        (a, b), (c, d) = self._train_ends[k : k + 2], self._test_ends[k : k + 2]
-        return Shard(self._train[a:b], self._test[c:d])
+        return Shard(*(indices[starts[k] : starts[k + 1]] for indices, starts in self._parts.values()))
 
 
 @dataclass

@@ -135,7 +135,7 @@ class Leg:
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Have garbage be looked for only among what is made inside: used trainers are cycles, often collected."""
+    """Have garbage be looked for among what is made inside alone: each used trainer is a cycle, and asks for a look."""
     gc.collect()
     gc.freeze()
     try:
