@@ -67,7 +67,7 @@ class RoundCallback:
         """A round begins with these clients."""
 
     def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
-        """A client has finished its fit, or failed."""
+        """A client has finished its fit, or failed; the weights it uploads may be on the GPU that trained them."""
 
     def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
         """The round is aggregated and evaluated; metrics may be added before they are logged."""

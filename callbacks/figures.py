@@ -149,12 +149,12 @@ class RoundFigure(RoundCallback):
 
 
 def trained_model(run: FederatedOrchestrator, result: Result) -> Tensors:
-    """The model of a client that has just ended its fit, as it was trained.
+    """The model of a client that has just ended its fit, as it was trained, on the CPU.
 
     What it uploads of it, its personal part, and of what is in neither, what it started from.
     """
     assert result.upload
-    known = result.memory.get(OWN, {}) | result.upload.section("model")
+    known = result.memory.get(OWN, {}) | result.upload.on_cpu().section("model")
     if run.worker.template.backbone.state_dict().keys() <= known.keys():
         return known
     return run.starting_module(result.client).backbone.state_dict() | known

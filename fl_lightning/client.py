@@ -169,6 +169,7 @@ class ClientModule(L.LightningModule):
         notes: What a method notes for the rest of the client's round: in `receive` or `prepare`, to be read in
             `prepare`, `upload` or `remember`. Training steps do not look at it.
         logged: What callbacks have logged in the client's fit.
+        stays: Whether the weights it uploads stay on its device, where the server averages them.
         spent: Whether nobody needs the module after its upload, which may then be its own tensors and no copies.
 
     Raises:
@@ -211,7 +212,7 @@ class ClientModule(L.LightningModule):
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
         self.logged: dict[str, float] = {}
-        self.spent = False
+        self.stays = self.spent = False
         self._losses = LossRecord()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -60,6 +60,10 @@ class Message:
         """The same message less one section."""
         return Message({k: t for k, t in self.tensors.items() if not k.startswith(f"{name}/")}, self.numbers)
 
+    def on_cpu(self) -> Message:
+        """The same message in this machine's memory, whatever device its tensors are on."""
+        return Message({name: tensor.cpu() for name, tensor in self.tensors.items()}, self.numbers)
+
     def plus(self, sections: Mapping[str, Tensors]) -> Message:
         """The same message with further sections."""
         return Message(self.tensors | Message.pack(sections).tensors, self.numbers)

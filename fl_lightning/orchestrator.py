@@ -317,8 +317,8 @@ class FederatedOrchestrator:
         return self.memory.beside(self.state, self.algorithm.public)
 
     def starting_module(self, client: int) -> ClientModule:
-        """A client's module as it starts on the round under way, for callbacks that compare."""
-        return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client)))
+        """A client's module as it starts on the round under way, on the CPU, for callbacks that compare."""
+        return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client))).cpu()
 
     # --- Evaluation and logging ---
 
@@ -446,7 +446,7 @@ class FederatedOrchestrator:
             self.logger.finalize(status)
 
     def _finish(self) -> Figures:
-        one = self.worker.shared_module(self.state["model"]).backbone if self.algorithm.one_model else None
+        one = self.worker.shared_module(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
         return self.record.end(self.evaluation.targets, None if one is None else one.state_dict())
 
     def _interrupted(self, signum: int) -> Interrupted:

@@ -20,6 +20,8 @@ PIECE = 1 << 17
 class RunningMean:
     """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
 
+    It is worked out where the first of them is, on a GPU say.
+
     Example:
         >>> mean = RunningMean()
         >>> mean.add({"w": torch.tensor([1.0])}, 1)
@@ -55,29 +57,30 @@ class RunningMean:
             elif value.is_floating_point():
                 move_towards(held, value, weight / self._weight)
             else:
-                torch.maximum(held, value, out=held)
+                torch.maximum(held, value.to(held.device), out=held)
 
     def value(self) -> Tensors:
-        """The mean so far.
+        """The mean so far, on the CPU.
 
         Raises:
             ValueError: Nothing was added, or nothing with a positive weight.
         """
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
-        return {name: mean.to(self._dtypes[name], copy=True) for name, mean in self._means.items()}
+        return {name: mean.to(self._dtypes[name], copy=True).cpu() for name, mean in self._means.items()}
 
 
 def move_towards(held: Tensor, value: Tensor, share: float) -> None:
-    """`held += share · (value - held)` in place; a piece at a time, so that what lies between stays in the cache.
+    """`held += share · (value - held)` in place; on a CPU a piece at a time: what lies between stays in its cache.
 
     Args:
         held: Contiguous, in float64.
-        value: Of the same shape.
+        value: Of the same shape, on any device.
         share: How far to go, 1 is all the way.
     """
-    scratch = torch.empty(min(PIECE, held.numel()), dtype=held.dtype, device=held.device)
-    for ours, theirs in zip(held.flatten().split(PIECE), value.flatten().split(PIECE), strict=True):
+    piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()
+    scratch = torch.empty(piece, dtype=held.dtype, device=held.device)
+    for ours, theirs in zip(held.flatten().split(piece), value.flatten().split(piece), strict=True):
         gap = scratch[: len(ours)].copy_(theirs).sub_(ours)
         ours.add_(gap, alpha=share)
 
@@ -211,9 +214,14 @@ def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 def first_non_finite(tensors: Tensors) -> str | None:
-    """Name of the first entry that holds NaN or Inf, or None."""
+    """Name of the first entry that holds NaN or Inf, or None; a GPU is waited for once, if all is well."""
+    # A finite sum has finite terms, and costs a quarter of looking at each; a sum can overflow without.
+    sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        # A finite sum has finite terms, and costs a quarter of looking at each; a sum can overflow without.
-        if value.is_floating_point() and not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
-            return name
-    return None
+        if value.is_floating_point():
+            sums.setdefault(value.device, {})[name] = value.sum().isfinite()
+    finite: dict[str, bool] = {}
+    for own in sums.values():
+        finite |= zip(own, torch.stack([*own.values()]).tolist(), strict=True)
+    suspects = (name for name in tensors if not finite.get(name, True))
+    return next((name for name in suspects if not bool(tensors[name].isfinite().all())), None)

@@ -10,7 +10,7 @@ from methods import FEW_QUICK, METHODS
 from torch import Tensor, nn
 
 from fl_lightning.algorithms import FedAvg, FedPer
-from fl_lightning.algorithms.base import loads_plainly, to_cpu
+from fl_lightning.algorithms.base import detached, loads_plainly, to_cpu
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.engines import Task, blueprint
 from fl_lightning.engines.blueprint import Blueprint, emptied
@@ -282,7 +282,7 @@ def test_what_shares_its_memory_is_copied() -> None:
     half = torch.ones(2, dtype=torch.bfloat16)
     sections = {"model": {"alone": torch.ones(3), "view": whole[:2], "one": tied, "other": tied, "half": half}}
     sections["model"]["turned"] = torch.arange(6.0).view(2, 3).t()
-    own, made = sections["model"], to_cpu(sections, copy=False)["model"]
+    own, made = sections["model"], detached(sections, None, copy=False)["model"]
     same = {name for name in own if made[name].data_ptr() == own[name].data_ptr()}
     assert same == {"alone", "one"}
     assert all(torch.equal(made[name], own[name].float()) for name in own)

@@ -453,7 +453,8 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
     monkeypatch.setitem(sys.modules, "ghost", ghost)
     words = r"engine: a worker process could not take in the experiment: ModuleNotFoundError: .*'ghost'; define what"
     with pytest.raises(ConfigError, match=words):
-        experiment(tmp_path, ghost.Mine(), engine=engine).fit()
+        experiment(tmp_path / "ghost", ghost.Mine(), engine=engine).fit()
+    experiment(tmp_path / "next", engine=engine, rounds=1).fit()  # nobody's answer to that is taken for one to this
 
 
 @pytest.mark.parametrize(

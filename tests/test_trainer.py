@@ -184,6 +184,7 @@ def test_every_option_of_a_trainer_is_stated():
     class Asked(L.Trainer):
         def __init__(self, **options):
             made.update(options)
+            super().__init__(**options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(L, "Trainer", Asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import getattr_static
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +57,15 @@ class Aggregator:
     needs_classes: bool = False
 
     @property
+    def only_averages(self) -> bool:
+        """Whether all it does with uploads' weights is to average them as they come, by `RunningMean`.
+
+        They then stay on the GPU that trained them, and their mean alone leaves it. Others are handed them on the CPU,
+        where there is room for a round's.
+        """
+        return False
+
+    @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """Shared knowledge that must travel for this aggregator."""
         return ()
@@ -100,6 +110,11 @@ class WeightedMean(Aggregator):
 
     def __init__(self, weighting: Weighting = "samples") -> None:
         self.weighting = weighting
+
+    @property
+    def only_averages(self) -> bool:
+        """True, unless a subclass folds in its own way."""
+        return inherits(self, WeightedMean, ("fold",))
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
         """Add each client's weights to a running mean."""
@@ -236,6 +251,14 @@ class Algorithm:
         return unique_knowledge([*(p for term in self.loss_terms for p in term.knowledge), *self.aggregator.knowledge])
 
     @property
+    def only_averages(self) -> bool:
+        """Whether all that is done with uploads' weights is what `Aggregator.only_averages` says.
+
+        A method with an `upload`, `remember` or `aggregate` of its own finds them on the CPU.
+        """
+        return self.aggregator.only_averages and inherits(self, Algorithm, ("upload", "remember", "aggregate"))
+
+    @property
     def of_classes(self) -> Iterator[str]:
         """Names of the parts of the method that need classes, and so keep it from another objective."""
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
@@ -325,8 +348,8 @@ class Algorithm:
         """
         weights = self._shared(module.backbone)
         knowledge = {piece.name: piece.summarize(module, batches, num_classes) for piece in module.pieces()}
-        sections = to_cpu({"model": weights}, copy=not module.spent) | to_cpu(knowledge)
-        return Message.pack(sections, n_samples=n_samples)
+        model = detached({"model": weights}, None if module.stays else "cpu", copy=not module.spent)
+        return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
@@ -456,11 +479,22 @@ def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
     return other.state_dict()
 
 
-def to_cpu(sections: Mapping[str, Tensors], copy: bool = True) -> State:
-    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from.
+def inherits(part: object, base: type, names: Iterable[str]) -> bool:
+    """Whether an object has these methods from a class, and none of its own in their place."""
+    return all(getattr_static(part, name) is getattr_static(base, name) for name in names)
+
+
+def to_cpu(sections: Mapping[str, Tensors]) -> State:
+    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
+    return detached(sections, "cpu")
+
+
+def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
+    """Detached copies, contiguous, half precision widened to float32, free of the module they came from.
 
     Args:
         sections: Tensors of a module, by section and name.
+        device: Where the copies are to be; where the tensors are if None.
         copy: False where nobody needs the module any more: what has its memory to itself is then given up as it is.
     """
     taken: set[int] = set()
@@ -475,6 +509,7 @@ def to_cpu(sections: Mapping[str, Tensors], copy: bool = True) -> State:
         half = value.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else value.dtype
         own = copy or shared(value)
-        return value.detach().to("cpu", dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
+        where = value.device if device is None else device
+        return value.detach().to(where, dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
 
     return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

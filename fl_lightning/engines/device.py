@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.data import LoadedData
+from fl_lightning.message import Message, Tensors
 from fl_lightning.models import Backbone
 
 
@@ -32,6 +33,32 @@ def resident(data: LoadedData, device: torch.device, room: int | None = None) ->
 def free_memory(device: torch.device) -> int:
     """Free bytes on a GPU; none on devices that do not tell."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    return device.type != "mps"
+
+
+class Sent:
+    """Sends the weights in downloads to a device; what one has in common with the one before is there already.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor is held: an id is good while its owner lives
+
+    def __call__(self, download: Message) -> Message:
+        """A download with its weights on the device, where nobody writes into them."""
+        before, self._last = self._last, {}
+        there: Tensors = {}
+        for name, value in download.section("model").items():
+            self._last[id(value)] = before.get(id(value)) or (value, value.to(self.device))
+            there[name] = self._last[id(value)][1]
+        return download.plus({"model": there})
 
 
 def channels_last(x: Tensor) -> Tensor:

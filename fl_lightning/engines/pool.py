@@ -236,6 +236,8 @@ class PoolEngine(Engine):
                 heard.add(text)
                 warnings.warn_explicit(text, category, file, line)
         if answer.refused:
+            for other in [other for other in self._members if not other.ready]:  # who would yet answer the same
+                self._dismiss(other)
             raise ConfigError(
                 f"engine: a worker process could not take in the experiment: {answer.refused}; "
                 f"define what it is made of in a module that every worker can import"
@@ -449,6 +451,8 @@ def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warni
     """
     task = unpack(order.source, order.block)
     result = worker.run(task, fit)
+    if result.upload:
+        result = replace(result, upload=result.upload.on_cpu())
     told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()
     cause = result.failure.__cause__ if result.failure else None

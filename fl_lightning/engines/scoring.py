@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm
+from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm, inherits
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine, in_client_order
-from fl_lightning.engines.worker import Result, Task, Worker, inherits, interrupts
+from fl_lightning.engines.worker import Result, Task, Worker, interrupts
 from fl_lightning.seeding import RandomStates
 
 ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")

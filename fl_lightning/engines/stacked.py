@@ -62,13 +62,14 @@ class StackedEngine(Engine):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
-        clients = [worker.module().to(trainer.strategy.root_device).train() for _ in range(2)]
+        clients = [worker.module().train() for _ in range(2)]
         check_module(clients[0])
         classes = worker.data.data.num_classes
         for client in clients:
             client.class_counts, client.trainer = torch.ones(worker.data.objective.stratum_count(classes)), trainer
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
+            client.to(worker.device)
             with lightning_at_ease(worker.heard):
                 client.on_fit_start()
                 client.on_train_epoch_start()

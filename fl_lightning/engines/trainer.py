@@ -66,7 +66,10 @@ def quiet_trainer(
     if options["max_epochs"] is None:
         options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
     with lightning_at_ease(heard):
-        return L.Trainer(**options | dict.fromkeys(QUIET, False) | fresh(callbacks))
+        trainer = L.Trainer(**options | dict.fromkeys(QUIET, False) | fresh(callbacks))
+    # the rest takes module and optimizer off the GPU, where there is more to do, and gives its cached memory back
+    trainer.strategy.teardown = trainer.precision_plugin.teardown  # type: ignore[method-assign]
+    return trainer
 
 
 def not_for_each(trainer: L.Trainer) -> tuple[str, str] | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import getattr_static
 from typing import Any
 
 import lightning as L
@@ -22,7 +21,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.algorithms.base import Algorithm, OptimizerState, State, load_weights, loads_plainly, to_cpu
+from fl_lightning.algorithms.base import (
+    Algorithm,
+    OptimizerState,
+    State,
+    inherits,
+    load_weights,
+    loads_plainly,
+    to_cpu,
+)
 from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
@@ -37,7 +44,7 @@ from fl_lightning.engines.checks import (
     warn_of_environment,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
-from fl_lightning.engines.device import channels_last, compile_backbone, resident
+from fl_lightning.engines.device import Sent, channels_last, compile_backbone, has_doubles, resident
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
 from fl_lightning.evaluation import Score, evaluate, evaluate_each
@@ -82,7 +89,8 @@ class Result:
     Args:
         client: The client's id.
         download_bytes: Size of what it was sent.
-        upload: What it sends, or None where the task did not ask for it, or failed.
+        upload: What it sends, or None where the task did not ask for it, or failed; its weights are on the training
+            device where the server only averages them, all else on the CPU.
         memory: What it keeps for its next round.
         losses: Mean training loss a step: `loss`, `ce` and each term.
         logged: What callbacks logged in its fit, by name.
@@ -239,6 +247,7 @@ class Worker:
     def _blueprint(self) -> Blueprint[ClientModule]:
         module = self.setup.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
+        module = module.to(self._made_on)
         return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
     def module(self, blank: Iterable[str] = ()) -> ClientModule:
@@ -311,18 +320,34 @@ class Worker:
 
     def received(self, task: Task) -> ClientModule:
         """The client's module, its own, as it starts on a task; torch's generators are then the client's."""
+        download = self._sent(task.download) if self._made_on.type != "cpu" else task.download
         # made before seeding: the first module of a process draws the initial weights
-        module = self.module(task.download.section("model") if self._writes_over else ())
+        module = self.module(download.section("model") if self._writes_over else ())
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.batch_size
+        module.stays = self._stays
         objective, data = self.data.objective, self.data.data
         strata = objective.strata(data.y_train[self.held(task.client)[0]])
         module.class_counts = torch.bincount(strata, minlength=objective.stratum_count(data.num_classes))
         module.optimizer_state = task.memory.get("optimizer", {})
-        self.algorithm.receive(module, task.download, task.memory)
+        self.algorithm.receive(module, download, task.memory)
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
             self._prepare(module, task)
         return module
+
+    @cached_property
+    def _made_on(self) -> torch.device:
+        """Where modules are made: where they train, unless the method takes in downloads in a way of its own."""
+        return self.device if inherits(self.algorithm, Algorithm, ("receive",)) else torch.device("cpu")
+
+    @cached_property
+    def _sent(self) -> Sent:
+        return Sent(self.device)
+
+    @cached_property
+    def _stays(self) -> bool:
+        """Whether uploads' weights stay on the training device, to be averaged there."""
+        return self.algorithm.only_averages and has_doubles(self.device)
 
     @cached_property
     def _writes_over(self) -> bool:
@@ -375,6 +400,7 @@ class Worker:
                 memory = self.algorithm.remember(module, upload)
                 if optimizer_state:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
+                memory = memory if self.device.type == "cpu" else on_cpu(memory)
             if task.evaluate or task.evaluate_globally:
                 self.algorithm.personalize(module, self.training_batches(task.client))
             if task.evaluate:
@@ -470,9 +496,9 @@ class Worker:
         return self.setup.precision_plugin.convert_input(self.prepare(x.to(self.device))), y.to(self.device)
 
 
-def inherits(part: object, base: type, names: Iterable[str]) -> bool:
-    """Whether an object has these methods from a class, and none of its own in their place."""
-    return all(getattr_static(part, name) is getattr_static(base, name) for name in names)
+def on_cpu(memory: State) -> State:
+    """What a client keeps, on the CPU: only those who take part in a round have anything on a GPU."""
+    return {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in memory.items()}
 
 
 def interrupts(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
+from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean, inherits
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.knowledge import SharedKnowledge, class_sums, class_sums_over
@@ -406,6 +406,11 @@ class GlobalPeriodReview(Aggregator):
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
         """The structural knowledge, and what the inner aggregator asks for."""
         return (self.structural, *self.inner.knowledge)
+
+    @property
+    def only_averages(self) -> bool:
+        """As the inner aggregator, unless a subclass folds in its own way."""
+        return self.inner.only_averages and inherits(self, GlobalPeriodReview, ("fold",))
 
     def fold(self, uploads: Iterable[Upload]) -> object:
         """As the inner aggregator."""

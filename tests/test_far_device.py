@@ -1,0 +1,412 @@
+"""Runs on a device that is not there: the same bytes as on the CPU, and no more under way than there must be."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fl_lightning.callbacks as figures
+import pytest
+import torch
+from experiments import NormMLP, experiment, same_bytes, task_of_round
+from far_device import FAR, FarAccelerator, FarDevice, FarTensor
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from methods import FEW_QUICK, METHODS, assert_same_run
+from torch import nn
+
+from fl_lightning.algorithms import (
+    CFL,
+    Ditto,
+    FedAvg,
+    FedDW,
+    FedSKC,
+    GlobalPeriodReview,
+    WeightedMean,
+)
+from fl_lightning.engines import SequentialEngine, StackedEngine, device
+from fl_lightning.engines.parcels import Parcel, unpack
+from fl_lightning.engines.pool import carried_out
+from fl_lightning.engines.worker import Worker
+from fl_lightning.evaluation import Evaluation
+from fl_lightning.models import MLP
+from fl_lightning.state import RunningMean, first_non_finite
+
+
+@pytest.fixture(autouse=True)
+def plugged_in(monkeypatch: Any) -> None:
+    """Lightning finds the device, which has room for all data and is no reason to score in other batches."""
+    home, autocast = SingleDeviceStrategy.root_device, torch.autocast.__init__
+    monkeypatch.setattr(
+        SingleDeviceStrategy,
+        "root_device",
+        property(lambda own: FAR if isinstance(own.accelerator, FarAccelerator) else home.fget(own)),
+    )
+    monkeypatch.setattr(
+        torch.autocast,
+        "__init__",
+        lambda own, kind, *args, **options: autocast(own, "cpu" if kind == FAR.type else kind, *args, **options),
+    )
+    monkeypatch.setattr(device, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(Worker, "_eval_batch", 128)
+
+
+def prepared(run_dir: Path, algorithm: Any, far: bool = True, **options: Any) -> Any:
+    """A short experiment on either device."""
+    trainer = {"accelerator": "cpu", "max_epochs": 1} | options.pop("trainer", {})
+    trainer |= {"accelerator": FarAccelerator()} if far else {}
+    return experiment(run_dir, algorithm, **{"rounds": 2, "clients_per_round": 3} | options, trainer=trainer)
+
+
+def both(tmp_path: Path, method: Any, **options: Any) -> tuple[Any, Any, FarDevice]:
+    """A run on the CPU, the same on the device, and the device."""
+    near, far = (prepared(tmp_path / str(far), method(), far, **deepcopy(options)) for far in (False, True))
+    near.fit()
+    with FarDevice() as there:
+        far.fit()
+    return near, far, there
+
+
+# --- The device ---
+
+
+def test_it_refuses_what_a_gpu_refuses():
+    one, other = torch.ones(2), torch.ones(2)
+    with FarDevice() as there:
+        far = one.to(FAR)
+        assert far.device == FAR
+        assert (far + 1).device == (far * torch.tensor(2.0)).device == FAR
+        with pytest.raises(RuntimeError, match=r"add: tensors on two devices, \(2,\) on lazy:0, \(2,\) on cpu"):
+            far + other
+        with pytest.raises(RuntimeError, match="numpy"):
+            far.numpy()
+        assert not there.fetched
+        assert far.sum().item() == 2.0
+        assert same_bytes({"x": (far + 1).cpu()}, {"x": one + 1})
+    assert sum(there.fetched.values()) == 3
+    assert sum(there.sent.values()) == 2
+    with pytest.raises(RuntimeError, match="not looked after"):
+        far + 1
+
+
+def test_gradients_are_there_too():
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    net(x).square().sum().backward()
+    expected = net.weight.grad.clone()
+    net.zero_grad()
+    with FarDevice():
+        net.to(FAR)
+        net(x.to(FAR)).square().sum().backward()
+        assert net.weight.grad.device == FAR
+        assert same_bytes({"grad": net.weight.grad.cpu()}, {"grad": expected})
+
+
+# --- Runs ---
+
+
+@pytest.mark.parametrize("name", FEW_QUICK)
+def test_a_run_is_the_same_to_the_byte(tmp_path: Path, name: str) -> None:
+    method, options = METHODS[name]
+    near, far, _ = both(tmp_path, method, **options)
+    assert far.worker.device == FAR
+    assert_same_run(near, far)
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self, in_shape, num_classes):
+        convolution = nn.Conv2d(in_shape[0], 4, 3)
+        super().__init__(convolution, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, num_classes))
+
+
+OPTIONS = {
+    "own fits": {"engine": SequentialEngine(0)},
+    "client callbacks": {"client_callbacks": [EarlyStopping("train_loss")]},
+    "half": {"trainer": {"precision": "bf16-true"}},
+    "double": {"trainer": {"precision": "64-true"}},
+    "clipped": {"trainer": {"gradient_clip_val": 0.5}},
+    "channels last": {"channels_last": True, "model": ConvNet},
+    "Adam kept": {"optimizer": torch.optim.Adam, "optimizer_state": "kept"},
+    "metrics": {"evaluation": Evaluation(metrics=["MulticlassF1Score"])},
+    "stacked": {"engine": StackedEngine()},
+    "stacked, BatchNorm": {"engine": StackedEngine(), "model": NormMLP},
+    "stacked, kept": {"engine": StackedEngine(), "optimizer_state": "kept"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_too(tmp_path: Path, name: str) -> None:
+    near, far, _ = both(tmp_path, FedDW if "stacked" in name else FedSKC, **OPTIONS[name])
+    assert_same_run(near, far)
+
+
+@pytest.mark.parametrize(
+    "figure", ["ClientDrift", "RowNorms", "UnitDivergence", "KnowledgeMap", "ClassRelations", "ConfusionMatrix"]
+)
+def test_figures_are_too(tmp_path: Path, figure: str) -> None:
+    kind = getattr(figures, figure)
+    near, far, _ = both(tmp_path, FedDW, callbacks=[kind()], client_store="disk")
+    assert_same_run(near, far)
+    drawn = sorted(path for path in near.run_dir.rglob("*.npz"))
+    assert drawn
+    for path in drawn:
+        assert path.read_bytes() == (far.run_dir / path.relative_to(near.run_dir)).read_bytes()
+
+
+def test_a_resumed_run_is_too(tmp_path: Path) -> None:
+    whole = prepared(tmp_path / "whole", FedSKC(), far=False, rounds=3)
+    whole.fit()
+    with FarDevice():
+        begun = prepared(tmp_path / "parts", FedSKC(), rounds=3)
+        stop_after(begun, 2)
+        resumed = prepared(tmp_path / "parts", FedSKC(), rounds=3)
+        resumed.fit(resume=True)
+    assert_same_run(whole, resumed)
+
+
+def stop_after(run: Any, round: int) -> None:
+    """Break a run off in the round that follows."""
+    notify = run._notify
+
+    def broken(moment: str, *args: Any) -> None:
+        if moment == "on_round_start" and run.round == round:
+            raise OSError("broken off")
+        notify(moment, *args)
+
+    run._notify = broken
+    with pytest.raises(OSError, match="broken off"):
+        run.fit()
+
+
+# --- What is under way ---
+
+
+def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevice]:
+    """How many numbers a model has, and the device after a run."""
+    run = prepared(tmp_path, method(), **options)
+    with FarDevice() as there:
+        run.fit()
+    return sum(value.numel() for value in run.state["model"].values()), there
+
+
+ENGINES = {"relay": SequentialEngine(), "own fits": SequentialEngine(0), "stacked": StackedEngine()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", [FedAvg, FedDW])
+def test_weights_cross_once_a_round_for_however_many_clients(tmp_path: Path, method: Any, engine: str) -> None:
+    options = {"engine": ENGINES[engine], "evaluate_every": 2, "rounds": 2, "model": partial(MLP, hidden=(64,))}
+    crossed = []
+    for clients in (2, 5):
+        size, there = transfers(tmp_path / str(clients), method, clients_per_round=clients, **options)
+        assert there.fetched["state.value"] == 2 * size  # the mean
+        assert there.sent["device.__call__"] == 2 * size  # what all are sent
+        assert there.sent["base.load_weights"] == 2 * size  # the model that is scored, and the final one
+        del there.sent["loaders.indices"]  # which samples are in each batch
+        crossed.append(there.fetched.total() + there.sent.total())
+    assert crossed[1] - crossed[0] < size / 2  # losses and knowledge of three more clients, in two rounds
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_crosses_in_a_step(tmp_path: Path, engine: str) -> None:
+    counts = []
+    for epochs in (1, 3):
+        options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
+        _, there = transfers(tmp_path / str(epochs), FedDW, **options)
+        losses = there.fetched.pop("client.settle")  # all of an epoch's at its end
+        assert there.sent.pop("loaders.indices")  # the order of an epoch
+        counts.append((losses / epochs, there.fetched, there.sent))
+    assert counts[0] == counts[1]
+
+
+# --- Where a method's own parts find what they are handed ---
+
+
+class Seen:
+    """Devices of the weights that parts of a method were handed."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, set[torch.device]] = {}
+
+    def look(self, where: str, weights: dict[str, torch.Tensor]) -> None:
+        self.at.setdefault(where, set()).update(value.device for value in weights.values())
+
+
+class OwnFold(WeightedMean):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def fold(self, uploads):
+        def looked_at():
+            for upload in uploads:
+                self.seen.look("fold", upload.message.section("model"))
+                yield upload
+
+        return super().fold(looked_at())
+
+
+class Watching(FedAvg):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+
+class OwnUpload(Watching):
+    def upload(self, module, *data):
+        message = super().upload(module, *data)
+        self.seen.look("upload", message.section("model"))
+        return message
+
+
+class OwnMemory(Watching):
+    def remember(self, module, upload):
+        self.seen.look("remember", upload.section("model"))
+        return super().remember(module, upload) | {"own": dict(module.backbone.state_dict())}
+
+
+class OwnAggregate(Watching):
+    def aggregate(self, state, uploads):
+        uploads = list(uploads)
+        self.seen.look("aggregate", uploads[0].message.section("model"))
+        return super().aggregate(state, uploads)
+
+
+class OwnStart(Watching):
+    def receive(self, module, download, memory):
+        self.seen.look("receive", download.section("model"))
+        self.seen.look("module", module.backbone.state_dict())
+        super().receive(module, download, memory)
+
+
+OWN_PARTS = {
+    "fold": lambda seen: FedAvg(aggregator=OwnFold(seen)),
+    "upload": OwnUpload,
+    "remember": OwnMemory,
+    "aggregate": OwnAggregate,
+    "receive": OwnStart,
+}
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_what_is_a_methods_own_has_everything_on_the_cpu(tmp_path: Path, part: str) -> None:
+    seen = Seen()
+    run = prepared(tmp_path, OWN_PARTS[part](seen))
+    with FarDevice():
+        run.fit()
+    assert set(seen.at) == ({"receive", "module"} if part == "receive" else {part})
+    assert set().union(*seen.at.values()) == {torch.device("cpu")}
+    for memory in run.memory.values():
+        assert all(not isinstance(value, FarTensor) for section in memory.values() for value in section.values())
+
+
+def test_what_clients_keep_is_on_the_cpu_whatever_averages(tmp_path: Path) -> None:
+    near, far, _ = both(tmp_path, partial(Ditto, aggregator=WeightedMean("uniform")))
+    assert_same_run(near, far)
+    assert far.memory
+
+
+@pytest.mark.parametrize(
+    ("method", "averages"),
+    [
+        (FedAvg, True),
+        (FedSKC, False),  # it needs all of them at once
+        (partial(FedSKC, gda=False), True),
+        (partial(FedSKC, aggregator=GlobalPeriodReview(OwnFold(Seen()))), False),
+        (FedDW, True),
+        (CFL, False),
+        (Ditto, False),
+        (lambda: FedAvg(aggregator=OwnFold(Seen())), False),
+        (lambda: OwnUpload(Seen()), False),
+    ],
+)
+def test_only_averages(method: Any, averages: bool) -> None:
+    assert method().only_averages == averages
+
+
+# --- The parts ---
+
+
+def test_another_process_is_answered_from_the_cpu(tmp_path: Path) -> None:
+    run = prepared(tmp_path, FedAvg())
+    with FarDevice():
+        run._build()
+        task = task_of_round(run, 1, 0)
+        here = run.worker.run(task)
+        assert {type(value) for value in here.upload.tensors.values()} == {FarTensor}
+        source = packed(task)
+        answer = unpack(packed(carried_out(run.worker, SimpleNamespace(source=source, block=None), None, [])))
+        assert {type(value) for value in answer.result.upload.tensors.values()} == {torch.Tensor}
+        assert same_bytes(answer.result.upload.tensors, here.upload.on_cpu().tensors)
+
+
+def packed(value: Any) -> Any:
+    parcel = value if isinstance(value, Parcel) else Parcel(value)
+    parcel.write(target := torch.zeros(parcel.nbytes, dtype=torch.uint8))
+    return target.numpy()
+
+
+def test_a_mean_is_worked_out_there_and_comes_back_once():
+    generator = torch.Generator().manual_seed(1)
+    states = [{"w": torch.randn(300, 700, generator=generator), "n": torch.tensor(k)} for k in range(4)]
+    near = RunningMean()
+    for k, state in enumerate(states):
+        near.add(state, k + 1)
+    with FarDevice() as there:
+        far = RunningMean()
+        for k, state in enumerate(states):
+            moved = {name: value.to(FAR) for name, value in state.items()}
+            far.add(state if k == 2 else moved, k + 1)  # one that comes from another process
+        assert not there.fetched
+        value = far.value()
+        assert there.fetched.total() == 300 * 700 + 1
+    assert same_bytes(value, near.value())
+
+
+def test_a_look_for_nan_waits_once():
+    fine = {"a": torch.ones(3), "n": torch.tensor(1), "b": torch.ones(2, 2), "near": torch.ones(2)}
+    with FarDevice() as there:
+        moved = {name: value if name == "near" else value.to(FAR) for name, value in fine.items()}
+        assert first_non_finite(moved) is None
+        assert there.fetched == {"state.first_non_finite": 2}  # one number for each tensor, together
+        moved["b"][1, 1] = torch.inf
+        assert first_non_finite(moved) == "b"
+        moved["a"][0] = torch.nan
+        assert first_non_finite(moved) == "a"
+        assert first_non_finite(moved | {"near": torch.tensor([torch.nan, 1.0])}) == "a"
+
+
+def test_what_downloads_share_is_sent_once():
+    with FarDevice() as there:
+        sent = device.Sent(FAR)
+        shared, own = torch.ones(10), [torch.ones(3), torch.ones(3)]
+        message = [device.Message.pack({"model": {"w": shared, "v": v}, "other": {"x": v}}, n=1) for v in own]
+        one, other = map(sent, message)
+        assert there.sent.total() == 10 + 3 + 3
+        assert one.section("model")["w"] is other.section("model")["w"]
+        assert one.section("model")["v"].device == FAR
+        assert one.section("other")["x"] is own[0]  # knowledge is small
+        assert one.numbers == {"n": 1}
+        assert len(sent._last) == 2  # no more is held than the last one's
+        sent(device.Message.pack({"model": {"v": own[1]}}))
+        sent(message[0])
+    assert there.sent.total() == 10 + 3 + 3 + 10 + 3
+
+
+def test_without_float64_weights_come_back_to_be_averaged(tmp_path: Path, monkeypatch: Any) -> None:
+    assert not device.has_doubles(torch.device("mps"))
+    monkeypatch.setattr("fl_lightning.engines.worker.has_doubles", lambda device: device.type != FAR.type)
+    run = prepared(tmp_path, FedAvg())
+    with FarDevice():
+        run._build()
+        result = run.worker.run(task_of_round(run, 1, 0))
+    assert {type(value) for value in result.upload.tensors.values()} == {torch.Tensor}
+
+
+def test_a_module_for_callbacks_is_on_the_cpu(tmp_path: Path) -> None:
+    run = prepared(tmp_path, FedAvg())
+    with FarDevice():
+        run._build()
+        module = run.starting_module(0)
+        assert {value.device.type for value in module.state_dict().values()} == {"cpu"}
