@@ -88,6 +88,7 @@ class FarDevice(TorchDispatchMode):
 
     Attributes:
         fetched: How many elements came from the device, by who asked.
+        waits: How many times that was.
         sent: Likewise, what went there.
     """
 
@@ -95,6 +96,7 @@ class FarDevice(TorchDispatchMode):
         super().__init__()
         self.fetched: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
+        self.waits = 0
 
     def __enter__(self) -> FarDevice:
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its tensor on the CPU, then sends it
@@ -114,7 +116,7 @@ class FarDevice(TorchDispatchMode):
         known = {id(tensor.near): tensor for tensor in far}
         args, kwargs = tree_map_only(FarTensor, lambda tensor: tensor.near, (args, kwargs))
         out = func(*args, **kwargs)
-        self._note(name, far, there, args, out)
+        self._note(name, far, there, out)
         if not there:
             return out
         return tree_map_only(Tensor, lambda own: known[id(own)] if id(own) in known else FarTensor(own), out)
@@ -133,15 +135,12 @@ class FarDevice(TorchDispatchMode):
             return torch.device(device).type == FAR.type
         return bool(far) and name not in ("_local_scalar_dense", "equal")
 
-    def _note(self, name: str, far: list[FarTensor], there: bool, args: Any, out: Any) -> None:
-        if name == "_local_scalar_dense" and far:
-            self.fetched[caller()] += 1
-        elif name in ("_to_copy", "copy_") and far and not there:
-            self.fetched[caller()] += out.numel()
+    def _note(self, name: str, far: list[FarTensor], there: bool, out: Any) -> None:
+        if far and (name in WAITING or (name in ("_to_copy", "copy_") and not there)):
+            self.fetched[caller()] += out.numel() if isinstance(out, Tensor) and not there else 1
+            self.waits += 1
         elif there and ((name == "_to_copy" and not far) or (name == "copy_" and len(far) == 1)):
             self.sent[caller()] += out.numel()
-        elif name in WAITING and far:
-            self.fetched[caller()] += 1
 
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(sys.modules["lightning"].__file__ or "").parent), __file__)
