@@ -55,7 +55,7 @@ def test_documented_yaml_is_a_config(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert yaml.safe_load(snippet)
     Path("own.yaml").write_text(snippet)
-    reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--logger", "null"]
+    reduced = ["--rounds", "1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "1", "--logger", "null"]
     assert main(["fit", "--config", "digits_fedavg.yaml", "--config", "own.yaml", *reduced]) == 0
 
 

@@ -81,7 +81,7 @@ def carry_out(pickled, threads):
     return pickle.dumps(worker.run(task))
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(buffers="local"), FedSKC()])
+@pytest.mark.parametrize("algorithm", [pytest.param(FedAvg(buffers="local"), marks=pytest.mark.slow), FedSKC()])
 def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
     run.fit()

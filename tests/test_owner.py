@@ -220,7 +220,7 @@ def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        ["--engine=processes"],
+        pytest.param(["--engine=processes"], marks=pytest.mark.slow),
         pytest.param(["--logger=fl_lightning.wandb_logger.WandbRoundLogger"], marks=pytest.mark.slow),
     ],
     ids=["with processes", "with W&B"],

@@ -424,7 +424,7 @@ WITH_PROCESSES = ("--engine", "ProcessesEngine", "--engine.workers", "2")
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills(command_line("ua_pdfl"), tmp_path, 1, *WITH_PROCESSES, begun=FIRST_ROUND)
+    survive_kills(command_line("ua_pdfl", "--rounds", "3"), tmp_path, 1, *WITH_PROCESSES, begun=FIRST_ROUND)
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: st
 
 @pytest.mark.parametrize("method", ["fedsiam_da"])  # FedSKC and UA-PDFL are killed in test_killed_writes
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
-    survive_kills(command_line(method), tmp_path, 1)
+    survive_kills(command_line(method, "--rounds", "3"), tmp_path, 1)
 
 
 @pytest.mark.slow

@@ -25,6 +25,14 @@ def done(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """The same with the rounds that a resume goes on to."""
+    folder = tmp_path_factory.mktemp("longer") / "run"
+    tiny(folder, "--algorithm=FedSiamDA", '--model.head={"projection": 8, "prediction": 8}', "--rounds=5")
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -273,15 +281,14 @@ NO_MANIFESTS = ["", "5", "null", "[]", "{}", '"seal"', "[" * 100_000, '{"round":
 
 
 @pytest.mark.parametrize("text", NO_MANIFESTS, ids=range(len(NO_MANIFESTS)))
-def test_a_manifest_that_is_none_is_passed_over(text, here, done):
+def test_a_manifest_that_is_none_is_passed_over(text, here, done, longer):
     shutil.copytree(done, "run")
     Path("run/checkpoints/round-000003/manifest.json").write_text(text)
     outcome = run(*RESUME)
     assert outcome.code == 0, outcome.err
     assert "round-000003" in outcome.err
-    tiny(here / "whole", "--algorithm=FedSiamDA", '--model.head={"projection": 8, "prediction": 8}', "--rounds=5")
-    assert left(Path("run")) == left(here / "whole")
-    assert untimed_rows(Path("run")) == untimed_rows(here / "whole")
+    assert left(Path("run")) == left(longer)
+    assert untimed_rows(Path("run")) == untimed_rows(longer)
 
 
 @pytest.mark.parametrize(

@@ -501,7 +501,7 @@ def test_the_environment_reaches_the_run(tmp_path, monkeypatch):
     assert list(found.tags) == ["x", "y", *LABELS.tags]
 
 
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_launch_is_asked_only_where_it_was_imported(launched, tmp_path):
     """W&B imports all of it otherwise, at each run's start."""
     source = f"""
