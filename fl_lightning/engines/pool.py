@@ -451,13 +451,13 @@ def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warni
     """
     task = unpack(order.source, order.block)
     result = worker.run(task, fit)
-    if result.upload:
-        result = replace(result, upload=result.upload.on_cpu())
     told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()
     cause = result.failure.__cause__ if result.failure else None
     trace = "".join(traceback.format_exception(cause)) if cause else None
     try:
+        if result.upload:
+            result = replace(result, upload=result.upload.on_cpu())
         return Parcel(Answer(result, None, told, trace))
     except Exception as error:
         return Parcel(Answer(failed(task, error), None, told))
