@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from experiments import NormMLP, experiment
-from methods import FEW_QUICK, METHODS
+from methods import FEW_QUICK, METHODS, QUICK
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -160,7 +160,7 @@ BY_NATURE = {
     "FedSKC with ProtoNet": "likewise",
 }
 METHOD_AND_SECONDS = [
-    *(pytest.param(name, 1.0, id=f"{name}-relay") for name in METHODS),
+    *(pytest.param(name, 1.0, id=f"{name}-relay", marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS),
     *(pytest.param(*one.values, 0.0, marks=one.marks) if hasattr(one, "marks") else (one, 0.0) for one in FEW_QUICK),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from experiments import NormMLP, experiment, untested
-from methods import METHODS
+from methods import FEW_QUICK, METHODS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,7 +113,7 @@ def test_which_methods_send_one_model_is_known(name: str) -> None:
     assert sends_one_model(SimpleNamespace(algorithm=method())) == (name in TOGETHER)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FEW_QUICK)
 def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     method, options = METHODS[name]
     scoring = {} if "evaluation" in options else {"evaluation": Evaluation(metrics=METRICS)}
