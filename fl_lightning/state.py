@@ -20,7 +20,9 @@ PIECE = 1 << 17
 class RunningMean:
     """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
 
-    It is worked out where the first of them is, on a GPU say.
+    It is kept as a sum in float64, where the product of a float32 and a number of samples is exact: a mean that lies
+    half way between two float32 is rounded as one worked out by hand is. It is worked out where the first state dict
+    is, on a GPU say.
 
     Example:
         >>> mean = RunningMean()
@@ -31,9 +33,10 @@ class RunningMean:
     """
 
     def __init__(self) -> None:
-        self._means: Tensors = {}
+        self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
+        self._alone = True
 
     def add(self, state: Tensors, weight: float) -> None:
         """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1.
@@ -48,16 +51,22 @@ class RunningMean:
             raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
         if not weight > 0:
             return
+        if not self._weight:
+            self._sums = {name: wide_copy(value) for name, value in state.items()}
+        else:
+            self._add_further(state, weight)
         self._weight += weight
+
+    def _add_further(self, state: Tensors, weight: float) -> None:
         for name, value in state.items():
-            held = self._means.get(name)
-            if held is None:
-                wide = torch.float64 if value.is_floating_point() else value.dtype
-                self._means[name] = value.to(wide, copy=True, memory_format=torch.contiguous_format)
-            elif value.is_floating_point():
-                move_towards(held, value, weight / self._weight)
-            else:
+            held = self._sums[name]
+            if not value.is_floating_point():
                 torch.maximum(held, value.to(held.device), out=held)
+                continue
+            if self._alone:
+                held.mul_(self._weight)
+            add_scaled(held, value, weight)
+        self._alone = False
 
     def value(self) -> Tensors:
         """The mean so far, on the CPU.
@@ -67,22 +76,31 @@ class RunningMean:
         """
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
-        return {name: mean.to(self._dtypes[name], copy=True).cpu() for name, mean in self._means.items()}
+        whole = 1.0 if self._alone else self._weight
+        return {
+            name: (held / whole if held.is_floating_point() else held.clone()).to(self._dtypes[name]).cpu()
+            for name, held in self._sums.items()
+        }
 
 
-def move_towards(held: Tensor, value: Tensor, share: float) -> None:
-    """`held += share · (value - held)` in place; on a CPU a piece at a time: what lies between stays in its cache.
+def wide_copy(value: Tensor) -> Tensor:
+    """A contiguous copy, in float64 unless it holds integers."""
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
+    """`held += factor · value` in place; on a CPU a piece at a time: what lies between stays in its cache.
 
     Args:
         held: Contiguous, in float64.
         value: Of the same shape, on any device.
-        share: How far to go, 1 is all the way.
+        factor: What it counts for.
     """
     piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()
     scratch = torch.empty(piece, dtype=held.dtype, device=held.device)
     for ours, theirs in zip(held.flatten().split(piece), value.flatten().split(piece), strict=True):
-        gap = scratch[: len(ours)].copy_(theirs).sub_(ours)
-        ours.add_(gap, alpha=share)
+        ours.add_(scratch[: len(ours)].copy_(theirs), alpha=factor)
 
 
 class ExchangedMean:

@@ -10,11 +10,11 @@ from fl_lightning.state import (
     PIECE,
     ExchangedMean,
     RunningMean,
+    add_scaled,
     combine,
     extrapolate,
     first_non_finite,
     flatten,
-    move_towards,
     stack,
     weighted_mean,
 )
@@ -115,6 +115,18 @@ def test_the_mean_over_one_client_is_its_weights_bit_for_bit(dtype: torch.dtype,
 def test_the_mean_over_one_client_is_its_weights_bit_for_bit_in_double_precision() -> None:
     values = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.equal(weighted_mean([{"w": values}], [49])["w"], values)
+
+
+def test_a_mean_half_way_between_two_numbers_is_rounded_to_the_even_one() -> None:
+    """As one that is worked out by hand; steps from mean to mean would round on the way, and then to either."""
+    counts = torch.tensor([7, 6, 5, 29, 9, 31, 13])
+    total = int(counts.sum())
+    values = torch.randint(2**23, 2**23 + 1000, (len(counts), 5000), generator=torch.Generator().manual_seed(0))
+    off = (counts @ values) % total
+    values[-1] += (total // 2 - off) * pow(int(counts[-1]), -1, total) % total
+    exactly = (counts @ values).double() / total
+    assert (exactly.frac() == 0.5).all()
+    assert torch.equal(weighted_mean([{"w": row.float()} for row in values], counts)["w"], exactly.float())
 
 
 def test_sums_do_not_run_in_single_precision() -> None:
@@ -305,13 +317,13 @@ def test_flatten_is_every_parameter_and_no_statistic() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 5), (2 * PIECE + 3,), (PIECE, 2)])
-def test_moving_in_pieces_equals_moving_at_once(shape):
+def test_adding_in_pieces_equals_adding_at_once(shape):
     generator = torch.Generator().manual_seed(0)
     held = torch.randn(shape, generator=generator, dtype=torch.float64)
     value = torch.randn(shape, generator=generator)
-    expected = held + 0.3 * (value.double() - held)
-    move_towards(held, value, 0.3)
-    torch.testing.assert_close(held, expected, rtol=1e-15, atol=1e-15)
+    expected = held + 49 * value.double()  # the product is exact
+    add_scaled(held, value, 49)
+    assert torch.equal(held, expected)
 
 
 def test_a_mean_takes_tensors_however_they_lie_in_memory():
