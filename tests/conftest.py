@@ -1,5 +1,6 @@
 """Every test draws from its own name and one base seed, `FL_LIGHTNING_TEST_SEED`: never from what ran before it."""
 
+import functools
 import gc
 import os
 import random
@@ -12,9 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the work
 import hypothesis
 import numpy as np
 import pytest
+import sklearn.datasets
 import torch
 
-from fl_lightning.engines import trainer
+from fl_lightning.engines import ProcessesEngine, trainer
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
 
@@ -63,6 +65,25 @@ def _quick_collections() -> Iterator[None]:
         patch.setattr(trainer, "gc", lasting)
         yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_files() -> Iterator[None]:
+    """A quarter of a tiny run is reading the digits and waiting for the disk; programs that tests start still wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sklearn.datasets, "load_digits", functools.cache(sklearn.datasets.load_digits))
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[ProcessesEngine]:
+    """An engine whose two processes outlast a run: they take seconds to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = ProcessesEngine(workers=2)
+        patch.setattr(engine, "close", lambda: None)
+        yield engine
+    engine.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,6 +20,7 @@ from fl_lightning.message import Message
 from fl_lightning.models import MLP, Backbone
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ONE_EPOCH = {"accelerator": "cpu", "max_epochs": 1}
 
 
 class NormMLP(Backbone):

@@ -11,16 +11,9 @@ from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
+from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.seeding import Stream, generator
-
-ENGINES = {
-    "sequential": "sequential",
-    "a fit each": SequentialEngine(seconds=0),
-    "stacked": StackedEngine(),
-    "processes": ProcessesEngine(workers=2),
-}
 
 
 class OwnHead(FedAvg):
@@ -114,11 +107,15 @@ def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
         assert same_bytes(alone.memory[client]["personal"], together.memory[client]["personal"])
 
 
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "sequential"])
+@pytest.mark.parametrize(
+    "engine",
+    [lambda _: SequentialEngine(seconds=0), lambda _: StackedEngine(), lambda processes: processes],
+    ids=["a fit each", "stacked", "processes"],
+)
 @pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])
-def test_every_engine_knows_them(tmp_path, method, engine):
+def test_every_engine_knows_them(tmp_path, method, engine, processes):
     one = experiment(tmp_path / "one", method())
-    other = experiment(tmp_path / "other", method(), engine=ENGINES[engine])
+    other = experiment(tmp_path / "other", method(), engine=engine(processes))
     for run in (one, other):
         run.fit()
     for name, value in one.state["model"].items():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedProx
 from fl_lightning.client import LossTerm
-from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
+from fl_lightning.engines import AutoEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines.client_callbacks import known_callbacks
 from fl_lightning.engines.trainer import lightning_at_ease
 from fl_lightning.errors import ClientFailure, ConfigError
@@ -193,13 +193,13 @@ def test_what_clients_train_is_what_they_train_without(tmp_path):
 
 @pytest.mark.parametrize(
     "engine",
-    [lambda: SequentialEngine(0), lambda: ProcessesEngine(2), lambda: AutoEngine(1)],
+    [lambda _: SequentialEngine(0), lambda processes: processes, lambda _: AutoEngine(1)],
     ids=["alone", "processes", "auto"],
 )
-def test_every_engine_gives_the_same(tmp_path, engine):
+def test_every_engine_gives_the_same(tmp_path, engine, processes):
     options = {"client_callbacks": [Counts(), EarlyStopping("train_loss", patience=0, min_delta=0.3)], "rounds": 2}
     runs = []
-    for name, one in (("sequential", SequentialEngine()), ("other", engine())):
+    for name, one in (("sequential", SequentialEngine()), ("other", engine(processes))):
         runs.append(experiment(tmp_path / name, model=NormMLP, engine=one, trainer=CPU | {"max_epochs": 4}, **options))
         runs[-1].fit()
     assert same_bytes(*(run.state["model"] for run in runs))

@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from experiments import NormMLP, digits, experiment
+from experiments import ONE_EPOCH, NormMLP, digits, experiment
 from methods import CLASSES, METHODS, SIAMESE, assert_same_run
 from test_stacked import compare
 
@@ -31,12 +31,12 @@ def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name
     """With BatchNorm, classes that clients lack, and half of the clients in each round."""
     method, options = METHODS[name]
     model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
-    options = options | {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3}
-    whole = experiment(tmp_path / "whole", method(), rounds=3, **options)
+    options = options | {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3, "trainer": ONE_EPOCH}
+    whole = experiment(tmp_path / "whole", method(), rounds=2, **options)
     whole.fit()
     assert (whole.data.class_counts() == 0).any()
     experiment(tmp_path / "parts", method(), rounds=1, **options).fit()
-    rest = experiment(tmp_path / "parts", method(), rounds=3, **options)
+    rest = experiment(tmp_path / "parts", method(), rounds=2, **options)
     rest.fit(resume=True)
     assert_same_run(whole, rest)
 

@@ -129,7 +129,7 @@ def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
         assert taken["logger.offline"] is False
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), -1], ids=["first", "last"])
 def test_the_agents_command_line_runs(sweep, which, agent_at, monkeypatch):
     """The line that W&B's agent builds for a point, less the program and with overrides that make it small."""
     chosen = list(points(sweep))[which]
