@@ -22,7 +22,7 @@ from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
-from fl_lightning.client import ClientModule, LRScales
+from fl_lightning.client import ClientModule
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
@@ -35,6 +35,7 @@ from fl_lightning.loggers import Loggers
 from fl_lightning.message import Message, Upload
 from fl_lightning.metrics import Row
 from fl_lightning.models import ModelFactory
+from fl_lightning.optimizers import LRScales
 from fl_lightning.record import Keep, Record
 from fl_lightning.round_logger import Labels, RoundLogger
 from fl_lightning.run_folder import alone, fresh, missing, refuse_occupied, undone_on_failure

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.client import ClientModule, load_optimizer_tensors, optimizer_tensors
+from fl_lightning.client import ClientModule
 from fl_lightning.engines.blocks import BlockOptimizer
 from fl_lightning.engines.stacked import OPTIMIZERS
+from fl_lightning.optimizers import load_optimizer_tensors, optimizer_tensors
 
 ROWS = 7
 

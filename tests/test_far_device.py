@@ -26,8 +26,8 @@ from fl_lightning.algorithms import (
     WeightedMean,
 )
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
+from fl_lightning.engines.host import carried_out
 from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.pool import carried_out
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from fl_lightning import loggers, orchestrator
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedPer, FedSKC
-from fl_lightning.client import LRScales
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
+from fl_lightning.optimizers import LRScales
 
 
 def accuracy_and_loss(module, x, y):

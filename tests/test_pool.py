@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client import LossTerm
-from fl_lightning.engines import Task, pool, ray, relay
+from fl_lightning.engines import Task, host, pool, ray, relay
+from fl_lightning.engines.host import Host, Load, Order
 from fl_lightning.engines.parcels import ALIGNMENT, Parcel, Shelf, unpack
-from fl_lightning.engines.pool import AT_HAND, TAKEN, Host, Load, Lost, Member, Order, PoolEngine
+from fl_lightning.engines.pool import AT_HAND, TAKEN, Lost, Member, PoolEngine
 from fl_lightning.errors import ClientFailure
 from fl_lightning.message import Message
 from fl_lightning.models import MLP
@@ -409,7 +410,7 @@ def events(monkeypatch):
 
     monkeypatch.setattr(L.Trainer, "fit", noted)
     lasting = SimpleNamespace(collect=lambda: seen.append("collect"), freeze=lambda: (seen.append("freeze"), freeze()))
-    monkeypatch.setattr(pool, "gc", lasting)
+    monkeypatch.setattr(host, "gc", lasting)
     return seen
 
 
@@ -455,7 +456,7 @@ def test_and_answers_each_before_it_asks_for_the_next(tmp_path):
 def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(pool, "SECONDS", 2)  # begun at 0, over at 2; garbage is then not left for the next request
+    monkeypatch.setattr(host, "SECONDS", 2)  # begun at 0, over at 2; garbage is then not left for the next request
     run, tasks = started(tmp_path, "sequential")
     served(Host(), [load(run), *orders(tasks[:4])])
     one_fit = ["Relay", "end", "collect"]

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, unique_knowledge
+from fl_lightning.client import ClientModule, LossTerm, unique_knowledge
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.state import RunningMean, parameter_names
 
 State = dict[str, Tensors]

@@ -6,7 +6,8 @@ from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
-from fl_lightning.engines.worker import Result, Task, Worker
+from fl_lightning.engines.task import Result, Task
+from fl_lightning.engines.worker import Worker
 
 __all__ = [
     "AutoEngine",

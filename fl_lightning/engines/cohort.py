@@ -28,8 +28,9 @@ from fl_lightning.engines.stacking import (
     tensors_of,
     versions,
 )
+from fl_lightning.engines.task import Task, interrupts
 from fl_lightning.engines.trainer import Leg, LocalWork
-from fl_lightning.engines.worker import Task, Worker, interrupts
+from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.engines.host import Answer, Host, Load, Order, Request
 from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
-from fl_lightning.engines.pool import Answer, Host, Load, Lost, Member, Order, PoolEngine, Request
+from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
 from fl_lightning.lazy import away_from_here

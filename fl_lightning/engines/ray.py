@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.engines.host import Answer, Host, Load, Order, Request
 from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.pool import Answer, Host, Load, Lost, Member, Order, PoolEngine, Request
+from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm, inherits
 from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine, in_client_order
-from fl_lightning.engines.worker import Result, Task, Worker, interrupts
+from fl_lightning.engines.task import Result, Task, interrupts
+from fl_lightning.engines.worker import Worker
 from fl_lightning.seeding import RandomStates
 
 ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")

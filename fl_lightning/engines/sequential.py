@@ -9,7 +9,8 @@ from itertools import chain
 
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.relay import can_relay, for_a_while, relay
-from fl_lightning.engines.worker import Fit, Result, Task, Worker
+from fl_lightning.engines.task import Result, Task
+from fl_lightning.engines.worker import Fit, Worker
 from fl_lightning.errors import check_number
 
 ROOM = 1 << 26

@@ -15,8 +15,9 @@ from fl_lightning.client import ClientModule
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, Inventory, difference, tensors_of
+from fl_lightning.engines.task import Result, Task, failed, interrupts
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
-from fl_lightning.engines.worker import Result, Task, Worker, failed, interrupts
+from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, one_line
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates

@@ -1,4 +1,4 @@
-"""The unit of work of a round: one client's download in, its upload out, by one `Trainer.fit`.
+"""Carries a task out: one client's download in, its upload out, by one `Trainer.fit`.
 
 A `Task` and a `Worker` are picklable and hold all there is to know, so that an engine can run them in any process on
 any machine and get the same bytes.
@@ -17,7 +17,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -30,7 +29,7 @@ from fl_lightning.algorithms.base import (
     loads_plainly,
     to_cpu,
 )
-from fl_lightning.client import ClientModule, OptimizerFactory, SchedulerFactory, optimizer_tensors
+from fl_lightning.client import ClientModule
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
 from fl_lightning.engines.blueprint import Blueprint
@@ -45,70 +44,16 @@ from fl_lightning.engines.checks import (
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
 from fl_lightning.engines.device import Sent, channels_last, compile_backbone, has_doubles, resident
+from fl_lightning.engines.task import Result, Task, failed
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
-from fl_lightning.errors import ClientFailure, ConfigError, FLError, NonFiniteError, blame, one_line
+from fl_lightning.errors import ConfigError, NonFiniteError, blame
 from fl_lightning.evaluation import Score, evaluate, evaluate_each
 from fl_lightning.measures import Measure, measures_of, tried
-from fl_lightning.message import Message, Tensors
+from fl_lightning.message import Tensors
 from fl_lightning.models import ModelFactory
+from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
 from fl_lightning.seeding import Stream, derive, generator, seed_everything
 from fl_lightning.state import first_non_finite
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one client is to do in one round.
-
-    Args:
-        round: The round, from 1.
-        client: The client's id.
-        download: What the server sent.
-        memory: What the client kept from its last round.
-        lr_scale: Factor on the learning rates, from the round's schedule.
-        fit: Train; False leaves the model as received.
-        upload: Make the upload, and what the client keeps.
-        evaluate: Score the client's model on its own test split.
-        evaluate_globally: Score the client's model on the global test set.
-    """
-
-    round: int
-    client: int
-    download: Message
-    memory: State
-    lr_scale: float = 1.0
-    fit: bool = True
-    upload: bool = True
-    evaluate: bool = False
-    evaluate_globally: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a task.
-
-    Args:
-        client: The client's id.
-        download_bytes: Size of what it was sent.
-        upload: What it sends, or None where the task did not ask for it, or failed; its weights are on the training
-            device where the server only averages them, all else on the CPU.
-        memory: What it keeps for its next round.
-        losses: Mean training loss a step: `loss`, `ce` and each term.
-        logged: What callbacks logged in its fit, by name.
-        local: Score on its own test split, if asked for and not empty.
-        on_global: Score on the global test set, if asked for.
-        failure: Why there is no upload.
-    """
-
-    client: int
-    download_bytes: int
-    upload: Message | None = None
-    memory: State = field(default_factory=dict)
-    losses: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
-    local: Score | None = None
-    on_global: Score | None = None
-    failure: ClientFailure | None = None
-
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
@@ -338,7 +283,7 @@ class Worker:
     @cached_property
     def _made_on(self) -> torch.device:
         """Where modules are made: where they train, unless the method takes in downloads in a way of its own."""
-        return self.device if inherits(self.algorithm, Algorithm, ("receive",)) else torch.device("cpu")
+        return self.device if self._receives_plainly else torch.device("cpu")
 
     @cached_property
     def _sent(self) -> Sent:
@@ -352,7 +297,11 @@ class Worker:
     @cached_property
     def _writes_over(self) -> bool:
         """Whether weights that are received take the place of others, which nothing looks at before."""
-        return inherits(self.algorithm, Algorithm, ("receive",)) and loads_plainly(self.template.backbone)
+        return self._receives_plainly and loads_plainly(self.template.backbone)
+
+    @property
+    def _receives_plainly(self) -> bool:
+        return inherits(self.algorithm, Algorithm, ("receive",))
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
         seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)
@@ -499,23 +448,3 @@ class Worker:
 def on_cpu(memory: State) -> State:
     """What a client keeps, on the CPU: only those who take part in a round have anything on a GPU."""
     return {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in memory.items()}
-
-
-def interrupts(error: BaseException) -> bool:
-    """Whether an error is an answer to Ctrl-C or SIGTERM, and so no client's own; Lightning's is a `SystemExit`."""
-    return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
-
-
-def failed(task: Task, error: BaseException) -> Result:
-    """The result of a task that an error broke off; `SystemExit` is one, as any other that a client's code raises.
-
-    Raises:
-        BaseException: The error, if it is an answer to Ctrl-C or SIGTERM: it is for the whole run.
-    """
-    if interrupts(error):
-        raise error
-    message = one_line(error)
-    reason = message if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, message)))
-    failure = ClientFailure(task.client, task.round, reason)
-    failure.__cause__ = error
-    return Result(task.client, task.download.nbytes, failure=failure)

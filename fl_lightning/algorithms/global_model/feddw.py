@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, Step
+from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
+from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
 

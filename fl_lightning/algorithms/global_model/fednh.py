@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, to_cpu
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory
+from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import class_sums_over
 from fl_lightning.message import Message, Upload
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
+from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.state import RunningMean
 
 PROTOTYPES = "prototypes"

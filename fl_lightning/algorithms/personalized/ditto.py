@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, WeightedMean, Weighting, to_cpu
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
-from fl_lightning.client import ClientModule, LossTerm, descend
+from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import NonFiniteError, check_number
 from fl_lightning.message import Message
+from fl_lightning.optimizers import descend
 from fl_lightning.seeding import RandomStates
 from fl_lightning.state import first_non_finite
 

@@ -20,9 +20,10 @@ from fl_lightning.algorithms.base import (
     beginnings,
     require_parts,
 )
-from fl_lightning.client import ClientModule, LossTerm, OptimizerFactory, SchedulerFactory, fine_tune
+from fl_lightning.client import ClientModule, LossTerm, fine_tune
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.message import Tensors
+from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
 
 Tuned = Literal["full", "body", "head"]
 

@@ -1,0 +1,206 @@
+"""The other end of a pool's member: what happens in a process that carries tasks out for another one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.parcels import Parcel, unpack
+from fl_lightning.engines.relay import can_relay, for_a_while, relay
+from fl_lightning.engines.task import Result, failed
+from fl_lightning.engines.worker import Fit, Worker
+from fl_lightning.errors import one_line
+
+SECONDS = 1.0  # how long a member's fit takes up further clients
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member sends back for each thing it was sent.
+
+    Args:
+        result: Of a task; None for a worker object.
+        refused: Why a worker object could not be taken in.
+        warnings: Text, category, file and line of each warning that was not to be ignored.
+        trace: Where the error behind the result's failure came from.
+    """
+
+    result: Result | None = None
+    refused: str | None = None
+    warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
+    trace: str | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What of a process's own state decides what comes of a task: torch's and warnings' ways.
+
+    Args:
+        dtype: Torch's default type.
+        precision: Torch's precision of float32 products.
+        deterministic: Whether torch is to use deterministic algorithms: not, only with a warning, or always.
+        filters: Which warnings to ignore, show or raise; the first that fits counts.
+    """
+
+    dtype: torch.dtype
+    precision: str
+    deterministic: int
+    filters: list[tuple[Any, str, Any, str, int]]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        filters = [
+            (action, pattern(message), category, pattern(module), line)
+            for action, message, category, module, line in warnings.filters
+            if isinstance(category, type) and found(category)
+        ]
+        precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
+        return cls(torch.get_default_dtype(), precision, mode, filters)
+
+    def adopt(self) -> None:
+        """Make this process as the one that they are from."""
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.set_deterministic_debug_mode(self.deterministic)
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(self.filters):
+            warnings.filterwarnings(action, message, category, module, line)
+
+
+def found(category: type) -> bool:
+    """Whether a class is where another process would look for it."""
+    return getattr(sys.modules.get(category.__module__), category.__name__, None) is category
+
+
+def pattern(expression: Any) -> str:
+    """The text of a regular expression of `warnings.filters`; empty for one that fits everything."""
+    return getattr(expression, "pattern", expression) or ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A worker object that a host is to take in.
+
+    Args:
+        source: Its parcel.
+        trainer: Options that its trainer has there.
+    """
+
+    source: np.ndarray
+    trainer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A task that a host is to carry out.
+
+    Args:
+        source: Its parcel.
+        block: Gives the shelf's blocks that it needs.
+    """
+
+    source: np.ndarray
+    block: Callable[[int], list[Tensor]]
+
+
+Request = Load | Order
+
+
+class Host:
+    """The other end of a member: takes worker objects in and carries tasks out; everything comes and goes as bytes.
+
+    Each task is answered at once, but several that follow one another are carried out in one `Trainer.fit`, as by the
+    sequential engine: for about a second, or until another worker object comes.
+    """
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self._relays: bool | None = None
+
+    def serve(self, receive: Callable[[], Request], answer: Callable[[Parcel], None]) -> None:
+        """Answer requests, in order, until there are no more.
+
+        Args:
+            receive: Waits for the next request; a worker object has to come first.
+            answer: Takes the answer to it.
+
+        Raises:
+            Exception: Whatever `receive` raises when there are no more.
+        """
+        while True:
+            request = self._orders_carried_out(self.worker, receive, answer) if self.worker else receive()
+            if isinstance(request, Load):
+                answer(self._taken_in(request))
+
+    def _taken_in(self, load: Load) -> Parcel:
+        try:
+            worker, surroundings = unpack(load.source)
+            surroundings.adopt()
+            self.worker, self._relays = replace(worker, trainer=worker.trainer | load.trainer), None
+        except Exception as error:
+            return Parcel(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
+        gc.collect()
+        gc.freeze()  # what is here stays: a collection then looks only at what clients' fits have made
+        return Parcel(Answer())
+
+    def _orders_carried_out(
+        self, worker: Worker, receive: Callable[[], Request], answer: Callable[[Parcel], None]
+    ) -> Load | None:
+        """Carry out tasks, in one fit if that may be; the worker object that came then, or None if it was time."""
+
+        def work(fit: Fit | None = None) -> Load | None:
+            requests: Iterator[Request] = iter(receive, None)
+            for request in for_a_while(requests, SECONDS if fit else 0):
+                if isinstance(request, Load):
+                    return request
+                answer(carried_out(worker, request, fit, shown))
+                del request
+            return None
+
+        with warnings.catch_warnings(record=True) as shown:
+            if self._relays is None:
+                self._relays = relays(worker)
+            load = relay(worker, work) if self._relays else work()
+        gc.collect()  # a used Trainer is a cycle that holds its model
+        return load
+
+
+def relays(worker: Worker) -> bool:
+    """`can_relay`, where it can be told; where not, what is wrong is each client's failure."""
+    try:
+        return can_relay(worker)
+    except BaseException:
+        return False
+
+
+def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warnings.WarningMessage]) -> Parcel:
+    """Carry out a task; the answer.
+
+    Args:
+        worker: The worker.
+        order: The task.
+        fit: Trains the client, as `Worker.run` takes it.
+        shown: Warnings that were shown; those that the answer tells are taken out.
+    """
+    task = unpack(order.source, order.block)
+    result = worker.run(task, fit)
+    told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
+    shown.clear()
+    cause = result.failure.__cause__ if result.failure else None
+    trace = "".join(traceback.format_exception(cause)) if cause else None
+    try:
+        if result.upload:
+            result = replace(result, upload=result.upload.on_cpu())
+        return Parcel(Answer(result, None, told, trace))
+    except Exception as error:
+        return Parcel(Answer(failed(task, error), None, told))
