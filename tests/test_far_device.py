@@ -406,6 +406,14 @@ def test_what_downloads_share_is_sent_once():
     assert there.sent.total() == 10 + 3 + 3 + 10 + 3
 
 
+def test_what_was_written_into_is_sent_anew():
+    """A method may fill one tensor with each client's weights in turn."""
+    with FarDevice():
+        sent, filled = device.Sent(FAR), torch.zeros(3)
+        arrived = [sent(device.Message.pack({"model": {"w": filled.fill_(k)}})).section("model")["w"] for k in (1, 2)]
+        assert [value.cpu().tolist() for value in arrived] == [[1.0] * 3, [2.0] * 3]
+
+
 def test_without_float64_weights_come_back_to_be_averaged(tmp_path: Path, monkeypatch: Any) -> None:
     assert not device.has_doubles(torch.device("mps"))
     monkeypatch.setattr("fl_lightning.engines.worker.has_doubles", lambda device: device.type != FAR.type)

@@ -49,15 +49,17 @@ class Sent:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor is held: an id is good while its owner lives
+        # By id and version: the tensor is held, so its id is its own, and one that was written into is another.
+        self._last: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, download: Message) -> Message:
         """A download with its weights on the device, where nobody writes into them."""
         before, self._last = self._last, {}
         there: Tensors = {}
         for name, value in download.section("model").items():
-            self._last[id(value)] = before.get(id(value)) or (value, value.to(self.device))
-            there[name] = self._last[id(value)][1]
+            key = (id(value), 0 if value.is_inference() else value._version)  # nobody counts what is done to those
+            self._last[key] = before.get(key) or (value, value.to(self.device))
+            there[name] = self._last[key][1]
         return download.plus({"model": there})
 
 
