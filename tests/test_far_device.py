@@ -414,6 +414,15 @@ def test_what_was_written_into_is_sent_anew():
         assert [value.cpu().tolist() for value in arrived] == [[1.0] * 3, [2.0] * 3]
 
 
+def test_weights_made_without_a_count_of_their_changes_are_sent_too():
+    with torch.inference_mode():
+        made = torch.ones(3)
+    with FarDevice():
+        there = device.Sent(FAR)(device.Message.pack({"model": {"w": made}})).section("model")["w"]
+        assert there.device == FAR
+        assert there.cpu().tolist() == [1.0] * 3
+
+
 def test_without_float64_weights_come_back_to_be_averaged(tmp_path: Path, monkeypatch: Any) -> None:
     assert not device.has_doubles(torch.device("mps"))
     monkeypatch.setattr("fl_lightning.engines.worker.has_doubles", lambda device: device.type != FAR.type)

@@ -166,9 +166,10 @@ def test_the_mean_may_be_read_on_the_way() -> None:
     mean = RunningMean()
     seen = []
     for value in (1.0, 5.0, 9.0):
-        mean.add({"w": torch.tensor(value)}, 1)
-        seen.append(mean.value()["w"].item())
-    assert seen == [1.0, 3.0, 5.0]
+        mean.add({"w": torch.tensor(value), "n": torch.tensor(int(value))}, 1)
+        seen.append(mean.value())
+    assert [value["w"].item() for value in seen] == [1.0, 3.0, 5.0]
+    assert [value["n"].item() for value in seen] == [1, 5, 9]
 
 
 def test_no_state_is_held_once_it_is_added() -> None:
