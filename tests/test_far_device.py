@@ -140,7 +140,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+REPEATED = ("client callbacks", "double", "metrics", "stacked, BatchNorm", "stacked, kept")  # by others, nearly
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in OPTIONS]
+)
 def test_options_are_too(tmp_path: Path, name: str) -> None:
     near, far, _ = both(tmp_path, FedDW if "stacked" in name else FedSKC, **OPTIONS[name])
     assert_same_run(near, far)
