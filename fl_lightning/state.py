@@ -126,7 +126,7 @@ class ExchangedMean:
     """
 
     def __init__(self, sums: Tensors | None = None, weight: float = 0.0) -> None:
-        self.sums = {name: value.clone() for name, value in (sums or {}).items()}
+        self.sums = {name: value.contiguous().clone() for name, value in (sums or {}).items()}
         self.weight = weight
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -142,11 +142,12 @@ class ExchangedMean:
     def _change(self, state: Tensors, weight: float) -> None:
         self.weight += weight
         for name, value in state.items():
-            if value.is_floating_point():
-                held = self.sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
-                held.add_(value.double(), alpha=weight)
-            else:
+            if not value.is_floating_point():
                 self.sums[name] = torch.maximum(self.sums.get(name, value), value)
+                continue
+            if name not in self.sums:
+                self.sums[name] = torch.zeros(value.shape, dtype=torch.float64)
+            add_scaled(self.sums[name], value, weight)
 
     def value(self) -> Tensors:
         """The mean now, in the types of what was added last."""

@@ -81,6 +81,12 @@ def test_the_only_one_comes_back_bit_for_bit_whatever_was_before_it() -> None:
         old = new
 
 
+def test_an_exchanged_mean_goes_on_from_sums_however_they_lie_in_memory() -> None:
+    mean = ExchangedMean({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64).T}, 1.0)
+    mean.add({"w": torch.tensor([[5.0, 6.0], [7.0, 8.0]])}, 1)
+    assert mean.value()["w"].tolist() == [[3.0, 4.5], [4.5, 6.0]]
+
+
 def test_an_exchanged_mean_keeps_types_and_the_largest_count_and_leaves_what_it_came_from() -> None:
     first = ExchangedMean()
     first.add({"n": torch.tensor(7), "w": torch.tensor([1.0], dtype=torch.float64)}, 1)
