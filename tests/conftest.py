@@ -76,9 +76,9 @@ def _quick_files() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessesEngine]:
-    """An engine whose two processes outlast a run: they take seconds to start."""
+    """An engine whose two processes outlast a run, since they take seconds to start; but not a file of tests."""
     with pytest.MonkeyPatch.context() as patch:
         engine = ProcessesEngine(workers=2)
         patch.setattr(engine, "close", lambda: None)
