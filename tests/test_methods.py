@@ -28,13 +28,17 @@ NOT_STACKED = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
-    """With BatchNorm, classes that clients lack, and half of the clients in each round."""
+    """With BatchNorm, classes that clients lack, and clients that go on, are new or no more in the other round."""
     method, options = METHODS[name]
     model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
-    options = options | {"model": model, "scenario": digits(6, alpha=0.1), "clients_per_round": 3, "trainer": ONE_EPOCH}
+    options = options | {"model": model, "scenario": digits(6, alpha=0.1), "trainer": ONE_EPOCH}
+    options |= {"clients_per_round": 3, "seed": 3}
     whole = experiment(tmp_path / "whole", method(), rounds=2, **options)
     whole.fit()
     assert (whole.data.class_counts() == 0).any()
+    first, second = (set(whole.participants(round)) for round in (1, 2))
+    assert first & second
+    assert first ^ second
     experiment(tmp_path / "parts", method(), rounds=1, **options).fit()
     rest = experiment(tmp_path / "parts", method(), rounds=2, **options)
     rest.fit(resume=True)
