@@ -36,7 +36,7 @@ class RunningMean:
         self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
-        self._alone = True
+        self._alone = True  # and so not scaled: in float64 n w / n need not be w
 
     def add(self, state: Tensors, weight: float) -> None:
         """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1.

@@ -423,9 +423,14 @@ def test_weights_made_without_a_count_of_their_changes_are_sent_too():
     with torch.inference_mode():
         made = torch.ones(3)
     with FarDevice():
-        there = device.Sent(FAR)(device.Message.pack({"model": {"w": made}})).section("model")["w"]
+        sent = device.Sent(FAR)
+        there = sent(device.Message.pack({"model": {"w": made}})).section("model")["w"]
         assert there.device == FAR
         assert there.cpu().tolist() == [1.0] * 3
+        with torch.inference_mode():
+            made.fill_(2)
+        again = sent(device.Message.pack({"model": {"w": made}})).section("model")["w"]
+        assert again.cpu().tolist() == [2.0] * 3
 
 
 def test_without_float64_weights_come_back_to_be_averaged(tmp_path: Path, monkeypatch: Any) -> None:

@@ -49,18 +49,23 @@ class Sent:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # By id and version: the tensor is held, so its id is its own, and one that was written into is another.
-        self._last: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # The tensor is held, so its id is its own; one that was written into since is another.
+        self._last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, download: Message) -> Message:
         """A download with its weights on the device, where nobody writes into them."""
         before, self._last = self._last, {}
         there: Tensors = {}
         for name, value in download.section("model").items():
-            key = (id(value), 0 if value.is_inference() else value._version)  # nobody counts what is done to those
+            key = (id(value), times_written(value))
             self._last[key] = before.get(key) or (value, value.to(self.device))
             there[name] = self._last[key][1]
         return download.plus({"model": there})
+
+
+def times_written(value: Tensor) -> object:
+    """How often a tensor was written into; torch keeps no count of those made in inference mode: each time another."""
+    return object() if value.is_inference() else value._version
 
 
 def channels_last(x: Tensor) -> Tensor:
