@@ -9,6 +9,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -64,7 +65,9 @@ def read_columns(path: Path) -> dict[str, array[float]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has.
+    """Return `best`, `best_round`, `last` and `last10` of one metric over the rounds that have it; empty if none has.
+
+    `last10` is the mean of the last ten of those rounds. With partial participation a single round is mostly noise.
 
     Args:
         rows: The rounds.
@@ -76,7 +79,8 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
         return {}
     sign = -1 if lower else 1
     best_round, best = max(series, key=lambda point: (not math.isnan(point[1]), sign * point[1], -point[0]))
-    return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
+    last_ten = fmean(value for _, value in series[-10:])
+    return {"last": series[-1][1], "last10": last_ten, "best": best, "best_round": int(best_round)}
 
 
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
@@ -105,7 +109,7 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lowe
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """A run's figures: best and last of what was measured, R_acc for each target, bytes in all.
+    """Return a run's figures: best, last and mean of the last ten of each metric, R_acc for each target, total bytes.
 
     R_acc is the global model's or, for methods without one, that of the clients' mean.
     """

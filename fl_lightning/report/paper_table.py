@@ -17,7 +17,10 @@ Grid = list[list[str]]
 """Lines of cells, the first the heading; a cell may have lines of its own."""
 
 MISSING = "-"
-LABELS = "ours\npaper (difference)"
+LABELS = {
+    "percent": "ours\npaper (difference)\nours, mean of last 10",
+    "rounds": "ours\npaper (difference)",
+}
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
 COLUMNS = [
     "column",
@@ -32,6 +35,7 @@ COLUMNS = [
     "paper",
     "paper_std",
     "difference",
+    "last10",
 ]
 
 
@@ -51,18 +55,20 @@ def grid(reproduction: Reproduction) -> Grid:
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
-        lines.append([row, LABELS, *(beside(reproduction.cells[column, row]) for column in table.columns)])
+        lines.append([row, LABELS[table.unit], *(beside(reproduction.cells[column, row]) for column in table.columns)])
     orders = [reproduction.order(column) for column in table.columns]
     told = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
     return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *told]]
 
 
 def beside(cell: Cell) -> str:
-    """Ours and, below it, the paper's number with what ours differs from it."""
-    if cell.paper is None:
-        return f"{ours(cell)}\n{MISSING}"
-    papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
-    return f"{ours(cell)}\n{papers}" + (f" ({cell.difference:+.1f})" if cell.difference is not None else "")
+    """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
+    papers = MISSING
+    if cell.paper is not None:
+        papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
+        papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
+    last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
+    return f"{ours(cell)}\n{papers}{last10}"
 
 
 def ours(cell: Cell) -> str:
@@ -148,6 +154,7 @@ def as_csv(reproduction: Reproduction) -> str:
     for (column, row), cell in reproduction.cells.items():
         counts = [len(cell.values), len(cell.readings) - len(cell.values)]
         numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
+        numbers.append(cell.last10)
         writer.writerow([column, row, table.figure(column, row), table.unit, *counts, *numbers])
     return text.getvalue().rstrip("\n")
 

@@ -273,7 +273,7 @@ class UAPDFL(PeerAlgorithm):
         """Return whether a client averages its classifier with that of a peer at this divergence."""
         if not self.layerwise:
             return True
-        return 0 < self.th_i and (gap <= self.th_i if self.reference else gap < self.th_i)
+        return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)
 
 
 def part(model: Tensors, head: bool) -> Tensors:
