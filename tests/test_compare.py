@@ -572,7 +572,7 @@ def test_values_are_told_as_in_yaml():
         (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),
         (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
         (["--mode", "up"], "mode: got 'up', expected max | min"),
-        (["--target", "high"], "target: got"),
+        (["--target", "high"], "--target: got"),
         (["--where", "alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["--where", "seed=7"], "none of 2 runs has seed=7"),
     ],
@@ -585,6 +585,38 @@ def test_what_cannot_be_is_one_line(words, why, tmp_path):
     assert err.startswith("fl-lightning: error: ")
     assert why in err
     assert err.count("\n") == 1
+
+
+def test_one_group_has_no_reference(tmp_path):
+    write(tmp_path, "FedAvg")
+    code, out, err = run("compare", tmp_path, "--reference", "Foo")
+    wanted = "--reference: all runs have the same settings, so there is only one group. Add other runs"
+    assert (code, out, err) == (2, "", f"fl-lightning: error: {wanted}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["compare"], "runs: not given. Write it after the command; `fl-lightning compare --help` shows how"),
+        (["test"], "run: not given. Write it after the command; `fl-lightning test --help` shows how"),
+        (["compare", "nowhere"], "nowhere: no such folder"),
+        (["test", "nowhere"], "nowhere: folder not found"),
+        (["fit", "--resume", "nowhere"], "nowhere: folder not found"),
+        (["watch", "{run}", "--every", "nan"], "--every: got 'nan', expected float"),
+        (["watch", "{run}", "--every", ".nan"], "--every: nan is no finite number"),
+        (["watch", "{run}", "--every", "1e30"], "--every: 1e+30 is outside [0, 86400]"),
+        (["report", "{run}", "-o", ""], "-o: the name is empty. Name a file, such as report.html"),
+        (["reproduce", "fedskc_table5", "--workers", "0"], "--workers: 0 is below 1"),
+        (["sweep", "digits_fedskc_tau", "--threads", "0"], "--threads: 0 is below 1"),
+    ],
+)
+def test_commands_about_many_runs_name_what_is_wrong(words, why, tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    write(folder, "FedAvg")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*(word.format(run=folder) for word in words))
+    assert (code, out, err) == (2, "", f"fl-lightning: error: {why}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 @pytest.mark.filterwarnings("always")

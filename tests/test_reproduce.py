@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -374,8 +375,8 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
         (["--set", "algorithm=MOON"], "--set: algorithm is not for it to say, but for rows"),
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
-        (["--workers", "0"], "workers: 0 is below 1"),
-        (["--format", "html"], "format: got 'html', expected table | markdown | csv"),
+        (["--workers", "0"], "--workers: 0 is below 1"),
+        (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),
     ],
 )
 def test_bad_words_are_one_line(here, words, message):
@@ -666,6 +667,14 @@ margin of 9.0 standard deviations."""
     )
 
 
+def test_titles_and_names_are_plain_text_in_markdown(here):
+    text = TABLE.replace("Tiny, Table 1", "<b>T</b> [x](y) *z*").replace('alpha 1"', '<i>"')
+    Path("table.yaml").write_text(text)
+    out = run("reproduce", "table.yaml", "--show", "--format", "markdown").out
+    assert "**\\<b>T\\</b> \\[x](y) \\*z\\*.**" in out
+    assert not re.search(r"(?<!\\)<(?!br>)", out)
+
+
 def test_what_is_sure_is_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
@@ -693,7 +702,7 @@ def test_csv_has_a_line_a_cell_in_full_precision(here):
 def test_bars_and_brackets_in_names_stay_what_they_are(here):
     text = TABLE.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
     Path("table.yaml").write_text(text)
-    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|[red]x |") == 1
+    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|\\[red]x |") == 1
     assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
 
 

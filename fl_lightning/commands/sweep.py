@@ -8,7 +8,7 @@ import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number, check_positive
 from fl_lightning.run_folder import alone
 from fl_lightning.study.sweep import Result, carry_out_sweep, hold_to, sweep_table, told, write_best, write_trials
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
@@ -33,11 +33,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     path = sweep_path(given.sweep or "")
     content = read_sweep(path)
     sweep = parse_sweep(content, path, given.set or [])
-    for name, number in (("--count", given.count), ("--workers", given.workers), ("--threads", given.threads)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}: {number} is below 1")
-    if given.seed < 0:
-        raise ConfigError(f"--seed: {given.seed} is below 0")
+    check_positive("--", count=given.count, workers=given.workers, threads=given.threads)
+    check_number("--seed", given.seed, "[0, inf)")
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 

@@ -206,6 +206,8 @@ def compare(
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
     if reference is None and "algorithm" in keys:
         wanted = {"algorithm": "FedAvg"}
+    if wanted and not keys and reference is not None:
+        raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if unknown := wanted.keys() - set(keys):
         raise ConfigError(f"--reference: {unknown.pop()} does not tell these groups apart; {_listed(keys)} would")
 

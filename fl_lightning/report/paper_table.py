@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from fl_lightning.report.sheet import escape_markdown
 from fl_lightning.study.reproduction import Cell, Reproduction, Verdict, margin_needed
 from fl_lightning.study.table import RULE, PaperTable
 
@@ -138,11 +139,11 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
     """The same as Markdown."""
-    title, *lines = heading(reproduction.table, scale, overrides)
+    title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     told = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
         told += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
-    return "\n\n".join([*told, *failures(reproduction)])
+    return "\n\n".join([*told, *map(escape_markdown, failures(reproduction))])
 
 
 def as_csv(reproduction: Reproduction) -> str:
@@ -170,7 +171,7 @@ def _rich(lines: Grid) -> Table:
 
 
 def _markdown(lines: Grid) -> str:
-    rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    rows = [["<br>".join(map(escape_markdown, cell.split("\n"))) for cell in line] for line in lines]
     head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 

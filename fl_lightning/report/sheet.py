@@ -84,17 +84,21 @@ class Sheet:
         """A table as GitHub shows it, the notes below."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
         body = [
-            [f"**{_markdown(cell)}**" if (i, j) in self.bold else _markdown(cell) for j, cell in enumerate(row)]
+            [
+                f"**{escape_markdown(cell)}**" if (i, j) in self.bold else escape_markdown(cell)
+                for j, cell in enumerate(row)
+            ]
             for i, row in enumerate(self.rows)
         ]
-        lines = [[_markdown(cell) for cell in self.header], rules, *body]
+        lines = [[escape_markdown(cell) for cell in self.header], rules, *body]
         told = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([*told, *(f"\n{_markdown(note)}" for note in self.notes)])
+        return "\n".join([*told, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
 
 def _latex(cell: str) -> str:
     return "".join(LATEX.get(letter, letter) for letter in one_line(cell))
 
 
-def _markdown(cell: str) -> str:
+def escape_markdown(cell: str) -> str:
+    """Return text as one line that Markdown shows as it is."""
     return re.sub(r"([\\|*`<\[])", r"\\\1", one_line(cell))
