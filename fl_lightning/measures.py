@@ -240,12 +240,14 @@ def _imported(path: str) -> type[Metric]:
 
 
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
-    """What a metric is called; whoever reads the measurements can tell from that alone which way is better."""
+    """Return a metric's name, from which `is_lower_better` can tell which way is better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
         raise ConfigError(f"{KEY}: name: {called!r} is no name of its own, of letters, digits and _")
     if higher_is_better is not None and is_lower_better(called) == higher_is_better:
         better, end = ("more", "_score") if higher_is_better else ("less", "_error")
+        if name is None:
+            return f"{called}{end}"
         raise ConfigError(f"{KEY}: {called!r} does not say that {better} of it is better; name it {called}{end}, say")
     return called
 

@@ -210,6 +210,26 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     assert compared(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("client/acc_mean", 0.5),
+        ("global/r2_score", 0.5),
+        ("global/mae", 0.25),
+        ("client/mae_mean", 0.25),
+        ("global/mean_absolute_error", 0.25),
+        ("client/mean_squared_error_weighted", 0.25),
+        ("client/calibration_error_worst_decile", 0.25),
+        ("client/acc_std", 0.25),
+        ("client_3/train_loss", 0.25),
+    ],
+)
+def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
+    write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
+    found = compared(tmp_path, metric=metric)
+    assert (found.lower, found.groups[0].best.mean) == (best == 0.25, best)
+
+
 def test_reaching_a_target_is_counted_by_brute_force(tmp_path, rng):
     series = [rng.uniform(0.3, 0.8, 12) for _ in range(5)]
     for seed, accs in enumerate(series):

@@ -377,7 +377,8 @@ def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
 
 def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     metric = {"name": "global/acc", "goal": "minimize"}
-    sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
+    with pytest.warns(UserWarning, match="takes the worst global/acc"):
+        sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
     results = faked(monkeypatch, tmp_path, sweep, Fake(lambda v: [(v["x"] - 0.3) ** 2]), count=20)
     assert abs(float(ranked(results, sweep.maximize)[0].settings["x"]) - 0.3) < 0.05
     assert sweep.maximize is False
@@ -508,8 +509,26 @@ def test_an_accuracy_that_is_never_reached_is_a_failure_and_not_a_zero(tmp_path,
     assert (result.state, result.reason) == ("failed", "R_0.9 is never reached")
 
 
+@pytest.mark.parametrize(
+    ("metric", "goal", "better"),
+    [
+        ("global/acc", "minimize", "maximize"),
+        ("client/acc_mean_best", "minimize", "maximize"),
+        ("client/f1_score_weighted_last", "minimize", "maximize"),
+        ("global/mean_absolute_error", "maximize", "minimize"),
+        ("client/loss_mean", "maximize", "minimize"),
+        ("R_0.9", "maximize", "minimize"),
+    ],
+)
+def test_a_goal_that_takes_the_worst_for_the_best_is_warned_of(metric, goal, better):
+    line = f"metric: goal {goal} takes the worst {metric} for the best. Set goal: {better}."
+    with pytest.warns(UserWarning, match=line):
+        assert parsed(metric={"name": metric, "goal": goal}).maximize is (goal == "maximize")
+    assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
+
+
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
-    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac"})
+    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac", "goal": "maximize"})
     message = "metric: there is no global/ac in this run; there are global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -542,6 +561,7 @@ def curve(values):
     return (np.cumsum(rng.random(9)) / 9).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:metric. goal minimize takes the worst")
 @pytest.mark.parametrize(
     ("goal", "early", "options", "last"),
     [
@@ -603,7 +623,8 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 
 
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
-    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
+    metric = {"name": "global/acc_best", "goal": "maximize"}
+    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": metric}
     message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
     fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):

@@ -35,6 +35,7 @@ from fl_lightning.evaluation import Evaluation
 from fl_lightning.measures import measures_of, snake_case
 from fl_lightning.metrics import is_lower_better
 from fl_lightning.objectives import Classification, MultiLabel, Regression
+from fl_lightning.report.comparison import compare
 
 F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
 
@@ -170,8 +171,51 @@ def test_metrics_are_watched_and_summed_up(tmp_path):
     assert watchers[0].best == max(row["client/f1_score_mean"] for row in run.csv.rows)
 
 
+@pytest.mark.parametrize(("monitor", "better"), [("global/calibration_error", min), ("global/f1_score", max)])
+def test_monitors_know_which_way_is_better(tmp_path, monitor, better):
+    watchers = [EarlyStopping(monitor, patience=9), Checkpointing(monitor=monitor)]
+    names = ["CalibrationError", "F1Score"]
+    run = experiment(tmp_path, rounds=4, callbacks=watchers, evaluation=Evaluation(metrics=names))
+    run.fit()
+    wanted = better(row[monitor] for row in run.csv.rows)
+    assert watchers[1].best == wanted
+    assert abs(watchers[0].best) == wanted
+
+
+class Gap(torchmetrics.Metric):
+    """A metric of a user's own that is better lower: the share that is wrong."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("wrong", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, preds, target) -> None:
+        self.wrong += (preds.argmax(dim=1) != target).sum()
+        self.n += len(target)
+
+    def compute(self):
+        return self.wrong / self.n
+
+
+def test_a_metric_of_ones_own_that_is_better_lower(tmp_path):
+    watcher = Checkpointing(monitor="global/gap_error")
+    how = Evaluation("received", metrics=[f"{__name__}.Gap"])
+    run = experiment(tmp_path, rounds=4, callbacks=[watcher], evaluation=how)
+    fitted = run.fit()
+    summary = fitted.summary
+    series = [row["global/gap_error"] for row in run.csv.rows]
+    assert summary["global/gap_error_best"] == watcher.best == min(series)
+    (group,) = compare([fitted], metric="global/gap_error").groups
+    assert group.best.mean == min(series)
+    last = run.csv.rows[-1]
+    assert last["client/gap_error_worst_decile"] == pytest.approx(1 - last["client/acc_worst_decile"], rel=1e-6)
+
+
 def test_the_worst_of_an_error_is_told_as_such(tmp_path):
-    watcher = EarlyStopping("global/calibration_error")
+    watcher = EarlyStopping("global/calibration_error", mode="max")
     run = experiment(tmp_path, callbacks=[watcher], evaluation=Evaluation(metrics=["CalibrationError"]))
     with pytest.warns(UserWarning, match="max takes the worst global/calibration_error for the best; set mode min"):
         run.fit()
@@ -291,6 +335,10 @@ def test_a_metric_of_ones_own(tmp_path):
         ({"f1": "F1Score", "acc": "Accuracy"}, "is none of class_path and init_args"),
         ({"f1/macro": "F1Score"}, "name: 'f1/macro' is no name of its own"),
         ({"acc": {"class_path": "F1Score"}}, "name: 'acc' is no name of its own"),
+        (
+            {"gap": f"{__name__}.Gap"},
+            "'gap' does not say that less of it is better; name it gap_error, say",
+        ),
         (
             {"f1_error": "F1Score"},
             "'f1_error' does not say that more of it is better; name it f1_error_score, say",
