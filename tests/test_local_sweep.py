@@ -31,6 +31,7 @@ from fl_lightning.study import sweep as sweeps
 from fl_lightning.study.executor import FAILED, Outcome
 from fl_lightning.study.sweep import Result, Study, carry_out_sweep, ranked
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.study.sweep_metric import check_metric
 
 GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min": 2, "max": 4}, "c": {"value": True}}
 NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1.0}}
@@ -525,6 +526,59 @@ def test_a_goal_that_takes_the_worst_for_the_best_is_warned_of(metric, goal, bet
     with pytest.warns(UserWarning, match=line):
         assert parsed(metric={"name": metric, "goal": goal}).maximize is (goal == "maximize")
     assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
+
+
+@pytest.mark.parametrize(
+    ("metric", "method", "parameters", "refused"),
+    [
+        (
+            "global/acc",
+            "grid",
+            {"algorithm": {"value": "Local"}},
+            "global/acc with algorithm Local. Use client/acc_mean.",
+        ),
+        (
+            "global/acc_best",
+            "grid",
+            {"algorithm": {"values": ["FedAvg", "FedPer"]}},
+            "with algorithm FedPer. Use client/",
+        ),
+        (
+            "global/acc",
+            "random",
+            {"algorithm": {"values": ["FedAvg", "Local"]}},
+            "with algorithm Local. Use client/acc",
+        ),
+        ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, "no round has global/ac. Use global/acc."),
+        (
+            "client/f1_score_mean",
+            "grid",
+            {"seed": {"values": [0, 1]}},
+            "no round has client/f1_score_mean. Use client/",
+        ),
+    ],
+)
+def test_a_metric_that_a_method_never_has_is_refused_before_the_first_run(
+    metric, method, parameters, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
+    goal = {"name": metric, "goal": "maximize"}
+    Path("some.yaml").write_text(yaml.safe_dump(content(method, parameters, command=command, metric=goal, run_cap=2)))
+    outcome = run("sweep", "some.yaml")
+    assert outcome.code == 2
+    assert outcome.err.startswith("fl-lightning: error: metric: no round has ")
+    assert refused in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("metric", ["client/acc_mean", "client/acc_mean_best", "R_0.5", "client/train_loss"])
+def test_a_metric_that_every_point_has_is_let_by(metric):
+    goal = "minimize" if metric in ("R_0.5", "client/train_loss") else "maximize"
+    parameters = {"algorithm": {"values": ["FedAvg", "Local"]}, "rounds": {"value": 1}}
+    check_metric(parsed("grid", parameters, metric={"name": metric, "goal": goal}))
 
 
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
