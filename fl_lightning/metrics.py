@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -22,8 +23,12 @@ MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|gl
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-# Ends of the names of metrics of which less is better; a test holds them against torchmetrics.
-LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+# Ends of the names of metrics that are better lower. A metric whose name contradicts torchmetrics' `higher_is_better`
+# is renamed or refused when a run begins, so whoever reads a run folder needs no torch to know.
+LOWER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+
+# A column of `metrics.csv`: its metric, and what was computed of it over clients.
+COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
 
 _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 
@@ -90,8 +95,23 @@ def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def is_lower_better(name: str) -> bool:
-    """Whether less of a metric is better, as its name says: a loss, an error, a distance."""
-    return re.fullmatch(LOWER, name) is not None
+    """Return whether lower values of a metric, or of a column of `metrics.csv`, are better.
+
+    Example:
+        >>> [is_lower_better(name) for name in ("r2_score", "client/mae_worst_decile", "client/acc_std")]
+        [False, True, True]
+    """
+    column = COLUMN.fullmatch(name)
+    metric, figure = column.groups() if column else (name, None)
+    return figure == "_std" or name.startswith("client/train_") or re.fullmatch(LOWER, metric) is not None
+
+
+def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
+    """Return how a column of `metrics.csv`, or a figure of `summary.json`, gets better; None where that is unknown."""
+    column = re.sub(r"_(best|last|last10)$", "", name)
+    if is_lower_better(column) or re.match("R_[0-9]", name):
+        return "minimize"
+    return "maximize" if MODELS.fullmatch(column) else None
 
 
 def measured(rows: Sequence[Row]) -> list[str]:

@@ -31,6 +31,7 @@ from fl_lightning.study import sweep as sweeps
 from fl_lightning.study.executor import FAILED, Outcome
 from fl_lightning.study.sweep import Result, Study, carry_out_sweep, ranked
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.study.sweep_metric import check_metric
 
 GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min": 2, "max": 4}, "c": {"value": True}}
 NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1.0}}
@@ -377,7 +378,8 @@ def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
 
 def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     metric = {"name": "global/acc", "goal": "minimize"}
-    sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
+    with pytest.warns(UserWarning, match="takes the worst global/acc"):
+        sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
     results = faked(monkeypatch, tmp_path, sweep, Fake(lambda v: [(v["x"] - 0.3) ** 2]), count=20)
     assert abs(float(ranked(results, sweep.maximize)[0].settings["x"]) - 0.3) < 0.05
     assert sweep.maximize is False
@@ -508,8 +510,79 @@ def test_an_accuracy_that_is_never_reached_is_a_failure_and_not_a_zero(tmp_path,
     assert (result.state, result.reason) == ("failed", "R_0.9 is never reached")
 
 
+@pytest.mark.parametrize(
+    ("metric", "goal", "better"),
+    [
+        ("global/acc", "minimize", "maximize"),
+        ("client/acc_mean_best", "minimize", "maximize"),
+        ("client/f1_score_weighted_last", "minimize", "maximize"),
+        ("global/mean_absolute_error", "maximize", "minimize"),
+        ("client/loss_mean", "maximize", "minimize"),
+        ("R_0.9", "maximize", "minimize"),
+    ],
+)
+def test_a_goal_that_takes_the_worst_for_the_best_is_warned_of(metric, goal, better):
+    line = f"metric: goal {goal} takes the worst {metric} for the best. Set goal: {better}."
+    with pytest.warns(UserWarning, match=line):
+        assert parsed(metric={"name": metric, "goal": goal}).maximize is (goal == "maximize")
+    assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
+
+
+@pytest.mark.parametrize(
+    ("metric", "method", "parameters", "refused"),
+    [
+        (
+            "global/acc",
+            "grid",
+            {"algorithm": {"value": "Local"}},
+            "global/acc with algorithm Local. Use client/acc_mean.",
+        ),
+        (
+            "global/acc_best",
+            "grid",
+            {"algorithm": {"values": ["FedAvg", "FedPer"]}},
+            "with algorithm FedPer. Use client/",
+        ),
+        (
+            "global/acc",
+            "random",
+            {"algorithm": {"values": ["FedAvg", "Local"]}},
+            "with algorithm Local. Use client/acc",
+        ),
+        ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, "no round has global/ac. Use global/acc."),
+        (
+            "client/f1_score_mean",
+            "grid",
+            {"seed": {"values": [0, 1]}},
+            "no round has client/f1_score_mean. Use client/",
+        ),
+    ],
+)
+def test_a_metric_that_a_method_never_has_is_refused_before_the_first_run(
+    metric, method, parameters, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
+    goal = {"name": metric, "goal": "maximize"}
+    Path("some.yaml").write_text(yaml.safe_dump(content(method, parameters, command=command, metric=goal, run_cap=2)))
+    outcome = run("sweep", "some.yaml")
+    assert outcome.code == 2
+    assert outcome.err.startswith("fl-lightning: error: metric: no round has ")
+    assert refused in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("metric", ["client/acc_mean", "client/acc_mean_best", "R_0.5", "client/train_loss"])
+def test_a_metric_that_every_point_has_is_let_by(metric):
+    goal = "minimize" if metric in ("R_0.5", "client/train_loss") else "maximize"
+    parameters = {"algorithm": {"values": ["FedAvg", "Local"]}, "rounds": {"value": 1}}
+    check_metric(parsed("grid", parameters, metric={"name": metric, "goal": goal}))
+
+
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
-    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac"})
+    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac", "goal": "maximize"})
     message = "metric: there is no global/ac in this run; there are global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -542,6 +615,7 @@ def curve(values):
     return (np.cumsum(rng.random(9)) / 9).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:metric. goal minimize takes the worst")
 @pytest.mark.parametrize(
     ("goal", "early", "options", "last"),
     [
@@ -603,7 +677,8 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 
 
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
-    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
+    metric = {"name": "global/acc_best", "goal": "maximize"}
+    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": metric}
     message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
     fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):

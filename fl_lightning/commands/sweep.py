@@ -10,8 +10,18 @@ from rich.console import Console
 
 from fl_lightning.errors import check_number, check_positive
 from fl_lightning.run_folder import alone
-from fl_lightning.study.sweep import Result, carry_out_sweep, hold_to, sweep_table, told, write_best, write_trials
+from fl_lightning.study.sweep import (
+    POINTS,
+    Result,
+    carry_out_sweep,
+    hold_to,
+    sweep_table,
+    told,
+    write_best,
+    write_trials,
+)
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.study.sweep_metric import check_metric
 
 
 def parser() -> ArgumentParser:
@@ -42,6 +52,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
         print(f"point {result.number + 1} of {most}, {settings}: {told(result)}", flush=True)
 
+    if not (folder / POINTS).exists():
+        check_metric(sweep)
     with alone(folder):
         hold_to(folder, sweep, content, given.seed)
         results = carry_out_sweep(sweep, folder, given.seed, given.count, given.workers, given.threads, show)

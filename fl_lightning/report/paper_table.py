@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.report.sheet import escape_markdown
+from fl_lightning.report.sheet import csv_text, escape_markdown
 from fl_lightning.study.reproduction import Cell, Reproduction, Verdict, margin_needed
 from fl_lightning.study.table import RULE, PaperTable
 
@@ -148,16 +146,13 @@ def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Seque
 
 def as_csv(reproduction: Reproduction) -> str:
     """A line a cell, in full precision; claims and order can be worked out from it."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    table = reproduction.table
+    table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
         counts = [len(cell.values), len(cell.readings) - len(cell.values)]
         numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
         numbers.append(cell.last10)
-        writer.writerow([column, row, table.figure(column, row), table.unit, *counts, *numbers])
-    return text.getvalue().rstrip("\n")
+        lines.append([column, row, table.figure(column, row), table.unit, *counts, *numbers])
+    return csv_text(lines).rstrip("\n")
 
 
 def _rich(lines: Grid) -> Table:

@@ -155,14 +155,16 @@ def _start(point: Point, workers: int, threads: int | None) -> _Running:
         point.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{point.folder} cannot be written to: {error}") from error
-    process = _context().Process(target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name)
+    process = process_context().Process(
+        target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name
+    )
     with away_from_here():
         process.start()
     return _Running(point, process)
 
 
-def _context() -> Any:
-    """How processes are started: out of one that has imported what a run needs, where the system can do that."""
+def process_context() -> Any:
+    """Return how processes are started: out of one that has imported what a run needs, where the system can do that."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import secrets
 import shlex
@@ -27,6 +25,7 @@ from fl_lightning.config import config_path, flatten, read_config
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, read_rows
+from fl_lightning.report.sheet import csv_text
 from fl_lightning.rivals import given
 from fl_lightning.runs import DamagedRun, open_run_folder
 from fl_lightning.study.executor import FAILED, Outcome, Point, carry_out, finished
@@ -424,11 +423,8 @@ def write_best(path: Path, sweep: Sweep, results: Sequence[Result]) -> Result | 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[Result]) -> None:
     """Write a line a point."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["point", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"])
+    lines: list[list[Any]] = [["point", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
     for one in results:
-        value = "" if one.value is None else one.value
         folder = f"{POINTS}/{one.folder.name}"
-        writer.writerow([one.number, *one.settings.values(), value, one.state, one.rounds, one.reason, folder])
-    write_atomically(path, text.getvalue())
+        lines.append([one.number, *one.settings.values(), one.value, one.state, one.rounds, one.reason, folder])
+    write_atomically(path, csv_text(lines))
