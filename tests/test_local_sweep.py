@@ -1,13 +1,16 @@
 """A W&B sweep carried out here: the points that the file asks for, each once, whatever is killed."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,6 +22,7 @@ from statistics import mean, stdev
 import numpy as np
 import optuna
 import pytest
+import sqlalchemy
 import yaml
 from commands import TINY, contents, run, summary, table, tiny
 from optuna.samplers import TPESampler
@@ -820,6 +824,112 @@ def test_a_mistake_may_be_mended_until_a_point_has_begun(tmp_path, monkeypatch):
     file.write_text(file.read_text() + "name: another\nrun_cap: 1\ndescription: told\n")
     (tmp_path / "tiny.yaml").write_text(TINY)
     assert run("sweep", file).code == 0
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """A folder with a finished sweep of three points that random numbers made."""
+    monkeypatch.chdir(tmp_path)
+    write_sweep(tmp_path, {"x": {"min": 0.0, "max": 1.0}}, method="random")
+    monkeypatch.setattr(sweeps, "carry_out", Fake(lambda values: [values["x"]]))
+    assert run("sweep", "small.yaml", "--count", "3").code == 0
+    return tmp_path / "runs/sweeps/small"
+
+
+def set_to_sql(statement):
+    def change(path):
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute(statement)
+
+    return change
+
+
+DAMAGE = {
+    "no database": lambda path: path.write_bytes(b"text\n" * 1000),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "page lost": lambda path: path.write_bytes((old := path.read_bytes())[:4096] + bytes(8192) + old[12288:]),
+    "no study": set_to_sql("UPDATE studies SET study_name = 'other'"),
+    "no folder": set_to_sql("DELETE FROM trial_user_attributes WHERE key = 'folder'"),
+    "no point": set_to_sql("DELETE FROM trial_user_attributes WHERE key = 'point'"),
+    "not JSON": set_to_sql("UPDATE trial_user_attributes SET value_json = '{'"),
+    "no parameters": set_to_sql("DELETE FROM trial_params"),
+    "no table": set_to_sql("DROP TABLE trial_values"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_study_is_named_and_left_as_it_is(damage, swept):
+    DAMAGE[damage](swept / "study.db")
+    before = contents(swept)
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert outcome.err.startswith("fl-lightning: error: runs/sweeps/small/study.db: damaged (")
+    assert outcome.err.endswith("). Restore it from a backup, or choose another folder with --out.\n")
+    assert "http" not in outcome.err
+    assert {name: bytes for name, bytes in contents(swept).items() if name != ".owner"} == {
+        name: bytes for name, bytes in before.items() if name != ".owner"
+    }
+
+
+@pytest.mark.parametrize("left", ["study.db", "points"])
+def test_a_sweep_that_lost_its_sweep_yaml_is_not_begun_anew(left, swept):
+    (swept / "sweep.yaml").unlink()
+    shutil.rmtree(swept / "points") if left == "study.db" else (swept / "study.db").unlink()
+    before = contents(swept)
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert outcome.code == 2
+    message = f"runs/sweeps/small: sweep.yaml not found, but {left} of a sweep. Put it back, or choose another folder"
+    assert outcome.err == f"fl-lightning: error: {message} with --out.\n"
+    assert contents(swept).keys() == before.keys()
+
+
+def test_a_study_that_lost_its_points_is_not_deleted_for_another_sweep(swept):
+    shutil.rmtree(swept / "points")
+    database = (swept / "study.db").read_bytes()
+    outcome = run("sweep", "small.yaml", "--count", "3", "--seed", "7")
+    assert (outcome.code, outcome.err.count("holds another sweep: seed (0 -> 7); leave it")) == (2, 1)
+    assert (swept / "study.db").read_bytes() == database
+
+
+def test_a_lost_study_is_named_where_points_are_left(swept):
+    (swept / "study.db").unlink()
+    before = contents(swept).keys()
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert outcome.code == 2
+    message = "runs/sweeps/small: study.db not found, but points of a sweep. Put it back, or choose another folder"
+    assert outcome.err == f"fl-lightning: error: {message} with --out.\n"
+    assert contents(swept).keys() == before
+
+
+# --- A full disk ---
+
+
+def test_a_study_without_room_ends_the_sweep_and_is_gone_on_with(swept, monkeypatch):
+    """SQLite says that the disk is full where its file may not grow."""
+    usual = sweeps.storage_at
+
+    def full(path):
+        storage = usual(path)
+        with storage.engine.connect() as connection:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
+
+        @sqlalchemy.event.listens_for(storage.engine, "checkout")
+        def limit(connection, *_):
+            connection.execute(f"PRAGMA max_page_count={pages + 1}")
+
+        return storage
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeps, "storage_at", full)
+        outcome = run("sweep", "small.yaml", "--count", "60")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    reason = (
+        "runs/sweeps/small/study.db: database or disk is full. Once that is fixed, the same command goes on from here."
+    )
+    assert outcome.err == f"fl-lightning: error: {reason}\n"
+    assert run("sweep", "small.yaml", "--count", "60").code == 0
+    assert [line["state"] for line in told(swept)] == ["complete"] * 60
 
 
 def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):
