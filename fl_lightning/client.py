@@ -21,6 +21,7 @@ from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
 from fl_lightning.objectives import Classification, Objective
 from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory, descend, load_optimizer_tensors
+from fl_lightning.state import at_least_float32
 
 
 @dataclass
@@ -269,7 +270,7 @@ class ClientModule(L.LightningModule):
                 piece.observe(step, self.current_epoch)
 
     def record(self, names: list[str], values: Tensor) -> None:
-        """Record one step's losses, float32 `(T,)`, for whoever trains the module in another way than by itself."""
+        """Record one step's losses, `(T,)`, for whoever trains the module in another way than by itself."""
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
@@ -386,10 +387,10 @@ class LossRecord:
 
     def add(self, losses: dict[str, Tensor]) -> None:
         """Add one step's losses."""
-        self.add_values(list(losses), torch.stack([value.detach().float() for value in losses.values()]))
+        self.add_values(list(losses), torch.stack([at_least_float32(value.detach()) for value in losses.values()]))
 
     def add_values(self, names: list[str], values: Tensor) -> None:
-        """Add one step's losses, float32 `(T,)`, in the order of their names."""
+        """Add one step's losses, `(T,)`, in the order of their names."""
         self._names = names
         self._pending.append(values)
 

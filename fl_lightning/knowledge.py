@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.message import Tensors, Upload
+from fl_lightning.state import at_least_float32
 
 if TYPE_CHECKING:
     from fl_lightning.client import ClientModule, Step
@@ -64,10 +65,11 @@ class SharedKnowledge(nn.Module):
 
 
 def class_sums(values: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sum of `(B, d)` values by class, `(C, d)` in float32, and samples a class, `(C,)`."""
-    members = F.one_hot(targets, num_classes).float()  # a product, not index_add: deterministic on CUDA
+    """Sum of `(B, d)` values by class, `(C, d)` in float32 or more, and samples a class, `(C,)`."""
+    values = at_least_float32(values)
+    members = F.one_hot(targets, num_classes).to(values.dtype)  # a product, not index_add: deterministic on CUDA
     with torch.autocast(values.device.type, enabled=False):
-        return members.T @ values.float(), members.sum(dim=0)
+        return members.T @ values, members.sum(dim=0)
 
 
 def class_sums_over(

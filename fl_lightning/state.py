@@ -177,6 +177,11 @@ def stack(states: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
+def at_least_float32(value: Tensor) -> Tensor:
+    """Widen half precision to float32; leave float32 and float64 as they are."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def widened(state: Tensors) -> Tensors:
     """Floating-point entries in float64, the others as they are."""
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}

@@ -6,6 +6,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: the workers would fight over the cores
@@ -16,7 +17,9 @@ import pytest
 import sklearn.datasets
 import torch
 
+from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import ProcessesEngine, trainer
+from fl_lightning.state import widened
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
 
@@ -57,12 +60,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_collections() -> Iterator[None]:
-    """A run looks for garbage among all objects there are, which takes as long as a tiny run: not so here."""
+    """Freeze what is imported and collected once: a run that looked at it for garbage would take twice as long.
+
+    What a run makes itself is not frozen here, or its cycles would stay until the process ends.
+    """
     gc.collect()
     gc.freeze()
-    lasting = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "gc", lasting)
+        patch.setattr(trainer, "gc", SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None))
         yield
     gc.unfreeze()
 
@@ -109,3 +114,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make networks, plain tensors and the samples of scenarios float64."""
+    build = Scenario.build
+
+    def build_double(self: Scenario, seed: int) -> FederatedData:
+        built = build(self, seed)
+        tensors = {name: value for name, value in vars(built.data).items() if isinstance(value, torch.Tensor)}
+        built.data = replace(built.data, **widened(tensors))
+        return built
+
+    monkeypatch.setattr(Scenario, "build", build_double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -1,13 +1,14 @@
 """Small experiments that several test files run."""
 
 import csv
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fl_lightning.callbacks import RoundProgress
 from torch import nn
@@ -44,6 +45,11 @@ class Silent(RoundProgress):
 
     def on_round_end(self, run, metrics):
         pass
+
+
+def in_float64(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test that compares several training steps in float64: in float32, rounding grows with every step."""
+    return pytest.mark.numeric(pytest.mark.usefixtures("float64")(test))
 
 
 def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, task_of_round
+from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
@@ -115,15 +115,16 @@ def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
     ids=["a fit each", "stacked", "processes"],
 )
 @pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])
+@in_float64
 def test_every_engine_knows_them(tmp_path, method, engine, processes):
     one = experiment(tmp_path / "one", method())
     other = experiment(tmp_path / "other", method(), engine=engine(processes))
     for run in (one, other):
         run.fit()
     for name, value in one.state["model"].items():
-        torch.testing.assert_close(other.state["model"][name], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.state["model"][name], value, rtol=1e-9, atol=1e-9)
     for row, again in zip(one.csv.rows, other.csv.rows, strict=True):
-        assert row["client/acc_mean"] == pytest.approx(again["client/acc_mean"], abs=0.02)
+        assert row["client/acc_mean"] == again["client/acc_mean"]
 
 
 # --- Looking at the client's own data ---

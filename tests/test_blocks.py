@@ -11,6 +11,8 @@ from fl_lightning.engines.blocks import BlockOptimizer
 from fl_lightning.engines.stacked import OPTIMIZERS
 from fl_lightning.optimizers import load_optimizer_tensors, optimizer_tensors
 
+pytestmark = pytest.mark.numeric
+
 ROWS = 7
 
 

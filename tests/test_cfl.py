@@ -15,6 +15,8 @@ from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, 
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 
+pytestmark = pytest.mark.numeric
+
 ALWAYS = {"eps1": math.inf, "eps2": 0.0, "min_rounds": 0}
 ALL = {"clients_per_round": 6}
 

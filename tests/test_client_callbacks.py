@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from commands import TINY, run, tiny
-from experiments import NormMLP, client_series, digits, experiment, same_bytes, untimed, weights_after
+from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed, weights_after
 from fl_lightning.callbacks import EarlyStopping as StopsRun
 from fl_lightning.callbacks import RowNorms
 from lightning.pytorch import callbacks as lightnings
@@ -282,6 +282,7 @@ class MeanOfTwo(WeightAveraging):
         return epoch_idx is not None and epoch_idx >= 1
 
 
+@in_float64
 def test_averaged_weights_are_what_is_uploaded(tmp_path):
     ends = []
     for epochs in (2, 3):
@@ -292,7 +293,7 @@ def test_averaged_weights_are_what_is_uploaded(tmp_path):
     averaged.fit()
     for name, value in averaged.state["model"].items():
         if "running" not in name and "num_batches" not in name:
-            torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, rtol=1e-9, atol=1e-9)
 
 
 def test_a_fit_that_takes_no_step_is_the_clients_failure(tmp_path):

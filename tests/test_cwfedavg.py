@@ -7,7 +7,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, untimed, weights_after
+from experiments import NormMLP, experiment, in_float64, same_bytes, untimed, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -30,6 +30,8 @@ from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
 from fl_lightning.seeding import Stream, derive, generator
 from fl_lightning.state import combine
+
+pytestmark = pytest.mark.numeric
 
 C, WIDTH = 4, 3
 SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,))
@@ -463,6 +465,7 @@ def test_nothing_but_weights_and_counts_goes_up(tmp_path, distribution):
         assert beside.numbers == {"n_samples": len(run.data.shards[upload.client].train)}
 
 
+@in_float64
 def test_each_step_adds_wdr_to_the_gradient(tmp_path):
     lam, lr = 3.0, 0.1
     options = {
@@ -487,7 +490,7 @@ def test_each_step_adds_wdr_to_the_gradient(tmp_path):
             for p, g in zip(local.parameters(), gradients, strict=True):
                 p -= lr * g
     for name, value in local.state_dict().items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")

@@ -5,13 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes
+from experiments import NormMLP, experiment, in_float64, same_bytes
 from test_peers import model_of, published
 from test_stacked import compare
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
 from fl_lightning.message import Message
+
+pytestmark = pytest.mark.numeric
 
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -71,6 +73,7 @@ def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
         torch.testing.assert_close(run.state["model"][name].double(), mean, rtol=1e-6, atol=1e-6)
 
 
+@in_float64
 def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
     options = {"optimizer": PLAIN, "rounds": 3, **ALL}
     run = experiment(tmp_path / "peers", DFedAvgM(), **options)
@@ -78,12 +81,13 @@ def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
     other = experiment(tmp_path / "avg", FedAvg("uniform"), **options)
     other.fit()
     for name, value in other.state["model"].items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
     x = [mixed(run, k, 3) for k in range(6)]
     for name in x[0]:
-        assert all(torch.allclose(x[0][name], one[name], rtol=1e-6, atol=1e-7) for one in x)
+        assert all(torch.allclose(x[0][name], one[name], rtol=1e-9, atol=1e-9) for one in x)
 
 
+@in_float64
 def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_round(tmp_path):
     run = experiment(
         tmp_path,
@@ -110,7 +114,7 @@ def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_rou
                         p += -0.1 * p.grad + 0.9 * (p - before[name])
                         before[name] = now
         for name, value in model_of(published(run, client)[0]).items():
-            torch.testing.assert_close(network.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(network.state_dict()[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_alone_is_alone_bit_for_bit_whatever_the_weights(tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import SGD, NormMLP, experiment, same_bytes
+from experiments import SGD, NormMLP, experiment, in_float64, same_bytes
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,6 +66,7 @@ def test_lambda_zero_makes_own_models_those_of_local(tmp_path, options):
         assert mine["client/acc_mean"] == theirs["client/acc_mean"]
 
 
+@in_float64
 def test_rounds_by_hand(tmp_path):
     lam, rounds = 3.0, 3
     run = experiment(tmp_path, Ditto(lam), rounds=rounds, clients_per_round=3)
@@ -95,11 +96,11 @@ def test_rounds_by_hand(tmp_path):
         shared.load_state_dict(mean)
     run.fit()
     for name, value in shared.state_dict().items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
     assert run.memory.keys() == own.keys()
     for client, v in own.items():
         for name, value in v.state_dict().items():
-            torch.testing.assert_close(run.memory[client]["personal_model"][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(run.memory[client]["personal_model"][name], value, rtol=1e-9, atol=1e-9)
         handed_out = run.client_module(client).backbone.state_dict()
         assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
 

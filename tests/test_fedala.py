@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
+from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round, weights_after
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -15,6 +15,8 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.message import Message
 from fl_lightning.models import MLP, Head
+
+pytestmark = pytest.mark.numeric
 
 RECEIVED = {"evaluation": Evaluation(clients="received")}
 SMALL = partial(MLP, (6,), 4, hidden=(5,))
@@ -172,9 +174,10 @@ def test_no_mixed_tensors_is_fedavg_bit_for_bit(tmp_path, model):
     assert not zero.memory
 
 
+@in_float64
 def test_no_learning_rate_is_fedavg_but_for_rounding(tmp_path):
     still = weights_after(tmp_path / "still", FedALA(eta=0.0), rounds=2)
-    torch.testing.assert_close(still, weights_after(tmp_path / "avg", FedAvg(), rounds=2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(still, weights_after(tmp_path / "avg", FedAvg(), rounds=2), rtol=1e-9, atol=1e-9)
 
 
 def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(tmp_path):

@@ -6,11 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, same_bytes, untimed, weights_after
+from experiments import NormMLP, digits, experiment, in_float64, same_bytes, untimed, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.models import MLP
+
+pytestmark = pytest.mark.numeric
 
 
 def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
@@ -46,6 +48,7 @@ def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
     assert same_bytes(weights_after(tmp_path, seed=seed), dict(model.state_dict()))
 
 
+@in_float64
 def test_one_full_batch_step_of_everybody_is_one_central_step(tmp_path):
     scenario = digits()
     options = {

@@ -11,6 +11,8 @@ from fl_lightning.algorithms.global_model.fedavgm import momentum_step
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_step_number_by_number(nesterov):

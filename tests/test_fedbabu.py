@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import SGD, NormMLP, experiment, same_bytes, task_of_round
+from experiments import SGD, NormMLP, experiment, in_float64, same_bytes, task_of_round
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,6 +13,8 @@ from fl_lightning.algorithms import FedAvg, FedBABU
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP
+
+pytestmark = pytest.mark.numeric
 
 HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 
@@ -57,6 +59,7 @@ def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, o
     assert "global/acc" in run.csv.rows[-1]
 
 
+@in_float64
 def test_a_fit_by_hand(tmp_path):
     """The gradient of the body alone, through the initial head."""
     run = experiment(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
@@ -72,7 +75,7 @@ def test_a_fit_by_hand(tmp_path):
             for p, m, g in zip(body, momentum, gradients, strict=True):
                 p -= 0.1 * m.mul_(0.9).add_(g + 0.1 * p)
     for name, value in weights(net, "encoder.").items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_the_mean_is_plain_unless_told_otherwise(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import commands
 import pytest
 import torch
-from experiments import NormMLP, experiment, own_after, same_bytes, weights_after
+from experiments import NormMLP, experiment, in_float64, own_after, same_bytes, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, Local, LogitDistillation, MeanLogits
@@ -15,6 +15,8 @@ from fl_lightning.algorithms.personalized import feddistill as fd
 from fl_lightning.client import Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP
+
+pytestmark = pytest.mark.numeric
 
 C = 4
 HIDDEN = partial(MLP, hidden=(16,))
@@ -158,6 +160,7 @@ def by_hand(run, gamma, cumulative, plus):
 
 @pytest.mark.parametrize("cumulative", [False, True])
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
+@in_float64
 def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
     options = {
         "batch_size": 10_000,
@@ -167,14 +170,14 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
     run = experiment(tmp_path, kind(2.0, cumulative), **options)
     run.fit()
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
-    torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["mean_logits"]["known"], known)
     if kind is FedDistillPlus:
-        torch.testing.assert_close(run.state["model"], dict(shared.state_dict()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run.state["model"], dict(shared.state_dict()), rtol=1e-9, atol=1e-9)
         assert all("personal" not in memory for memory in run.memory.values())
     else:
         for k, memory in run.memory.items():
-            torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
 
 
 def test_fedgens_tracker_makes_the_target_of_a_class_that_nobody_has_uniform():

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, same_bytes, weights_after
+from experiments import experiment, in_float64, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +17,8 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Head
+
+pytestmark = pytest.mark.numeric
 
 C = 5
 BIAS_FREE = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
@@ -166,6 +168,7 @@ def test_what_travels_is_two_times_c_plus_c_squared_numbers_more_than_fedavg(tmp
     assert rows["FedDW"] - rows["FedAvg"] == 4 * 4 * 2 * (10 + 10**2)  # 4 clients, 4 bytes a number
 
 
+@in_float64
 def test_soft_labels_of_a_run_are_eq7_of_its_trained_clients(tmp_path):
     run = experiment(tmp_path, FedDW(), rounds=1)
     sums, counts = torch.zeros(10, 10), torch.zeros(10)
@@ -182,7 +185,7 @@ def test_soft_labels_of_a_run_are_eq7_of_its_trained_clients(tmp_path):
     run.algorithm.upload = watch
     run.fit()
     assert (counts > 0).all()
-    torch.testing.assert_close(run.state["soft_labels"]["values"], sums / counts[:, None], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(run.state["soft_labels"]["values"], sums / counts[:, None], rtol=1e-9, atol=1e-9)
 
 
 def test_fedprox_plus_dw_is_both_terms():

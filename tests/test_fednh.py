@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes
+from experiments import NormMLP, experiment, in_float64, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from test_stacked import compare
@@ -18,6 +18,8 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Head
 from fl_lightning.models.heads import CosineLinear
+
+pytestmark = pytest.mark.numeric
 
 C, D = 4, 6
 
@@ -156,6 +158,7 @@ class WithoutDropout(NormMLP):
 
 
 @pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), WithoutDropout])
+@in_float64
 def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
     """Full-batch steps of four of six clients, the server's move, and again; classes are missing."""
     rho, lr = 0.6, 0.5
@@ -195,7 +198,7 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
         }
     for name, value in run.state["model"].items():
         if value.is_floating_point():
-            torch.testing.assert_close(value, shared[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value, shared[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("options", [{}, {"model": NormMLP}])

@@ -14,6 +14,8 @@ from fl_lightning.algorithms import AdaptiveServer, FedAdagrad, FedAdam, FedAvg,
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 
+pytestmark = pytest.mark.numeric
+
 DOUBLE = {"trainer": {"accelerator": "cpu", "max_epochs": 2, "precision": "64-true"}}
 METHODS = {"adagrad": FedAdagrad, "adam": FedAdam, "yogi": FedYogi}
 

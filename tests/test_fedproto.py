@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, own_after, same_bytes, task_of_round
+from experiments import NormMLP, experiment, in_float64, own_after, same_bytes, task_of_round
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedProto, Local, PrototypeAlignment, Prototypes
@@ -15,6 +15,8 @@ from fl_lightning.evaluation import Evaluation
 from fl_lightning.knowledge import mean_over_holders
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
+
+pytestmark = pytest.mark.numeric
 
 C, WIDTH = 4, 3
 PLAIN = {"rounds": 3, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
@@ -130,6 +132,7 @@ def test_lam_zero_is_local_bit_for_bit(tmp_path, model):
     assert not same_bytes(one, alone)
 
 
+@in_float64
 def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
     one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
@@ -160,10 +163,10 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
                 values[c], known[c] = torch.stack(owned).mean(dim=0), True
         if round == 1:
             assert False in known or len({len(prototypes) for prototypes in sent}) > 1  # some lack classes
-    torch.testing.assert_close(run.state["prototypes"]["values"], values, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.state["prototypes"]["values"], values, rtol=1e-9, atol=1e-9)
     assert run.state["prototypes"]["known"].tolist() == known
     for k, memory in run.memory.items():
-        torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
 
 
 def test_no_weight_crosses_and_there_is_no_global_accuracy(tmp_path):

@@ -5,17 +5,20 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, same_bytes, weights_after
+from experiments import experiment, in_float64, same_bytes, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedProx
 from fl_lightning.errors import ConfigError
+
+pytestmark = pytest.mark.numeric
 
 
 def test_mu_zero_is_fedavg_bit_for_bit(tmp_path):
     assert same_bytes(weights_after(tmp_path / "zero", FedProx(mu=0.0)), weights_after(tmp_path / "avg", FedAvg()))
 
 
+@in_float64
 def test_each_step_adds_mu_times_the_distance_to_the_gradient(tmp_path):
     mu, lr = 0.7, 0.1
     options = {
@@ -38,7 +41,7 @@ def test_each_step_adds_mu_times_the_distance_to_the_gradient(tmp_path):
             for p, g, s in zip(local.parameters(), gradients, start, strict=True):
                 p -= lr * (g + mu * (p - s))
     for name, value in local.state_dict().items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_mu_below_zero_is_refused():

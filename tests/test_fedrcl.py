@@ -16,6 +16,8 @@ from fl_lightning.client import ClientModule, LossTerm, Step, tapped
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import CNN, MLP, Backbone, FastText, ResNet8, ResNet18
 
+pytestmark = pytest.mark.numeric
+
 TAU, LAM = 0.05, 0.7
 
 

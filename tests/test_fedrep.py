@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, task_of_round
+from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,6 +58,7 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs
         assert moved == (head if epoch < head_epochs else before.keys() - head), epoch
 
 
+@in_float64
 def test_a_fit_by_hand(tmp_path):
     """One momentum for both; BatchNorm and dropout of the body in eval mode while the head learns, and then not."""
     run = experiment(tmp_path, FedRep(head_epochs=2), model=NormMLP, optimizer=HEAVY, trainer=epochs(3))
@@ -79,7 +80,7 @@ def test_a_fit_by_hand(tmp_path):
     result = run.worker.run(task_of_round(run, 1, 2))
     sent = result.upload.section("model") | result.memory["personal"]
     for name, value in net.state_dict().items():
-        torch.testing.assert_close(sent[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sent[name], value, rtol=1e-9, atol=1e-9)
 
 
 class Epochs(LossTerm):

@@ -23,6 +23,8 @@ from fl_lightning.errors import ClientFailure, ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
 
+pytestmark = pytest.mark.numeric
+
 C = 4
 SIAM = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 SMALL = partial(MLP, in_shape=(6,), num_classes=C, hidden=(5,), head=Head(projection=7, prediction=8))
@@ -348,10 +350,10 @@ def test_the_next_rounds_first_epoch_uses_the_clients_last_model(tmp_path):
     run.fit()
     expected, kept = whole_run_by_hand(run, mu)
     for name, value in expected.items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
     for k, encoder in kept.items():
         for name, value in encoder.state_dict().items():
-            torch.testing.assert_close(run.memory[k]["term_history"][name], value, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(run.memory[k]["term_history"][name], value, rtol=1e-9, atol=1e-9)
     without, _ = whole_run_by_hand(run, mu, with_history=False)
     assert max((without[name] - value).abs().max() for name, value in expected.items()) > 1e-4
 

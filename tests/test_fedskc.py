@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, same_bytes, weights_after
+from experiments import experiment, in_float64, same_bytes, weights_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +17,8 @@ from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.knowledge import class_sums
 from fl_lightning.message import Message, Upload
+
+pytestmark = pytest.mark.numeric
 
 C = 5
 
@@ -393,6 +395,7 @@ def test_what_travels_is_weights_knowledge_mask_and_count(tmp_path):
     assert row["comm/up_bytes"] == clients * (4 * parameters + knowledge_bytes + 8)  # and N_k
 
 
+@in_float64
 def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
     run = experiment(tmp_path, FedSKC(similar_clients=2), rounds=1)
     uploads = []
@@ -412,7 +415,7 @@ def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
     run.fit()
     local, held = (torch.stack(part) for part in zip(*uploads, strict=True))
     merged, known = skc.global_knowledge(local, held, 2)
-    torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["structural"]["known"], known)
 
 

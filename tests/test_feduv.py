@@ -17,6 +17,8 @@ from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP
 
+pytestmark = pytest.mark.numeric
+
 
 def features(samples, width=5, zeros=0.4):
     """As after a ReLU, with some rows all zero, some twice."""

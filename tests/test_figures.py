@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import client_series, experiment
+from experiments import client_series, experiment, in_float64
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -147,19 +147,21 @@ def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
+@in_float64
 def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, ClientDrift(), algorithm())
     step = vector(seen.shared[3]) - vector(seen.shared[2])
     for row, client in enumerate(run.participants(3)):
         update = vector(seen.models[3, client]) - vector(seen.starts[3, client])
         cosine = float(update @ step / (update.norm() * step.norm()))
-        assert arrays["distance"][row] == pytest.approx(float((update - step).norm()), rel=1e-4)
-        assert arrays["cosine"][row] == pytest.approx(cosine, abs=1e-5)
-        assert client_series(tmp_path, 3)[f"client_{client}/drift_cosine"] == pytest.approx(cosine, abs=1e-5)
+        assert arrays["distance"][row] == pytest.approx(float((update - step).norm()), rel=1e-6)
+        assert arrays["cosine"][row] == pytest.approx(cosine, abs=1e-6)
+        assert client_series(tmp_path, 3)[f"client_{client}/drift_cosine"] == pytest.approx(cosine, abs=1e-6)
     assert run.csv.rows[-1]["drift/distance_mean"] == pytest.approx(arrays["distance"].mean())
 
 
 @pytest.mark.parametrize("algorithm", [FedSKC, FedSiamDA, lambda: FedAvg(aggregator=ClassWise())])
+@in_float64
 def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, AggregationWeights(), algorithm(), model=SIAMESE, rounds=1)
     clients, weights = run.participants(1), torch.from_numpy(arrays["weights"])
@@ -169,7 +171,7 @@ def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
     assert client_series(tmp_path, 1)[f"client_{clients[0]}/weight"] == pytest.approx(float(total[0]))
     if weights.ndim == 1:
         made = sum(w * vector(seen.models[1, client]).double() for w, client in zip(weights, clients, strict=True))
-        torch.testing.assert_close(made.float(), vector(run.state["model"]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(made, vector(run.state["model"]), rtol=1e-9, atol=1e-9)
 
 
 def test_bytes_by_round_are_the_meters(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, client_series, digits, experiment, same_bytes, weights_after
+from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, weights_after
 from test_stacked import compare
 from torch.nn import functional as F
 
@@ -20,6 +20,8 @@ from fl_lightning.evaluation import Evaluation
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
 from fl_lightning.models.heads import CosineLinear
+
+pytestmark = pytest.mark.numeric
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -115,6 +117,7 @@ def average(members):
 
 
 @pytest.mark.parametrize(("model", "shared"), [(partial(MLP, hidden=(16,)), ()), (NormMLP, ("encoder.",))])
+@in_float64
 def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
     k, rounds = 3, 3
     options = {"model": model, "scenario": digits(8, alpha=0.1), "clients_per_round": 5, "seed": 3}
@@ -128,7 +131,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
         held = run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
         assert held.keys() == wanted.keys()
         for name in wanted:
-            torch.testing.assert_close(held[name], wanted[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(held[name], wanted[name], rtol=1e-9, atol=1e-9)
     last = [(client, cluster) for round, client, cluster in chosen if round == rounds]
     assert (
         list(zip(run.state["choices"]["client"].tolist(), run.state["choices"]["cluster"].tolist(), strict=True))

@@ -70,6 +70,7 @@ def test_what_most_methods_take_is_handed_on(name):
         assert held.weighting == weighting
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_trained_at_once_are_those_trained_one_by_one(tmp_path, name):
     method, options = METHODS[name]

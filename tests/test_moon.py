@@ -20,6 +20,8 @@ from fl_lightning.client import ClientModule, Step
 from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP, Head, frozen_encoder
 
+pytestmark = pytest.mark.numeric
+
 PROJECTED = partial(MLP, hidden=(16,), head=Head(projection=8))
 BIAS_FREE = partial(MLP, hidden=(16,), head=Head(projection=8, classifier="bias_free"))
 

@@ -9,7 +9,7 @@ import commands
 import numpy as np
 import pytest
 import torch
-from experiments import experiment, same_bytes, untimed, weights_after
+from experiments import experiment, in_float64, same_bytes, untimed, weights_after
 from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from torch.nn import functional as F
 
@@ -34,8 +34,8 @@ class Made(Dataset):
 
     def load(self) -> LoadedData:
         rng = torch.Generator().manual_seed(0)
-        x = torch.randn(self.n + 60, DIMENSIONS, generator=rng)
-        y = x @ torch.randn(DIMENSIONS, LABELS, generator=rng) + 0.1
+        x = torch.randn(self.n + 60, DIMENSIONS, generator=rng, dtype=torch.float32)
+        y = x @ torch.randn(DIMENSIONS, LABELS, generator=rng, dtype=torch.float32) + 0.1
         if self.kind == "several labels":
             y = (y > 0).long()
         elif self.kind == "one number":
@@ -151,6 +151,7 @@ def test_the_best_round_is_the_one_of_the_lowest_error(tmp_path):
 
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 @pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+@in_float64
 def test_every_engine_learns_them(tmp_path, kind, engine):
     rows = []
     for name in ("sequential", engine):
@@ -158,7 +159,7 @@ def test_every_engine_learns_them(tmp_path, kind, engine):
         run.fit()
         rows.append(untimed(run.csv.rows))
     for one, other in zip(*rows, strict=True):
-        assert one == (pytest.approx(other, rel=1e-4) if engine == "stacked" else other)
+        assert one == (pytest.approx(other, rel=1e-9, abs=1e-9) if engine == "stacked" else other)
 
 
 def test_a_resumed_run_ends_in_the_same_bytes(tmp_path):

@@ -167,7 +167,7 @@ def test_client_series_are_off_by_themselves_where_clients_are_many(tmp_path, mo
     assert len(client_series(tmp_path / "wanted", 1)) == 2 * 4
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-5)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-3)])
 def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, precision, tolerance):
     options = {"rounds": 2, "optimizer": partial(torch.optim.SGD, lr=0.05)}
     runs = []

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
+from experiments import NormMLP, digits, experiment, in_float64, same_bytes, task_of_round
 
 from fl_lightning.algorithms import FedProx, PeerAlgorithm, PeerCriticalFL
 from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, heard
@@ -14,6 +14,8 @@ from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.state import parameter_names
+
+pytestmark = pytest.mark.numeric
 
 P, KEEP = 6, 0.4
 
@@ -77,6 +79,7 @@ def test_each_entry_is_the_mean_over_those_it_was_heard_of(partly):
     torch.testing.assert_close(mixed["running_mean"], mean)
 
 
+@in_float64
 def test_a_round_is_the_one_written_out_by_hand(tmp_path):
     lr = 0.05
     options = {
@@ -111,10 +114,10 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
         with torch.no_grad():
             for p, g in zip(network.parameters(), gradients, strict=True):
                 p -= lr * g
-    assert result.upload.numbers["gradient_norm"] == pytest.approx(lr * sum(squares) / 2, rel=1e-4)
+    assert result.upload.numbers["gradient_norm"] == pytest.approx(lr * sum(squares) / 2, rel=1e-9)
     norms = [result.upload.numbers["gradient_norm"], *[peer.message.numbers["gradient_norm"] for peer in peers]]
     seen = result.memory[DETECTOR]["norms"]
-    assert float(seen[-1]) == pytest.approx(sum(norms) / 7, rel=1e-6)
+    assert float(seen[-1]) == pytest.approx(sum(norms) / 7, rel=1e-9)
     assert torch.equal(seen[:-1], run.memory[client][DETECTOR]["norms"][1:])
     assert int(result.memory[DETECTOR]["most"]) == 6
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY, rows, run, tiny
-from experiments import SGD, NormMLP, client_series, digits, experiment, same_bytes, untimed
+from experiments import SGD, NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed
 from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch.loggers.logger import Logger
 from test_engines import Backwards, carry_out
@@ -249,6 +249,7 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
         torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
 
 
+@in_float64
 def test_if_all_hear_all_it_is_fedavg(tmp_path):
     peers, server = (
         experiment(tmp_path / type(method).__name__, method, rounds=2, **ALL) for method in (PeerAlgorithm(), FedAvg())
@@ -256,7 +257,7 @@ def test_if_all_hear_all_it_is_fedavg(tmp_path):
     peers.fit()
     server.fit()
     for name, value in server.state["model"].items():
-        torch.testing.assert_close(peers.state["model"][name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(peers.state["model"][name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, weights_after
+from experiments import NormMLP, experiment, in_float64, same_bytes, weights_after
 from methods import assert_same_run
 from servers import assert_near, mean_of, watched
 from test_stacked import compare
@@ -19,6 +19,8 @@ from fl_lightning.engines.trainer import quiet_trainer
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
+
+pytestmark = pytest.mark.numeric
 
 CPU = {"accelerator": "cpu", "max_epochs": 2}
 DOUBLE = CPU | {"precision": "64-true"}
@@ -120,13 +122,14 @@ def test_the_server_divides_by_those_that_arrived_and_controls_by_all_clients(ar
 
 
 @pytest.mark.parametrize("model", [MLP, NormMLP])
+@in_float64
 def test_round_1_is_fedavg_for_any_number_of_steps(tmp_path, model):
     options = PLAIN | {"rounds": 1, "model": model}
     mine, average = (
         weights_after(tmp_path / name, method, **options) for name, method in (("mine", SCAFFOLD()), ("avg", UNIFORM()))
     )
     for name, value in average.items():
-        torch.testing.assert_close(mine[name], value, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_one_step_of_everybody_is_fedavg_in_every_round(tmp_path):

@@ -62,6 +62,8 @@ from fl_lightning.models import (
 )
 from fl_lightning.seeding import RandomStates
 
+pytestmark = pytest.mark.numeric
+
 DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -102,13 +104,13 @@ def assert_equal_rounds(one, other, tolerance):
         for section in result.memory:
             assert_close(result.memory[section], stacked.memory[section], tolerance)
         assert list(result.losses) == list(stacked.losses)
-        assert stacked.losses == pytest.approx(result.losses, rel=10 * tolerance, abs=tolerance)
-        assert stacked.local.values["acc"] == pytest.approx(result.local.values["acc"], abs=0.04)
+        assert stacked.losses == pytest.approx(result.losses, rel=tolerance, abs=tolerance)
+        assert stacked.local.values["acc"] == pytest.approx(result.local.values["acc"], abs=2 * tolerance)
 
 
-def compare(tmp_path, algorithm=None, tolerance=1e-5, **options):
-    """Round 1 for some clients as ever, then round 2 for all of them by either engine."""
-    run = experiment(tmp_path, algorithm, rounds=1, **options)
+def compare(tmp_path, algorithm=None, tolerance=1e-9, **options):
+    """Train round 1 of some clients sequentially, then round 2 of all clients by either engine, in float64."""
+    run = experiment(tmp_path, algorithm, rounds=1, **{"trainer": DOUBLE | {"max_epochs": 2}} | options)
     run.fit()
     one, other = (
         results(run, engine, 2, evaluate=True, lr_scale=0.5) for engine in (SequentialEngine(), StackedEngine())
@@ -174,6 +176,28 @@ def test_a_round_is_the_sequential_engines(tmp_path, name):
     compare(tmp_path, algorithm(), **options)
 
 
+def test_one_step_in_float32_differs_by_rounding_at_most(tmp_path):
+    """The one comparison in float32: after several steps, how far engines may differ has no useful bound."""
+    rate = 0.1
+    trainer = {"accelerator": "cpu", "max_steps": 1}
+    run = experiment(tmp_path, rounds=1, optimizer=partial(torch.optim.SGD, lr=rate), trainer=trainer)
+    run.fit()
+    one, other = (results(run, engine, 2) for engine in (SequentialEngine(), StackedEngine()))
+    # A gradient sums over 64 pixels, 16 hidden units and 10 classes on the way forth, over 10 classes and 32 samples on
+    # the way back, with some ten operations between: fewer than 150 roundings by u in a row, each of at most the sum of
+    # absolute values. Those are: `hidden` for a hidden unit, `logit` for a logit and so for the error of a probability,
+    # at most 2 for the errors of all classes, and 1 for a pixel. Both engines may be as far from the exact gradient.
+    u = torch.finfo(torch.float32).eps / 2
+    weight, bias, head, offset = (value.abs() for value in run.state["model"].values())
+    hidden = run.data.data.x_train.flatten(1) @ weight.T + bias
+    logit = float((hidden @ head.T + offset).max())
+    gradient = 2 * (1 + logit) * max(float(hidden.max()), float(head.max()), 1.0)
+    bound = 2 * (rate * 150 * u * gradient + u * float(max(weight.max(), head.max(), 1.0)))
+    assert bound < 1e-4 * rate * 10
+    for client, result in one.items():
+        assert_close(result.upload.tensors, other[client].upload.tensors, bound)
+
+
 # --- What a fit is made of, in float64, where rounding does not hide a mistake ---
 
 LOCAL_WORK = {
@@ -191,7 +215,6 @@ def test_local_work_and_clipping(tmp_path, name):
     run = compare(
         tmp_path,
         FedAvg(buffers="local"),
-        1e-9,
         model=NormMLP,
         trainer=DOUBLE | LOCAL_WORK[name],
         batch_size=12,
@@ -206,7 +229,7 @@ def test_optimizers(tmp_path, name):
     """Clients of unequal numbers of steps, some fresh: each has its own step count and moments."""
     optimizer = partial(getattr(torch.optim, name), lr=0.01, **({} if name == "Rprop" else {"weight_decay": 0.01}))
     trainer = DOUBLE | {"max_epochs": 1}
-    compare(tmp_path, None, 1e-8, optimizer=optimizer, optimizer_state="kept", trainer=trainer, batch_size=16)
+    compare(tmp_path, optimizer=optimizer, optimizer_state="kept", trainer=trainer, batch_size=16)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +244,12 @@ def test_optimizers(tmp_path, name):
 )
 def test_options_of_optimizers(tmp_path, optimizer):
     trainer = DOUBLE | {"max_epochs": 2}
-    compare(tmp_path, None, 1e-9, optimizer=optimizer, optimizer_state="kept", trainer=trainer)
+    compare(tmp_path, optimizer=optimizer, optimizer_state="kept", trainer=trainer)
 
 
 def test_a_scheduler_that_steers_momentum(tmp_path):
     scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=3)
-    compare(tmp_path, None, 1e-9, lr_scheduler=scheduler, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
+    compare(tmp_path, lr_scheduler=scheduler, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
 class Augmented(Scenario):
@@ -247,7 +270,7 @@ def test_augmentation_and_dropout_draw_what_they_draw_alone(tmp_path):
     plain = digits()
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
     trainer = DOUBLE | {"max_epochs": 2}
-    compare(tmp_path, FedSKC(), 1e-6, scenario=scenario, model=NormMLP, trainer=trainer)
+    compare(tmp_path, FedSKC(), scenario=scenario, model=NormMLP, trainer=trainer)
 
 
 class DrawingHooks(LossTerm):
@@ -275,7 +298,7 @@ class Shrinking(LossTerm):
 
 
 def test_weights_that_a_hook_replaces_are_trained_on(tmp_path):
-    compare(tmp_path, FedAvg(loss_terms=[Shrinking()]), 1e-9, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
+    compare(tmp_path, FedAvg(loss_terms=[Shrinking()]), trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
 class Replacing(LossTerm):
@@ -292,7 +315,7 @@ class Replacing(LossTerm):
 def test_a_parameter_in_the_place_of_another_is_not_stacked(tmp_path):
     trainer = DOUBLE | {"max_epochs": 2}
     with pytest.warns(UserWarning, match="one after another: a hook puts something else in the place of 'head.bias'"):
-        compare(tmp_path, FedAvg(loss_terms=[Replacing()]), 1e-9, trainer=trainer)
+        compare(tmp_path, FedAvg(loss_terms=[Replacing()]), trainer=trainer)
 
 
 class Epochs(LossTerm):
@@ -313,7 +336,7 @@ class Epochs(LossTerm):
 
 @pytest.mark.parametrize("work", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 8}, {"max_steps": 8}])
 def test_a_module_sees_its_own_fit(tmp_path, work):
-    compare(tmp_path, FedAvg(loss_terms=[Epochs()]), 1e-9, trainer=DOUBLE | work, batch_size=16)
+    compare(tmp_path, FedAvg(loss_terms=[Epochs()]), trainer=DOUBLE | work, batch_size=16)
 
 
 class Stops(LossTerm):
@@ -351,7 +374,7 @@ class Ended(FedAvg):
 @pytest.mark.parametrize("moment", ["fit", 0, 1, "never"])
 def test_a_client_stops_alone(tmp_path, moment):
     trainer = DOUBLE | {"max_epochs": 3}
-    run = compare(tmp_path, Ended(loss_terms=[Stops(moment)]), 1e-9, trainer=trainer, batch_size=16)
+    run = compare(tmp_path, Ended(loss_terms=[Stops(moment)]), trainer=trainer, batch_size=16)
     assert len({len(shard.train) > 30 for shard in run.data.shards}) == 2
 
 
@@ -366,7 +389,7 @@ class NoisyUpload(FedAvg):
 
 def test_hooks_and_uploads_draw_what_they_draw_alone(tmp_path):
     trainer = DOUBLE | {"max_epochs": 2}
-    compare(tmp_path, NoisyUpload(loss_terms=[DrawingHooks()]), 1e-9, model=NormMLP, trainer=trainer)
+    compare(tmp_path, NoisyUpload(loss_terms=[DrawingHooks()]), model=NormMLP, trainer=trainer)
 
 
 def test_mixed_precision(tmp_path):
@@ -428,7 +451,7 @@ def test_a_step_of_every_model(name):
 
 
 def test_a_run_is_as_good_and_resumes_to_the_same_bytes(tmp_path):
-    options = {"model": NormMLP, "rounds": 4, "optimizer_state": "kept"}
+    options = {"model": NormMLP, "rounds": 4, "optimizer_state": "kept", "trainer": DOUBLE | {"max_epochs": 2}}
     sequential = experiment(tmp_path / "sequential", FedSKC(), **options)
     sequential.fit()
     whole, first, rest = (
@@ -440,8 +463,7 @@ def test_a_run_is_as_good_and_resumes_to_the_same_bytes(tmp_path):
     rest.fit(resume=True)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
-    accuracies = [run.csv.rows[-1]["global/acc"] for run in (sequential, whole)]
-    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.02)
+    assert sequential.csv.rows[-1]["global/acc"] == whole.csv.rows[-1]["global/acc"]
 
 
 def test_the_order_of_tasks_changes_nothing(tmp_path):
@@ -518,7 +540,7 @@ def test_a_client_fails_alone(tmp_path, how, all_of_them):
     """`bad` differs among clients, so this also stacks apart what is not alike."""
     sizes = [len(shard.train) for shard in digits().build(0).shards]
     spoilt = set(sizes) if all_of_them else {sizes[2]}
-    run = experiment(tmp_path, FedAvg(loss_terms=[Spoilt(how, spoilt)]), rounds=1)
+    run = experiment(tmp_path, FedAvg(loss_terms=[Spoilt(how, spoilt)]), rounds=1, trainer=DOUBLE | {"max_epochs": 2})
     run._build()
     one, other = (
         {r.client: r for r in e.run(run.worker, tasks(run, 1))} for e in (SequentialEngine(), StackedEngine())
@@ -530,7 +552,7 @@ def test_a_client_fails_alone(tmp_path, how, all_of_them):
             assert other[client].upload is None
         else:
             assert other[client].failure is None
-            assert_close(one[client].upload.tensors, other[client].upload.tensors, 1e-5)
+            assert_close(one[client].upload.tensors, other[client].upload.tensors, 1e-9)
 
 
 def test_a_client_with_too_few_samples_fails_alone(tmp_path):
@@ -620,7 +642,7 @@ class Holder(LossTerm):
 
 
 def test_tensors_wherever_a_term_holds_them(tmp_path):
-    compare(tmp_path, FedAvg(loss_terms=[Holder()]), 1e-9, trainer=DOUBLE | {"max_epochs": 2})
+    compare(tmp_path, FedAvg(loss_terms=[Holder()]), trainer=DOUBLE | {"max_epochs": 2})
 
 
 class Seen(SharedKnowledge):
@@ -659,7 +681,7 @@ class Feedback(LossTerm):
 
 
 def test_knowledge_that_observes_is_read_anew_in_each_step(tmp_path):
-    compare(tmp_path, FedAvg(loss_terms=[Feedback()]), 1e-9, trainer=DOUBLE | {"max_epochs": 2})
+    compare(tmp_path, FedAvg(loss_terms=[Feedback()]), trainer=DOUBLE | {"max_epochs": 2})
 
 
 # --- What it refuses ---

@@ -19,6 +19,8 @@ from fl_lightning.state import (
     weighted_mean,
 )
 
+pytestmark = pytest.mark.numeric
+
 # Multiples of 1/1024 below 1024: their weighted sums are exact in float64, so references need no tolerance.
 exact = st.integers(-(2**20), 2**20).map(lambda k: Fraction(k, 1024))
 weights = st.integers(1, 10_000)

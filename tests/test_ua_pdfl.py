@@ -24,6 +24,8 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.message import Message, Upload
 from fl_lightning.models import CNN4, MLP
 
+pytestmark = pytest.mark.numeric
+
 K, C, D = 6, 10, 16  # clients, classes and features of the digits experiments
 ENCODER, HEAD = 64 * D + D, D * C + C
 UNIT = 4 * (C + D) + 8  # I, I^Aux and the number of samples

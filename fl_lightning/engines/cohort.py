@@ -34,6 +34,7 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError
 from fl_lightning.message import Tensors
 from fl_lightning.seeding import RandomStates
+from fl_lightning.state import at_least_float32
 
 
 @dataclass(eq=False)
@@ -291,7 +292,7 @@ class Cohort(L.LightningModule):
     def _record(self, rows: list[int], outcome: Outcome) -> None:
         """Note each client's losses."""
         names = list(outcome.losses)
-        values = torch.stack([value.detach().float() for value in outcome.losses.values()], dim=1)
+        values = torch.stack([at_least_float32(value.detach()) for value in outcome.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 

@@ -220,8 +220,9 @@ class Worker:
 
     def ready_to_train(self, x: Tensor) -> Tensor:
         """Turn a stored batch, on the training device, into what a step takes: prepared, augmented, converted."""
-        x, augment = self.prepare(x), self.data.data.augment
-        return self.setup.precision_plugin.convert_input(augment(x) if augment else x)
+        convert = self.setup.precision_plugin.convert_input
+        x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` too converts a batch first
+        return convert(augment(x) if augment else x)
 
     def run(self, task: Task, fit: Fit | None = None) -> Result:
         """Carry out a task. An error is part of the result: it names client and round, and holds its cause.

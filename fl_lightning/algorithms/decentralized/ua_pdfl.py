@@ -27,7 +27,7 @@ from fl_lightning.graphs import Graph
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Message, Tensors, Upload
 from fl_lightning.models import with_encoder
-from fl_lightning.state import weighted_mean
+from fl_lightning.state import at_least_float32, weighted_mean
 
 Divergence = Literal["jensen_shannon", "symmetric_kl"]
 
@@ -46,7 +46,7 @@ def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
 
 def unit_representation(logits: Tensor) -> Tensor:
     """Eq. 5: `I = softmax(f(X_unit))`, `(C,)`, from logits `(1, C)`."""
-    return logits.float().softmax(dim=1)[0]
+    return at_least_float32(logits).softmax(dim=1)[0]
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
@@ -97,16 +97,16 @@ class UnitRepresentation(SharedKnowledge):
         """`I` and `I^Aux`."""
         unit = unit_input(next(iter(batches))[0], self.value)
         features = with_encoder(module.backbone).encoder(unit)
-        return {"distribution": unit_representation(module.backbone(unit)), "features": features[0].float()}
+        return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
         """`I^Aux_avg`: the mean over the uploads; between peers the first is the client's own."""
         heard = [upload for upload in uploads if upload.client >= 0 or not self.reference]
         if not heard:
             return previous
-        features = torch.stack([upload.message.section(self.name)["features"] for upload in heard]).double()
+        features = torch.stack([upload.message.section(self.name)["features"] for upload in heard])
         weights = torch.tensor([upload.n_samples if self.reference else 1 for upload in heard], dtype=torch.float64)
-        return {"average": (weights / weights.sum() @ features).float()}
+        return {"average": (weights / weights.sum() @ features.double()).to(features.dtype)}
 
 
 # --- Eq. 12: the regulariser -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class UnitAlignment(LossTerm):
             return step.logits.new_zeros(())
         if self.reference:
             assert step.features is not None
-            return self.mu * (step.features.float() - average).square().mean()
+            return self.mu * (at_least_float32(step.features) - average).square().mean()
         encoder = with_encoder(step.backbone).encoder
         return self.mu * alignment_loss(in_eval_mode(encoder, unit_input(step.inputs, self.unit.value))[0], average)
 

@@ -22,7 +22,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import check_number, check_positive
 from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean, packed, unpacked
+from fl_lightning.state import RunningMean, at_least_float32, packed, unpacked
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""
@@ -213,7 +213,7 @@ class MeasuredModule(ClientModule):
     ) -> None:
         """Clip as asked for, then add the squares of all gradients up; on the device, so that no step waits for it."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        squares = [p.grad.float().square().sum() for p in self.backbone.parameters() if p.grad is not None]
+        squares = [at_least_float32(p.grad).square().sum() for p in self.backbone.parameters() if p.grad is not None]
         total = torch.stack(squares).sum()
         step = total.where(total.isfinite(), 0.0)  # a scaler of losses leaves the other steps out
         self._squares = step if self._squares is None else self._squares + step

@@ -24,6 +24,7 @@ from fl_lightning.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
 from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.state import at_least_float32
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class SoftLabels(SharedKnowledge):
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """The client's SL matrix (Eq. 4) and its samples a class."""
-        sums, counts = class_sums_over(batches, lambda x: module(x).float().softmax(dim=1), num_classes)
+        sums, counts = class_sums_over(batches, lambda x: at_least_float32(module(x)).softmax(dim=1), num_classes)
         return {"values": soft_label_matrix(sums, counts), "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -199,7 +200,7 @@ class DistillingWeights(LossTerm):
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
         with torch.autocast(weight.device.type, enabled=False):
-            weight = weight.float()
+            weight = at_least_float32(weight)
             if self.linearize_every is None:
                 return self.scale * consistency_loss(soft_labels, weight)
             return self.scale * linearized_consistency_loss(soft_labels, weight, self._linearized_at(weight))

@@ -21,7 +21,7 @@ from fl_lightning.message import Message, Upload
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
 from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.state import RunningMean
+from fl_lightning.state import RunningMean, at_least_float32
 
 PROTOTYPES = "prototypes"
 """The section of an upload that holds a client's prototypes and its samples a class."""
@@ -182,4 +182,4 @@ def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]
 def directions(backbone: Backbone, x: Tensor) -> Tensor:
     """`z / |z|`, `(B, d)`, of what goes into the classification layer."""
     before = backbone.head[:-1] if isinstance(backbone.head, nn.Sequential) else nn.Identity()
-    return F.normalize(before(backbone.encoder(x)).float(), dim=1)
+    return F.normalize(at_least_float32(before(backbone.encoder(x))), dim=1)

@@ -16,6 +16,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, Weighte
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.models.base import with_encoder
+from fl_lightning.state import at_least_float32
 
 HARDEST = 2
 """How many samples of other classes a sample is pushed away from, the most similar ones."""
@@ -148,7 +149,7 @@ class RelaxedContrastive(LossTerm):
 
     def _level(self, features: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
-            similar = similarities(features.float())
+            similar = similarities(at_least_float32(features))
             parts = []
             if self.w_s:
                 parts.append(self.w_s * contrastive_loss(similar, targets, self.tau))

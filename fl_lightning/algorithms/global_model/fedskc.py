@@ -23,7 +23,7 @@ from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.message import Tensors, Upload
-from fl_lightning.state import extrapolate, weighted_mean
+from fl_lightning.state import at_least_float32, extrapolate, weighted_mean
 
 GdaScale = Literal["count", "share"]
 Spread = Literal["batch", "none"]
@@ -260,7 +260,7 @@ class LocalContrastive(LossTerm):
         if values is None or known is None:
             return step.logits.new_zeros(())
         with torch.autocast(step.logits.device.type, enabled=False):
-            logits, targets, values = step.logits.float(), step.targets, values.float()
+            logits, targets, values = at_least_float32(step.logits), step.targets, at_least_float32(values)
             if self.reference:
                 return self.scale * reference_contrastive_loss(logits, targets, values, known, self.tau)
             unless_all = None if self.all_known else known

@@ -16,6 +16,7 @@ from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.models.base import with_encoder
+from fl_lightning.state import at_least_float32
 
 
 def variance_loss(probabilities: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class ClassifierVariance(LossTerm):
 
     def forward(self, step: Step) -> Tensor:
         """The term for a batch's logits."""
-        return self.lam * variance_loss(step.logits.float().softmax(dim=1))
+        return self.lam * variance_loss(at_least_float32(step.logits).softmax(dim=1))
 
 
 class HypersphericalUniformity(LossTerm):
@@ -122,7 +123,7 @@ class HypersphericalUniformity(LossTerm):
         """The term for a batch's features, in float32."""
         assert step.features is not None
         with torch.autocast(step.features.device.type, enabled=False):
-            features = step.features.float().flatten(1)
+            features = at_least_float32(step.features).flatten(1)
             if self.normalize_z:
                 features = F.normalize(features, dim=1)
             return self.mu * uniformity_loss(features, self.detach_sigma)

@@ -18,6 +18,7 @@ from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number, check_positive
 from fl_lightning.message import Tensors
 from fl_lightning.models import frozen_encoder, with_encoder
+from fl_lightning.state import at_least_float32
 
 
 def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
@@ -84,9 +85,9 @@ class ModelContrast(LossTerm):
         """The term on a batch; zero in a module whose fit was never begun."""
         if not self._received or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
-        received, *previous = (encoder(step.inputs).float() for encoder in (*self._received, *self._previous))
+        received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))
         with torch.autocast(step.features.device.type, enabled=False):
-            return self.mu * contrastive_loss(step.features.float(), received, previous, self.tau)
+            return self.mu * contrastive_loss(at_least_float32(step.features), received, previous, self.tau)
 
 
 class MOON(Algorithm):

@@ -204,7 +204,10 @@ class APPLE(Algorithm):
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """The initial weights, who has trained, and what the ratios are first, `p^0_j = n_j / Σ n`."""
         samples = torch.tensor(self.samples or [1] * clients, dtype=torch.float64)
-        cores = {"trained": torch.zeros(clients, dtype=torch.bool), "ratios": (samples / samples.sum()).float()}
+        cores = {
+            "trained": torch.zeros(clients, dtype=torch.bool),
+            "ratios": (samples / samples.sum()).to(torch.get_default_dtype()),
+        }
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:

@@ -23,7 +23,7 @@ from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.message import Tensors, Upload
 from fl_lightning.models import classification_layer
-from fl_lightning.state import combine, stack, weighted_mean, widened
+from fl_lightning.state import at_least_float32, combine, stack, weighted_mean, widened
 
 Distribution = Literal["weights", "true"]
 
@@ -102,7 +102,7 @@ class WeightDistribution(LossTerm):
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
         with torch.autocast(weight.device.type, enabled=False):
-            return self.scale * distribution_gap(self.shares, weight.float())
+            return self.scale * distribution_gap(self.shares, at_least_float32(weight))
 
 
 # --- Section 3: class-wise aggregation ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.knowledge import ClassMeans, SharedKnowledge
 from fl_lightning.message import Tensors
+from fl_lightning.state import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ class LogitDistillation(LossTerm):
         values, known = self.logits.values, self.logits.known
         if values is None or known is None:
             return step.logits.new_zeros(())
-        return self.gamma * distillation_loss(step.logits.float(), step.targets, values, known)
+        return self.gamma * distillation_loss(at_least_float32(step.logits), step.targets, values, known)
 
 
 class FedDistill(Algorithm):

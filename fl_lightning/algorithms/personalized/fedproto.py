@@ -20,6 +20,7 @@ from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.knowledge import ClassMeans, Seen, SharedKnowledge
 from fl_lightning.models import with_encoder
+from fl_lightning.state import at_least_float32
 
 
 class Prototypes(ClassMeans):
@@ -85,7 +86,7 @@ class PrototypeAlignment(LossTerm):
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
-        return self.lam * prototype_distance(step.features.float(), step.targets, values, known)
+        return self.lam * prototype_distance(at_least_float32(step.features), step.targets, values, known)
 
 
 class NearestPrototype(nn.Module):
@@ -105,7 +106,7 @@ class NearestPrototype(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """`(B, C)` of features `(B, d)`."""
-        gaps = (features.float()[:, None] - self.prototypes).square().mean(dim=2)
+        gaps = (at_least_float32(features)[:, None] - self.prototypes).square().mean(dim=2)
         return -gaps.masked_fill(~self.known, torch.inf)
 
 
