@@ -12,6 +12,7 @@ import pytest
 import yaml
 from commands import run, tiny
 from jsonargparse import _typehints
+from PIL import Image
 
 from fl_lightning import catalogue, gate, runs
 from fl_lightning.errors import ConfigError, FLError
@@ -129,9 +130,10 @@ def text_arguments():
         place += ".0" if kind in ("loss_terms", "callbacks") else ""
         for cls in catalogue.classes(kind):
             for name, hint in typing.get_type_hints(cls.__init__).items():
+                needed = {"path": "images"} if name == "cache" else {}
                 if str in (hint, *typing.get_args(hint)) and name != "return":
                     for what in ("evil:Net\n", "../outside/mark", "/dev/zero"):
-                        yield f"{cls.__name__}.{name} {what!r}", {place: spec(cls.__name__, **{name: what})}
+                        yield f"{cls.__name__}.{name} {what!r}", {place: spec(cls.__name__, **needed, **{name: what})}
 
 
 CASES |= dict(text_arguments())
@@ -193,6 +195,9 @@ def theirs(finished, tmp_path, monkeypatch):
         (folder / "evil.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
         (folder / "hubconf.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
         (folder / "file.yaml").write_text("class_path: evil.Net\n")
+    for picture in (here / "images" / kind / f"{n}.png" for kind in "ab" for n in range(4)):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(picture)
     for pipe in ("pipe", "pipe.json"):
         os.mkfifo(here / pipe)
     monkeypatch.chdir(here)
@@ -308,6 +313,13 @@ def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs)
             with pytest.raises(ConfigError, match=f"cache: {path} is not allowed"):
                 gate.check_writable("cache", Path(path))
     gate.check_writable("cache", Path(path))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "cache" in name])
+def test_a_cache_outside_is_refused(case, theirs):
+    with_settings(theirs, CASES[case])
+    assert "scenario.dataset.cache: " in (line := run(*OPENERS["test"]).err)
+    assert "--trust" in line
 
 
 def test_a_trusted_run_may_write_anywhere(theirs):
