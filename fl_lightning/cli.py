@@ -11,6 +11,7 @@ import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextvars import copy_context
 from types import FrameType
 from typing import Any
 
@@ -69,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _dispatch(words, own_process=args is None)
+            code = copy_context().run(_dispatch, words, own_process=args is None)  # what it trusts ends with it
         sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
         return code
     except BaseException as error:

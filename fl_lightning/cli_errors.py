@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 from fl_lightning.catalogue import kind_of
 from fl_lightning.config import is_run, read_config, shipped
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.gate import find_object, refusal
 from fl_lightning.other_tools import CLASSES, OPTIONS
 from fl_lightning.spelling import as_backbone, builders_of_torchvision, class_names, fold, nearest
 from fl_lightning.trainer_options import TRAINER_MENDS, refused
@@ -41,7 +42,7 @@ def plainly(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]
     except (FLError, BrokenPipeError):
         raise
     except Exception as error:
-        raise ConfigError(readable(one_line(error), parser, words)) from error
+        raise refusal() or ConfigError(readable(one_line(error), parser, words)) from error
 
 
 def readable(message: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
@@ -178,8 +179,8 @@ def unknown_key(name: str, parser: ArgumentParser, words: Sequence[str] = ()) ->
 
 def unknown_argument(name: str, class_path: str, key: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
     """What to say about an argument that a class does not take: its own that was meant, or a setting of that name."""
-    module, _, owner = class_path.rpartition(".")
-    keys = list(inspect.signature(getattr(import_module(module), owner)).parameters)
+    owner = class_path.rpartition(".")[2]
+    keys = list(inspect.signature(find_object(class_path)).parameters)
     if not (meant := [*filter(None, [nearest(name, keys)])]):
         found = _named_alike(name.replace("-", "_"), settings_of(parser, words, f"{key}.{name}"))
         found = found or _from_other_tools(name)
@@ -296,10 +297,9 @@ def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
         ConfigError: Names the key, and what leaving it out gives.
     """
     if "class_path" in given:
-        module, _, name = given.class_path.rpartition(".")
-        if module == "typing":  # what jsonargparse makes of {}
+        if given.class_path.startswith("typing."):  # what jsonargparse makes of {}
             raise ConfigError(f"{key}: {CLASS_WANTED}")
-        owner, given = getattr(import_module(module), name), given.get("init_args") or Namespace()
+        owner, given = find_object(given.class_path), given.get("init_args") or Namespace()
     try:
         parameters, hints = inspect.signature(owner).parameters, get_type_hints(owner.__init__)
     except Exception:  # a class of the user's own may be annotated with what cannot be resolved

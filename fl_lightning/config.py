@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 
 from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.files import read_file
 from fl_lightning.spelling import nearest
 
 if TYPE_CHECKING:
@@ -108,9 +108,25 @@ def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: It is no readable YAML, or no mapping.
     """
-    content = read_yaml(path, what)
+    return _checked(read_yaml(path, what), what or str(path))
+
+
+def parse_config(text: bytes, what: str) -> dict[str, Any]:
+    """Return the content of a config file that was read already.
+
+    Args:
+        text: The bytes of the file.
+        what: What to call it in a message.
+
+    Raises:
+        ConfigError: It is no readable YAML, or no mapping.
+    """
+    return _checked(_parse_yaml(text, what), what)
+
+
+def _checked(content: Any, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise ConfigError(f"{what or path} needs lines `key: value`, it holds {type(content).__name__}")
+        raise ConfigError(f"{what} needs lines `key: value`, it holds {type(content).__name__}")
     refuse_misshapen(content)
     return content
 
@@ -174,9 +190,8 @@ def below(key: str, others: Iterable[str]) -> bool:
 
 # --- YAML that anybody may have written ------------------------------------------------------------------------------
 
-MOST_BYTES = 2**20
-"""No config is larger; one that is would fill the memory of whoever reads it. So would more settings than these:"""
 MOST_SETTINGS = 200_000
+"""No config is larger; one that is would fill the memory of whoever reads it."""
 DEEPEST = 50
 LONGEST_NUMBER = 300
 
@@ -205,11 +220,16 @@ def read_yaml(path: Path, what: str | None = None) -> Any:
         ConfigError: It cannot be read; the message names file, line and reason.
     """
     try:
-        refuse_odd_file(path, MOST_BYTES)
-        return load_yaml(path.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise ConfigError(f"{what or path} is no readable YAML: {reason}") from error
+        return _parse_yaml(read_file(path), what or str(path))
+    except OSError as error:
+        raise ConfigError(f"{what or path} is no readable YAML: {error.strerror}") from error
+
+
+def _parse_yaml(text: bytes, what: str) -> Any:
+    try:
+        return load_yaml(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} is no readable YAML: {one_line(error)}") from error
 
 
 def load_yaml(text: str | bytes) -> Any:
@@ -242,20 +262,6 @@ def strict(parser: ArgumentParser) -> ArgumentParser:
     set_loader("strict", load, (yaml.YAMLError,))
     parser.parser_mode = "strict"
     return parser
-
-
-def refuse_odd_file(path: Path, most: int) -> None:
-    """Refuse a file before it is opened if reading it may never end: a pipe, a device, more bytes than there can be.
-
-    Raises:
-        ValueError: It is such.
-        OSError: There is none.
-    """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is no file")
-    if about.st_size > most:
-        raise ValueError("it is larger than it can be")
 
 
 def refuse_traps(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,11 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
         ConfigError: There is no run, or no such checkpoint, or the run is somebody else's and names code of its own.
         CheckpointError: The run holds no checkpoint, or only damaged ones.
     """
-    run_dir = Path(run_dir)
+    return copy_context().run(load_run, Path(run_dir), checkpoint, trust)
+
+
+def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
+    """Return what `open_run` does; for an untrusted run the gate applies from here on in the calling context."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), trust, without=WATCHERS)
     with plainly(parser):

@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -24,9 +24,9 @@ from fl_lightning.cli_errors import plainly
 from fl_lightning.client import ClientModule
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
+from fl_lightning.gate import Untrusted, untrusted
 from fl_lightning.models import ModelFactory
 from fl_lightning.objectives import Classification, Objective
-from fl_lightning.trust import doubts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -321,10 +321,8 @@ def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
 
 def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
     """What a class path and its arguments stand for, once they may be chosen by a file."""
-    if not trust and (found := doubts({key: spec})):
-        mend = f"make it yourself: load_from_checkpoint(..., {key}=...)"
-        raise ConfigError(f"{key}: {one_line(found[0][1])[:200]} is code that a checkpoint may not choose; {mend}")
+    fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{key}", type=kind)
-    with plainly(parser):
+    with nullcontext() if trust else untrusted(Untrusted({key: spec}, "", fix)), plainly(parser):
         return finish(parser.instantiate(parser.parse_object({key: spec}))[key])

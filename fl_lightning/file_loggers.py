@@ -19,6 +19,7 @@ from matplotlib.image import imread
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_atomically
+from fl_lightning.gate import require_trust
 from fl_lightning.round_logger import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"
@@ -66,6 +67,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
+        require_trust("logger.save_dir", save_dir)
         super().__init__(save_dir or "", name, version, prefix)
         self._in_run = save_dir is None
         if self._in_run:
@@ -130,6 +132,7 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         default_hp_metric: bool = True,
     ) -> None:
         need("tensorboard")
+        require_trust("logger.save_dir", save_dir)
         super().__init__(
             save_dir or "", name, version, default_hp_metric=default_hp_metric, prefix=prefix, sub_dir=sub_dir
         )
@@ -181,6 +184,8 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         artifact_location: str | None = None,
     ) -> None:
         need("mlflow")
+        require_trust("logger.tracking_uri", tracking_uri)
+        require_trust("logger.artifact_location", artifact_location)
         self._options: dict[str, Any] = {
             "experiment_name": experiment_name,
             "prefix": prefix,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import secrets
 import stat
@@ -53,22 +55,46 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+MOST_BYTES = {"metrics.csv": 2**27, "clients.csv": 2**30, "warnings.txt": 2**27, "partition.csv": 2**28}
+"""Bytes that a file of this name in a run folder has at most; more would fill the memory of whoever reads it."""
+MOST_OF_OTHERS = 2**20
+
+
+def most_bytes(path: Path) -> int:
+    """Return how many bytes a text file of a run folder, or a config, has at most."""
+    return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
+
+
 @contextmanager
-def own_file(path: Path) -> Iterator[BinaryIO]:
-    """A file, opened to be read.
+def open_file(path: Path, most: float | None = None, links: bool = True) -> Iterator[BinaryIO]:
+    """Open a file of a run folder to read it; reading it ends, whoever made it.
+
+    Args:
+        path: The file.
+        most: The most bytes it may have; by default what its name says, see `most_bytes`.
+        links: Follow links.
 
     Raises:
-        OSError: It cannot be read, or is no file of its own: a link, a pipe, a device.
+        OSError: It cannot be read, is no regular file (a pipe, a device, a refused link), or is too large.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for who writes into it
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path} is no file")
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # a pipe would wait for who writes into it
+    with open(os.open(path, flags), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        if about.st_size > (most_bytes(path) if most is None else most):
+            raise OSError(errno.EFBIG, "it is larger than it can be", str(path))
         yield file
 
 
+def read_file(path: Path, most: float | None = None) -> bytes:
+    """Return the content of a file; see `open_file`."""
+    with open_file(path, most) as file:
+        return file.read()
+
+
 def blocks(path: Path) -> Iterator[bytes]:
-    """A file's content, a MiB at a time; of `own_file`s alone."""
-    with own_file(path) as file:
+    """Yield the content of a checkpoint's file, a MiB at a time; links are refused."""
+    with open_file(path, math.inf, links=False) as file:
         while block := file.read(1 << 20):
             yield block

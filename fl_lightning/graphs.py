@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 
 from fl_lightning.errors import ConfigError, check_number
+from fl_lightning.files import read_file
 
 
 class Graph:
@@ -131,6 +133,7 @@ class Adjacency(Graph):
 
 def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
     """The numbers in a file: a `.npy` file, or text with one row a line."""
+    content = read_file(path, 2**30)
     if path.suffix == ".npy":
-        return np.load(path, allow_pickle=False)
-    return [[float(word) for word in line.split()] for line in path.read_text().replace(",", " ").splitlines()]
+        return np.load(BytesIO(content), allow_pickle=False)
+    return [[float(word) for word in line.split()] for line in content.decode().replace(",", " ").splitlines()]

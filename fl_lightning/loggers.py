@@ -23,7 +23,7 @@ from fl_lightning.errors import CheckpointError, ConfigError, blame, one_line
 from fl_lightning.file_loggers import CSVLogger as CSVLogger
 from fl_lightning.file_loggers import MLFlowLogger as MLFlowLogger
 from fl_lightning.file_loggers import TensorBoardLogger as TensorBoardLogger
-from fl_lightning.files import replacing, write_atomically
+from fl_lightning.files import read_file, replacing, write_atomically
 from fl_lightning.metrics import Row, lowest_losses, read_rows, summarize
 from fl_lightning.round_logger import Beginning, Labels, RoundLogger
 from fl_lightning.seal import Digest
@@ -286,7 +286,7 @@ class WarningsTxt:
                 self._rewrite()
 
     def _on_file(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        return read_file(self.path).splitlines(keepends=True) if self.path.exists() else []
 
     def _held(self, round: int) -> list[bytes]:
         return [line for line in self._on_file() if 0 <= self._round_of(line) <= round]

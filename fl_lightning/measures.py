@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.gate import find_object
 from fl_lightning.metrics import is_lower_better
 from fl_lightning.objectives import Objective
 from fl_lightning.spelling import nearest, same
@@ -229,9 +229,8 @@ def _task(name: str) -> str:
 
 
 def _imported(path: str) -> type[Metric]:
-    module, _, name = path.rpartition(".")
     try:
-        kind = getattr(import_module(module), name)
+        kind = find_object(path)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{KEY}: there is no class {path!r}: {one_line(error)}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Metric)):

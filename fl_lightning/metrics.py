@@ -10,7 +10,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import BinaryIO, Literal
+
+from fl_lightning.files import open_file
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -39,8 +41,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: It is no CSV file, or names a column twice.
     """
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        yield from _rows(file)
+    with open_file(path) as file, _text(file) as lines:
+        yield from _rows(lines)
 
 
 def parse_rows(content: bytes) -> list[Row]:
@@ -58,14 +60,14 @@ def read_columns(path: Path) -> dict[str, array[float]]:
     Raises:
         ValueError: It is no CSV file of numbers, names a column twice, or has a line that lacks a cell.
     """
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        lines = _lines(file)
+    with open_file(path) as file, _text(file) as text:
+        lines = _lines(text)
         columns = {name: array("d") for name in next(lines, [])}
         for number, cells in enumerate(lines, 2):
             if len(cells) != len(columns):
                 raise ValueError(f"line {number} has {len(cells)} cells, its header {len(columns)}")
-            for column, text in zip(columns.values(), cells, strict=True):
-                column.append(float(text) if text else math.nan)
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(float(cell) if cell else math.nan)
     return columns
 
 
@@ -153,6 +155,10 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def _text(file: BinaryIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
 
 
 def _rows(file: Iterable[str]) -> Iterator[Row]:

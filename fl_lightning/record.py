@@ -154,8 +154,9 @@ class Record:
         elif before.config != self._settings:
             self.checkpoints.reseal(round, replace(before, config=self._settings))
         if config:
-            sign(self.run_dir, config)
-            write_atomically(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            content = yaml.safe_dump(config, sort_keys=False)
+            sign(self.run_dir, content, config)
+            write_atomically(self.run_dir / "config.yaml", content)
         self.csv.rewind(round)
         self.warned.rewind(round)
         write_counts(self.run_dir / "partition.csv", self._data)

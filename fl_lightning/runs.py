@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from fl_lightning.config import flatten, load_yaml, refuse_odd_file
+from fl_lightning.config import flatten, load_yaml
 from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.files import read_file
 from fl_lightning.metrics import Row, read_columns, read_rows, summarize
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ Where = Mapping[str, Any] | Sequence[str]
 
 Figures = dict[str, float | int | None]
 """What a run came to, by name."""
-
-MOST_BYTES = {"config.yaml": 2**20, "metrics.csv": 2**27, "clients.csv": 2**30, "final/summary.json": 2**20}
-"""No run's file is larger; one that is would fill the memory of whoever reads it."""
 
 
 class DamagedRun(FLError):
@@ -293,23 +291,23 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
     """
     path = folder / name
     try:
-        refuse_odd_file(path, MOST_BYTES[name])
         return how(path)
     except FileNotFoundError:
         return missing
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DamagedRun(f"{folder}: {name} cannot be read: {one_line(error)}") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise DamagedRun(f"{folder}: {name} cannot be read: {reason}") from error
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config = load_yaml(path.read_bytes())
+    config = load_yaml(read_file(path))
     if not isinstance(config, dict):
         raise ValueError("it holds no mapping of settings")
     return config
 
 
 def _figures(path: Path) -> Figures:
-    figures = json.loads(path.read_text(encoding="utf-8"))
+    figures = json.loads(read_file(path).decode())
     if not isinstance(figures, dict) or not isinstance(figures.get("rounds"), int):
         raise ValueError("it holds no figures of a run")
     if wrong := [name for name, value in figures.items() if not isinstance(value, float | int | None)]:

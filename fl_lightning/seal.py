@@ -1,5 +1,7 @@
 """What a run was started from, and what it had come to: noted in each checkpoint, compared when that is taken up.
 
+A seal has no key: it detects accidents, not attackers.
+
 A folder's files are anybody's to edit. A config with another learning rate, a dataset that was replaced in between, a
 line of `metrics.csv` that was changed would otherwise be taken for the run's own.
 """

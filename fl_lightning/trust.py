@@ -1,15 +1,12 @@
-"""Whose code may run: a folder that somebody else made chooses none of it, and its author does not notice.
+"""Whose run it is: how a run's own config is loaded, and how its author is known.
 
-A run's own config is read before jsonargparse sees it, for that imports while it parses. What in it leads to code
-outside of this package, torch and torchvision, to files or to other machines is a doubt. A config with doubts is taken
-if the user says so (`--trust`), or if the folder holds a signature of them by the user's own key.
+A run's own config is trusted if the user signed it or says `--trust`; any other passes `fl_lightning.gate`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import inspect
 import json
 import os
 import re
@@ -18,190 +15,64 @@ import stat
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
-from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader
-from lightning.pytorch import callbacks
-from lightning.pytorch.loggers import Logger
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.catalogue import BASES, base
-from fl_lightning.config import config_file, read_config
-from fl_lightning.errors import ConfigError, one_line
-from fl_lightning.files import own_file, write_atomically
+from fl_lightning.config import config_file, parse_config
+from fl_lightning.errors import one_line
+from fl_lightning.files import open_file, read_file, write_atomically
+from fl_lightning.gate import Untrusted, begin, is_untrusted
 from fl_lightning.run_folder import SIGNATURE
 
-# Where the classes lie that any config may name, and what they are.
-KINDS: dict[str, tuple[type, ...]] = {
-    "fl_lightning": (Logger, *map(base, BASES)),
-    "torch.optim": (Optimizer, LRScheduler),
-    "torch.nn.modules": (nn.Module,),
-    "torchvision.models": (nn.Module,),
-}
-GROUPS = {"scenario", "evaluation", "trainer", "head", "few_shot"}
-"""Keys of several settings; jsonargparse takes text there for the path of a file with more of a config."""
+TO_TRUST = "If you trust whoever made it, say --trust (in Python trust=True)"
+NO_PATH = f"#{' ' * 256}\n"
+"""Begins text that jsonargparse must not take for a file's path: no file has so long a name."""
 
-LOGGER = re.compile(r"logger(\[\d+\])?")
-LOGGERS = ("WandbRoundLogger", "CSVLogger", "TensorBoardLogger")
-"""Loggers that write to the run's folder, or to a place that is in doubt itself."""
-
-CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
-"""Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""
-
-LONGEST_TEXT = 10_000
 KEY_BYTES = 32
 PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
 """How an import path looks; the colon is `pkgutil.resolve_name`'s."""
 
-Doubt = tuple[str, str]
-"""A key of a config, and what there is in doubt."""
+
+# --- A run's own config ---
 
 
 def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, without: Collection[str] = ()) -> str:
-    """A run's own config as text that jsonargparse takes for `--config`, once it may be taken.
+    """Return a run's own config as text that jsonargparse takes for `--config`.
 
-    It is read once, so what is parsed is what was looked at.
+    Unless it is trusted, the gate applies from here on in the calling context. The file is read once, so what is parsed
+    is what was verified.
 
     Args:
         run_dir: The run's folder.
         keys: The keys that a run's config can hold.
         trust: Take it as it is.
-        without: Keys to leave out; what they hold is in nobody's way.
+        without: Keys to leave out.
 
     Raises:
-        ConfigError: There is no config, it cannot be read, or it chooses code and is neither trusted nor signed.
+        ConfigError: There is no config, or it cannot be read.
     """
-    path = config_file(run_dir)
-    config = read_config(Path(path))
+    path = Path(config_file(run_dir))
+    content = read_file(path)
+    config = parse_config(content, str(path))
     rest = {key: value for key, value in config.items() if key not in without}
-    if (unknown := sorted(map(str, rest.keys() - set(keys)))) and not trust:
-        raise ConfigError(f"{path}: {unknown[0]} is no key that a run writes; {TO_TRUST}")
-    if found := doubts(rest):
-        if not trust and (reason := _why_not_own(run_dir, doubts(config))):
-            key, what = found[0]
-            raise ConfigError(
-                f"{path}: {key} is {one_line(what)[:200]}, which a run of somebody else's may not choose, "
-                f"and {reason}; {TO_TRUST}"
-            )
+    if trust or not (reason := _why_not_own(run_dir, content, config)):
         let_in(rest)
+    else:
+        untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir)
+        begin(untrusted)
+        if unknown := sorted(map(str, rest.keys() - set(keys))):
+            raise untrusted.refuse("a key that no run writes", unknown[0])
     return NO_PATH + yaml.safe_dump(rest, sort_keys=False)
 
 
-TO_TRUST = "if you trust whoever made it, say --trust (in Python trust=True)"
-
-NO_PATH = f"#{' ' * 256}\n"
-"""Begins text that jsonargparse must not take for a file's path: no file has so long a name."""
-
-
-# --- What a config may choose ----------------------------------------------------------------------------------------
-
-
-def doubts(config: Mapping[str, Any]) -> list[Doubt]:
-    """What in a config leads to code that is not known, to a file with more of a config, or to another machine."""
-    return list(_doubts("", config))
-
-
-def _doubts(key: str, value: Any, owner: str | None = None) -> Iterator[Doubt]:
-    """Doubts about a value and all in it; `owner` is the class whose arguments it holds."""
-    if isinstance(value, list):
-        for place, each in enumerate(value):
-            yield from _doubts(f"{key}[{place}]", each)
-    elif isinstance(value, str):
-        foreign = PATH.fullmatch(value) and not is_known(value) and _origin(value, os.getcwd())
-        if foreign or _unfolds(value) or (LOGGER.fullmatch(key) and _is_other_logger(value)):
-            yield key, value
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            inner = key if name in ("class_path", "init_args") else f"{key}.{name}".lstrip(".")
-            if _may_not_hold(inner, name, each, owner):
-                yield inner, str(each)
-            else:
-                yield from _doubts(inner, each, _class_name(value) if name == "init_args" else None)
-
-
-def _may_not_hold(key: str, name: Any, value: Any, owner: str | None) -> bool:
-    """Whether a key, whose last part is `name`, may not hold what it does, whatever there is in it."""
-    if name == "class_path":
-        return _is_foreign(str(value))
-    if owner is not None and owner.lower() == "torchdataset" and name in ("train", "test"):
-        path = value.get("class_path") if isinstance(value, dict) else value
-        return "." not in str(path)  # a name alone: any dataset's that torchvision has, and some unpickle files
-    if name in GROUPS:
-        return not isinstance(value, dict | None) and owner != "FromModule"
-    if name == "address":  # of a Ray cluster: it may send any code back
-        return value is not None
-    if name == "offline":  # W&B's: else the run goes where the config says
-        return value not in (True, None)
-    if name == "save_dir":  # of a logger: else it writes where the config says
-        return value is not None
-    return not isinstance(name, int) and not re.fullmatch(r"(?!__)\w+", str(name))
-
-
-def is_known(path: str) -> bool:
-    """Whether an import path leads to a class of this package's or torch's kinds, or to a builder of torchvision's.
-
-    What it leads to is looked up attribute by attribute, and counts where it was defined: `torch.os.system` does not.
-    """
-    root, *parts = path.split(".")
-    if root not in {"lightning", *(home.partition(".")[0] for home in KINDS)}:
-        return False
-    found: Any = import_module(root)
-    try:
-        for part in parts:
-            found = getattr(found, part)
-    except Exception:  # torch.classes, which are looked up when they are asked for, raise what they like
-        return False
-    if inspect.isclass(found):
-        if found in [getattr(callbacks, name) for name in CLIENT_CALLBACKS]:
-            return True
-        return any(f"{found.__module__}.".startswith(f"{home}.") and issubclass(found, KINDS[home]) for home in KINDS)
-    if root != "torchvision":
-        return False
-    models = import_module("torchvision.models")
-    return any(found is models.get_model_builder(name) for name in models.list_models())
-
-
-def _is_foreign(path: str) -> bool:
-    return "." in path and not is_known(path)
-
-
-def _is_other_logger(path: str) -> bool:
-    """Whether a logger may write where the config says, and not where the run is."""
-    return _class_name(path) not in LOGGERS or _is_foreign(path)
-
-
-def _class_name(value: Any) -> str | None:
-    """The name of the class that a value stands for, without its module's."""
-    path = value.get("class_path") if isinstance(value, dict) else value
-    return None if path is None else str(path).rpartition(".")[2]
-
-
-@cache
-def _unfolds(text: str) -> bool:
-    """Whether text holds YAML of its own, which jsonargparse reads as it reads the rest."""
-    if len(text) > LONGEST_TEXT:
-        return True
-    try:
-        return not isinstance(get_loader("yaml")(text), str | int | float | None)
-    except yaml.YAMLError:
-        return False
-    except (ValueError, RecursionError):
-        return True
-
-
-# --- Where modules lie -----------------------------------------------------------------------------------------------
+# --- Where modules lie ---
 
 
 def let_in(value: Any) -> None:
-    """Let modules be imported from the working folder, if a text in what is the user's own names one there.
+    """Let modules be imported from the working folder if a text in the user's own config names one there.
 
     Until then the working folder is not looked into: others may have put a `torch_xla.py` there, which Lightning tries
     to import.
@@ -210,12 +81,19 @@ def let_in(value: Any) -> None:
         value: A config, or words of a command line, that the user vouches for.
     """
     here = os.getcwd()
-    if here not in sys.path and any(not _origin(path) and _origin(path, here) for path in _paths(value)):
+    if here not in sys.path and local_modules(value):
         sys.path.append(here)
 
 
+def local_modules(value: Any) -> list[str]:
+    """Return the files of the modules in the working folder that the texts of a config name."""
+    here = os.getcwd()
+    found = ((_origin(path, [here]), _origin(path)) for path in _paths(value))
+    return sorted({os.path.realpath(file) for file, other in found if file and other in (None, file)})
+
+
 def _paths(value: Any) -> Iterator[str]:
-    """What looks like an import path in the texts of a config."""
+    """Yield what looks like an import path in the texts of a config."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _paths(each)
@@ -223,60 +101,60 @@ def _paths(value: Any) -> Iterator[str]:
         yield from PATH.findall(value)
 
 
-def _origin(path: str, here: str | None = None) -> str | None:
-    """The file of the package or module that an import path leads into; nothing is imported.
+def _origin(path: str, places: list[str] | None = None) -> str | None:
+    """Return the file of the package or module that an import path leads into; nothing is imported.
 
     Args:
         path: The import path.
-        here: A folder that is looked into last.
+        places: Folders to look into; `sys.path` by default.
     """
     root, *parts = re.split("[.:]", path)
-    if root in sys.modules and not getattr(sys.modules[root], "__spec__", None):
-        return root
-    spec = find_spec(root) or (PathFinder.find_spec(root, [here]) if here else None)
+    spec = PathFinder.find_spec(root, places)
     while spec and spec.origin is None and parts:  # a folder without a file of its own
         spec = PathFinder.find_spec(parts.pop(0), spec.submodule_search_locations)
     return spec.origin if spec else None
 
 
-# --- What is the user's own ------------------------------------------------------------------------------------------
+# --- What is the user's own ---
 
 
-def sign(run_dir: Path, config: Mapping[str, Any]) -> None:
-    """Sign what would be in doubt about a config that is the user's own; called when its run is accepted.
+def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
+    """Sign the config of a run that the user starts or resumes, unless it is somebody else's.
 
-    The signature covers the keys, what they hold and where modules lie, not the numbers; it moves with the folder.
-    Without doubts there is none, and without a key a warning.
+    The signature covers every byte of the config and where the user's own modules lie. It moves with the folder.
+
+    Args:
+        run_dir: The run's folder.
+        content: What `config.yaml` will hold.
+        config: The same as a mapping.
     """
-    if not (found := doubts(config)):
+    if is_untrusted():
         return
     try:
-        write_atomically(run_dir / SIGNATURE, _signature(found, _key(make=True)) + "\n")
+        write_atomically(run_dir / SIGNATURE, _signature(content.encode(), config, _key(make=True)) + "\n")
     except (OSError, ValueError, RuntimeError) as error:
-        reason = f"{one_line(error)}; to test this run, or to go on with it, say --trust"
-        warnings.warn(f"{found[0][0]}: {found[0][1]} cannot be signed: {reason}", stacklevel=2)
+        reason = f"{one_line(error)}; to test this run, or to go on with it, --trust may be needed"
+        warnings.warn(f"config.yaml cannot be signed as yours: {reason}", stacklevel=2)
 
 
-def _why_not_own(run_dir: Path, found: list[Doubt]) -> str | None:
-    """Why a run does not count as the user's own; None if it does."""
+def _why_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
+    """Return why a run does not count as the user's own; None if it does."""
     try:
         given, _ = _read(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
-        own = hmac.compare_digest(given.strip(), _signature(found, _key(make=False)).encode())
-        return None if own else "the run is signed by somebody else, or its modules lie elsewhere now"
+        own = hmac.compare_digest(given.strip(), _signature(content, config, _key(make=False)).encode())
+        return None if own else "The run was signed by somebody else, its config was edited or its modules moved"
     except FileNotFoundError:
-        return "the run is not signed as yours"
+        return "The run is not signed as yours"
     except (OSError, ValueError, RuntimeError) as error:
-        return f"whether it is yours cannot be checked ({one_line(error)})"
+        return f"Whether the run is yours cannot be checked ({one_line(error)})"
 
 
-def _signature(found: list[Doubt], key: bytes) -> str:
-    here = os.getcwd()
-    places = [PATH.fullmatch(what) and os.path.realpath(_origin(what, here) or "") for _, what in found]
-    return hmac.new(key, json.dumps([found, places]).encode(), "sha256").hexdigest()
+def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
+    return hmac.new(key, content + json.dumps(local_modules(config)).encode(), "sha256").hexdigest()
 
 
 def _key(make: bool) -> bytes:
-    """The user's secret, made when it is first needed.
+    """Return the user's secret, made when it is first needed.
 
     Raises:
         OSError: It is not there, or cannot be read or made.
@@ -312,6 +190,6 @@ def _make(path: Path) -> None:
 
 
 def _read(path: Path, most: int) -> tuple[bytes, os.stat_result]:
-    """A small file, and what the system says about it; neither links are followed nor pipes waited for."""
-    with own_file(path) as file:
+    """Return a small file's content and status; links are not followed."""
+    with open_file(path, links=False) as file:
         return file.read(most + 1), os.fstat(file.fileno())

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
+from fl_lightning.gate import require_trust
 from fl_lightning.provenance import source
 from fl_lightning.round_logger import Beginning, Labels, RoundLogger
 
@@ -88,6 +89,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         super().__init__()
         self.log_model = log_model
         self.mode = _chosen({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
+        if self.mode not in OFFLINE:
+            require_trust("logger.offline", self.mode)
         self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # the sweep then says which run it is: W&B sees to that
         words = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
         self._wandb_init = {

@@ -379,7 +379,9 @@ def other_ends(run: Path, whole: Path, told_of: str, told: bool) -> list[str]:
 
 def end(run: Path) -> dict[str, Any]:
     """What a run has come to, less what a clock put there."""
-    apart = re.compile(r"(metrics\.csv|warnings\.txt|checkpoints/.*|clients/.*|wandb/(?!run\.json$).*|\.lock|\.owner)")
+    apart = re.compile(
+        r"(metrics\.csv|warnings\.txt|checkpoints/.*|clients/.*|wandb/(?!run\.json$).*|\.lock|\.owner|\.signature)"
+    )
     names = {str(path.relative_to(run)): path for path in run.rglob("*")}
     left = {name: _content(path) for name, path in names.items() if not path.is_dir() and not apart.fullmatch(name)}
     left |= {"metrics.csv": untimed_rows(run)}

@@ -273,7 +273,7 @@ def test_fit_leaves_config_metrics_partition_checkpoints_and_final(finished):
     files = {"config.yaml", "metrics.csv", "clients.csv", "partition.csv", "final/model.pt", "final/summary.json"}
     for round in {2, 3, summary(run_dir)["global/acc_best_round"]}:
         files |= {f"checkpoints/round-{round:06d}/{name}" for name in ("manifest.json", "state.pt")}
-    files |= {".lock", ".owner"}
+    files |= {".lock", ".owner", ".signature"}
     assert {name for name, content in contents(run_dir).items() if content is not None} == files
     assert [row["round"] for row in rows(run_dir)] == ["1", "2", "3"]
     weights = torch.load(run_dir / "final" / "model.pt", weights_only=True)

@@ -173,7 +173,9 @@ def test_lightning_goes_on_with_the_checkpoint(tmp_path):
 
 def test_a_network_of_ones_own_is_built_by_who_opens_it(tmp_path):
     path, _ = export(tmp_path, ".ckpt", name="normed")
-    with pytest.raises(ConfigError, match=r"backbone: own_export.Normed is code .*load_from_checkpoint\(..., backbone"):
+    with pytest.raises(
+        ConfigError, match=r"backbone: own_export.Normed is not allowed .*load_from_checkpoint\(..., backbone"
+    ):
         ClientModule.load_from_checkpoint(path)
     from own_export import Normed
 
@@ -196,7 +198,7 @@ def test_a_planted_network_is_not_run(described, tmp_path, monkeypatch):
     described |= {"in_shape": [1, 8, 8], "num_classes": 10}
     torch.save({"pytorch-lightning_version": "2.6.4", "state_dict": {}, "hyper_parameters": {"backbone": described}},
                tmp_path / "bad.ckpt")  # fmt: skip
-    with pytest.raises(ConfigError, match="is code that a checkpoint may not choose"):
+    with pytest.raises(ConfigError, match="is not allowed in a file"):
         ClientModule.load_from_checkpoint(tmp_path / "bad.ckpt")
 
 
@@ -373,6 +375,6 @@ def test_a_lightning_checkpoint_keeps_what_the_outputs_are_for(tmp_path):
 
 def test_a_checkpoint_chooses_no_objective_of_somebody_elses():
     with pytest.raises(
-        ConfigError, match=r"^objective: .*os\.system is code that a checkpoint may not choose; make it"
+        ConfigError, match=r"^objective: .*os\.system is not allowed in a file that is not known to be yours. Build it"
     ):
         ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})

@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -773,3 +774,32 @@ def test_looking_keeps_no_file_open_and_writes_none(tmp_path):
 def test_a_folder_that_is_no_run_cannot_be_looked_at(tmp_path):
     with pytest.raises(DamagedRun, match=r"holds no metrics\.csv"):
         Follower(tmp_path).look()
+
+
+# --- Files that would never end ---
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, 5 * 2**30)
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "clients.csv", "warnings.txt", "config.yaml", "final/summary.json"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), sparse], ids=["pipe", "device", "sparse"]
+)
+def test_a_file_that_never_ends_keeps_nobody_waiting(make, name, tmp_path):
+    folder = run_folder(tmp_path / "run", 3)
+    (folder / "final").mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    command = [sys.executable, "-m", "fl_lightning", "watch", str(folder), "--once"]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True, preexec_fn=limit_memory)
+    needed = name not in ("clients.csv", "warnings.txt")
+    assert done.returncode == 2 * needed
+    if needed:
+        assert re.search(rf"{name} cannot be read: .*(it is no file|larger than it can be)", done.stderr)
+
+
+def limit_memory():
+    resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning.config import read_config
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import open_run
+from fl_lightning.experiment import load_run
 from fl_lightning.export import FORMATS, network_of, refuse_target, write
 
 
@@ -35,7 +35,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         raise ConfigError(f"-o: which file? Its ending says the format: {', '.join(FORMATS)}")
     path = Path(given.out)
     refuse_target(path, given.prepare)
-    run = open_run(given.run, given.checkpoint, given.trust)
+    run = load_run(Path(given.run), given.checkpoint, given.trust)
     model = read_config(Path(given.run) / "config.yaml")["model"]
     described = {"class_path": model} if isinstance(model, str) else model
     network = network_of(run, described, given.client, given.prepare)

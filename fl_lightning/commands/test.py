@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.experiment import open_run
+from fl_lightning.experiment import load_run
 from fl_lightning.report.tables import test_table
 
 
@@ -20,6 +22,6 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Evaluate a checkpoint of a finished or half-finished run."""
-    run = open_run(given.run, given.checkpoint, given.trust)
+    run = load_run(Path(given.run), given.checkpoint, given.trust)
     Console().print(test_table(run.test(), run.algorithm.server))
     return 0

@@ -19,6 +19,7 @@ from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score
+from fl_lightning.gate import require_trust
 from fl_lightning.objectives import Classification, Objective, described, objective_of
 
 MOST_CLASSES = 10_000_000
@@ -260,6 +261,7 @@ class FileDataset(Dataset):
         return [name for name in self._paths() if not is_there(self._path(name), folder=name.endswith("/"))]
 
     def _failed_download(self) -> str:
+        require_trust("scenario.dataset.download", self.download)
         try:
             self._fetch()
         except ConfigError:

@@ -31,6 +31,7 @@ from fl_lightning.data.reading import BadFile, told_of
 from fl_lightning.data.text import check_lengths, ids_of
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.gate import require_trust
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,6 +159,7 @@ class HuggingFace(Dataset):
                 f"{KEY}.path: {one_line(self.path)}: no such folder; if it is a name on the Hugging Face Hub, set "
                 "scenario.dataset.download true"
             )
+        require_trust(f"{KEY}.download", self.download)
         library = _library()
         try:
             return library.load_dataset(self.path, self.subset)

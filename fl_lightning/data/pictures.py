@@ -26,6 +26,7 @@ from fl_lightning.data.reading import BadFile, files_in, is_there, opened, read_
 from fl_lightning.data.transforms import CropFlip, Normalize
 from fl_lightning.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.files import replacing
+from fl_lightning.gate import check_writable
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 """What is opened; of Pillow's other readers one starts a program (EPS)."""
@@ -240,6 +241,7 @@ class ImageFolder(Dataset):
         """The decoded pictures as a file that is mapped, written first if there is none."""
         assert self.cache
         place = Path(self.cache) / f"pictures-{self._known_by(root, pictures)}.npy"
+        check_writable(f"{KEY}.cache", place)
         try:
             there = is_there(place)
         except BadFile as error:

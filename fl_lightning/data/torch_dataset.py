@@ -6,7 +6,6 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from fl_lightning.data.datasets import Dataset, LoadedData, own_code
 from fl_lightning.data.own import KEY
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.gate import find_object
 from fl_lightning.objectives import described
 
 
@@ -47,7 +47,7 @@ class TorchDataset(Dataset):
 
 def way_for(path: str) -> str | None:
     """What to give in the place of a dataset of torch's, which is no `Dataset` of ours; None for any other class."""
-    found = resolve_name(path)
+    found = find_object(path)
     if not inspect.isclass(found) or not issubclass(found, MapStyle):
         return None
     name = found.__name__

@@ -19,6 +19,7 @@ from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
+from fl_lightning.gate import require_trust
 
 
 class RayEngine(PoolEngine):
@@ -43,6 +44,7 @@ class RayEngine(PoolEngine):
         self, address: str | None = None, workers: int | None = None, threads: int = 1, gpus: float | None = None
     ) -> None:
         super().__init__()
+        require_trust("engine.address", address)
         check_positive("engine.", workers=workers, threads=threads)
         check_number("engine.gpus", gpus, "[0, inf)")
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.gate import find_object, require_trust
 from fl_lightning.models.base import Backbone
+
+WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
+"""Arguments of torchvision's builders that download files."""
 
 
 class FromModule(Backbone):
@@ -66,12 +69,16 @@ def build(path: str, arguments: dict[str, Any]) -> nn.Module:
     if not re.search("[.:]", path):  # it would be imported for being looked at
         raise ConfigError(f"model.module: {path} names nothing in a module; give package.module.Class")
     try:
-        maker = resolve_name(path)
+        maker = find_object(path)
         if not (issubclass(maker, nn.Module) if inspect.isclass(maker) else inspect.isroutine(maker)):
             raise TypeError("it is neither an nn.Module class nor a function")
         if inspect.isbuiltin(maker):  # such as os.system
             raise TypeError("no function of Python's own makes an nn.Module")
+        for name in WEIGHTS & arguments.keys():
+            require_trust(f"model.module_args.{name}", arguments[name])
         module = maker(**arguments)
+    except ConfigError:
+        raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.module: {path} cannot be built: {error}; check module and module_args") from error
     if not isinstance(module, nn.Module):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
+
+from fl_lightning.files import open_file
 
 MOST_BUBBLES = 200
 """Up to how many clients have a bubble a class."""
@@ -24,7 +27,7 @@ def read_counts(path: Path, split: str = "train") -> np.ndarray:
         ValueError: It is no such file.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with open_file(path) as binary, TextIOWrapper(binary, encoding="utf-8", newline="") as file:
             header, *lines = [*csv.reader(file)] or [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fl_lightning.errors import one_line
+from fl_lightning.files import open_file
 from fl_lightning.metrics import Row, parse_rows
 from fl_lightning.runs import DamagedRun, Run, read_config, read_final, whole_rounds
 
@@ -87,7 +88,8 @@ class Follower:
         except FileNotFoundError as error:
             raise DamagedRun(f"{self.folder}: no run: it holds no metrics.csv") from error
         except (OSError, ValueError) as error:
-            raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {one_line(error)}") from error
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise DamagedRun(f"{self.folder}: metrics.csv cannot be read: {reason}") from error
         if self._is_new("config.yaml"):
             self._config = read_config(self.folder)
         if self._is_new("clients.csv", len(rows)):
@@ -150,7 +152,7 @@ class GrowingCsv:
             OSError: The file cannot be read.
             ValueError: It is no CSV.
         """
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self._end - len(self._last))
             text = file.read()
             if not text.startswith(self._last):  # the run was resumed, or has a new column
@@ -169,8 +171,8 @@ class GrowingCsv:
 def last_measured(path: Path, round: int) -> list[Row]:
     """The lines of a `clients.csv` for the last round, up to a given one, in which accuracies were measured."""
     size = TAIL
-    with suppress(OSError, ValueError), path.open("rb") as file:
-        header, length = file.readline(), path.stat().st_size
+    with suppress(OSError, ValueError), open_file(path) as file:
+        header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size
         while header:
             rows = parse_rows(header + _lines_from(file, max(length - size, len(header))))
             measured = [row for row in rows if "acc" in row and row.get("round", math.inf) <= round]
@@ -183,8 +185,8 @@ def last_measured(path: Path, round: int) -> list[Row]:
 
 def last_lines(path: Path, number: int) -> list[str]:
     """The last lines of a text file; none where there is no file."""
-    with suppress(OSError), path.open("rb") as file:
-        text = _lines_from(file, path.stat().st_size - TAIL)
+    with suppress(OSError), open_file(path) as file:
+        text = _lines_from(file, os.fstat(file.fileno()).st_size - TAIL)
         return text[: text.rfind(b"\n") + 1].decode(errors="replace").splitlines()[-number:]
     return []
 

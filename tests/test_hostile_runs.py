@@ -1,0 +1,336 @@
+"""Somebody else's run folder, opened by every command: none of its code runs, and nothing is written outside it."""
+
+import os
+import re
+import shutil
+import sys
+import typing
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import run, tiny
+from jsonargparse import _typehints
+from PIL import Image
+
+from fl_lightning import catalogue, gate, runs
+from fl_lightning.errors import ConfigError, FLError
+from fl_lightning.seal import Seal
+
+pytestmark = pytest.mark.filterwarnings("always")
+
+MARK = "import pathlib\npathlib.Path({mark!r}).write_text('executed')\nclass Net: pass\n"
+
+# --- The configs: a place, dotted, and what lies there ---
+
+CODE = {
+    "module": "evil.Net",
+    "colon": "evil:Net",
+    "newline": "subprocess:call\n",
+    "system": "os.system",
+    "look-alike": "ｅvil.Net",  # noqa: RUF001  # Python reads it as evil
+    "invisible": "evil\u200b.Net",
+    "inside": "fl_lightning.trust.os.system",
+    "up": "../evil.Net",
+}
+CLASS_PLACES = (
+    "model",
+    "algorithm",
+    "algorithm.init_args.aggregator",
+    "algorithm.init_args.graph",
+    "algorithm.init_args.loss_terms.0",
+    "optimizer",
+    "lr_scheduler",
+    "round_lr_scheduler",
+    "scenario.dataset",
+    "scenario.partition",
+    "scenario.objective",
+    "evaluation.metrics.0",
+    "engine",
+    "logger.0",
+    "callbacks.0",
+    "client_callbacks.0",
+)
+CALLED = {"args": ["touch", "outside/mark"], "command": "touch outside/mark"}
+
+
+def spec(kind, /, **options):
+    return {"class_path": kind, "init_args": options}
+
+
+def from_module(module, /, **arguments):
+    return spec("FromModule", module=module, head="fc", module_args=arguments)
+
+
+CASES = {f"{place} {name}": {place: spec(text, **CALLED)} for place in CLASS_PLACES for name, text in CODE.items()}
+CASES |= {f"module {name}": {"model": from_module(text, **CALLED)} for name, text in CODE.items()}
+CASES |= {f"any {name}": {"optimizer.init_args.fused": spec(text, **CALLED)} for name, text in CODE.items()}
+for _data in ("train", "test"):
+    CASES |= {
+        f"{_data} {name}": {
+            "scenario.dataset": spec("TorchDataset", **{"train": text, "test": text, _data: spec(text)})
+        }
+        for name, text in CODE.items()
+    }
+OUTSIDE = {
+    "above": "../outside",
+    "relative": "outside",
+    "absolute": "{root}/here/outside",
+    "link": "theirs/link",
+    "up": "theirs/../outside",
+}
+for _name, _path in OUTSIDE.items():
+    CASES |= {
+        f"cache {_name}": {"scenario.dataset": spec("ImageFolder", path="images", size=8, cache=_path)},
+        f"download {_name}": {"scenario.dataset": spec("MNIST", data_dir=_path, download=True)},
+        f"csv {_name}": {"logger": spec("CSVLogger", save_dir=_path)},
+        f"csv name {_name}": {"logger": spec("CSVLogger", save_dir="theirs", name=f"../{_path}")},
+        f"csv version {_name}": {"logger": spec("CSVLogger", version=f"../{_path}")},
+        f"tensorboard {_name}": {"logger": spec("TensorBoardLogger", save_dir=_path)},
+        f"sub_dir {_name}": {"logger": spec("TensorBoardLogger", save_dir="theirs", sub_dir=f"../../../{_path}")},
+        f"default_root_dir {_name}": {"trainer.default_root_dir": _path},
+        f"wandb {_name}": {"logger": spec("WandbRoundLogger", dir=_path)},
+        f"mlflow {_name}": {"logger": spec("MLFlowLogger", tracking_uri=f"file:{_path}")},
+    }
+CASES |= {
+    "ray": {"engine": spec("RayEngine", address="ray://127.0.0.1:9")},
+    "wandb online": {"logger": spec("WandbRoundLogger", offline=False)},
+    "wandb settings": {"logger": spec("WandbRoundLogger", settings={"base_url": "http://127.0.0.1:9"})},
+    "mlflow server": {"logger": spec("MLFlowLogger", tracking_uri="http://127.0.0.1:9")},
+    "hub": {"scenario.dataset": spec("HuggingFace", path="somebody/evil", download=True)},
+    "weights": {"model": from_module("torchvision.models.resnet18", weights="DEFAULT", num_classes=10)},
+    "pretrained": {"model": from_module("torchvision.models.resnet18", pretrained=True, num_classes=10)},
+    "get_model": {"model": from_module("torchvision.models.get_model", name="resnet18", weights="DEFAULT")},
+    "hubconf": {"model": from_module("torch.hub.load", repo_or_dir="theirs", model="Net", source="local")},
+    "yaml in text": {"model": "{class_path: evil.Net}"},
+    "yaml key in text": {"model": "class_path: evil.Net"},
+    "list in text": {"algorithm.init_args.loss_terms": "[evil.Net]"},
+    "config file": {"evaluation": "file.yaml"},
+    "trainer file": {"trainer": "theirs/file.yaml"},
+    "head file": {"model.init_args.head": "file.yaml"},
+    "stdin": {"scenario": "/dev/stdin"},
+    "__path__": {"evaluation.__path__": "file.yaml"},
+    "dots in keys": {"model.init_args.head": {"a.b": "evil.Net"}},
+    **{
+        f"{cls} {odd}": {"scenario.dataset": spec(cls, path=odd)}
+        for cls in ("Arrays", "Table")
+        for odd in ("/dev/zero", "pipe")
+    },
+    "graph pipe": {"algorithm": spec("DFedAvgM", graph=spec("Adjacency", path="pipe"))},
+    "graph device": {"algorithm": spec("DFedAvgM", graph=spec("Adjacency", path="/dev/zero"))},
+    "split pipe": {"scenario.partition": spec("Given", path="pipe.json")},
+}
+
+
+def text_arguments():
+    """Yield every argument that takes text, of every class that a config can name, with hostile text in it."""
+    for kind, (_, _, key) in catalogue.BASES.items():
+        place = re.sub(r"(?<=algorithm)\.", ".init_args.", key)
+        place += ".0" if kind in ("loss_terms", "callbacks") else ""
+        for cls in catalogue.classes(kind):
+            for name, hint in typing.get_type_hints(cls.__init__).items():
+                needed = {"path": "images"} if name == "cache" else {}
+                if str in (hint, *typing.get_args(hint)) and name != "return":
+                    for what in ("evil:Net\n", "../outside/mark", "/dev/zero"):
+                        yield f"{cls.__name__}.{name} {what!r}", {place: spec(cls.__name__, **needed, **{name: what})}
+
+
+CASES |= dict(text_arguments())
+
+
+# --- What is watched ---
+
+EVENTS: list[tuple[str, str]] = []
+RUNS_CODE = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn", "socket.connect"}
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.symlink", "os.truncate", "os.rmdir", "os.chmod"}
+WATCHING: list[Path] = []
+
+
+def watch(event, args):
+    """Note what a command does that is no business of a run's; Python calls this for every such event."""
+    if not WATCHING:
+        return
+    if event in RUNS_CODE or (event == "import" and args[0].startswith("evil")):
+        EVENTS.append((event, str(args)))
+    elif (
+        event == "open"
+        and isinstance(args[0], str)
+        and isinstance(args[2], int)
+        and args[2] & (os.O_WRONLY | os.O_RDWR)
+    ):
+        note_write(event, args[0])
+    elif event in WRITES:
+        folder = f"/proc/self/fd/{args[-1]}" if isinstance(args[-1], int) and args[-1] >= 0 else ""  # of its `dir_fd`
+        note_write(event, os.path.join(folder, os.fsdecode(args[0])))
+
+
+def note_write(event, path):
+    place = Path(os.path.realpath(path))
+    allowed = [*WATCHING, Path("/dev/null")]
+    if not any(place.is_relative_to(one) for one in allowed):
+        EVENTS.append((event, str(place)))
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def theirs(finished, tmp_path, monkeypatch):
+    """Somebody else's run, with modules and files that lie in wait, and a seal that fits whatever its config says."""
+    here = tmp_path / "here"
+    shutil.copytree(finished, here / "theirs")
+    (here / "theirs" / ".signature").write_text("0" * 64 + "\n")
+    (tmp_path / "installed").mkdir()
+    (here / "outside").mkdir()
+    (here / "theirs" / "link").symlink_to(here / "outside")
+    for folder in (here, here / "theirs", tmp_path / "installed"):
+        (folder / "evil.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
+        (folder / "hubconf.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
+        (folder / "file.yaml").write_text("class_path: evil.Net\n")
+    for picture in (here / "images" / kind / f"{n}.png" for kind in "ab" for n in range(4)):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(picture)
+    for pipe in ("pipe", "pipe.json"):
+        os.mkfifo(here / pipe)
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(Seal, "refuse_another_config", lambda *given: None)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    yield here / "theirs"
+    WATCHING.clear()
+    EVENTS.clear()
+    _typehints._cached_class_parsers.clear()
+
+
+def with_settings(run_dir, settings):
+    """Put values into a run's config, by dotted keys; a number is a place in a list."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    for key, value in settings.items():
+        *way, last = key.split(".")
+        held = config
+        if last == "0":
+            last, value = way.pop(), [value]
+        for part in way:
+            if isinstance(held.get(part), str):
+                held[part] = {"class_path": held[part]}
+            held[part] = held.get(part) or {}
+            held = held[part]
+        held[last] = value
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    (run_dir / "config.yaml").write_text(text.replace("{root}", str(run_dir.parents[1])))
+
+
+def load():
+    with suppress(FLError):
+        runs.load("theirs")
+
+
+OPENERS = {
+    "test": ["test", "theirs"],
+    "resume": ["fit", "--resume", "theirs", "--rounds", "4"],
+    "export": ["export", "theirs", "-o", "out/model.pt"],
+    "report": ["report", "theirs", "-o", "out/page.html"],
+    "compare": ["compare", "theirs"],
+    "watch": ["watch", "theirs", "--once"],
+    "load": None,
+}
+
+
+def check_harmless(opener, settings, run_dir):
+    """Open a run with these settings, and see that nothing ran and nothing outside changed."""
+    with_settings(run_dir, settings)
+    here = run_dir.parent
+    (here / "out").mkdir(exist_ok=True)
+    before = around(here.parent)
+    WATCHING[:] = [run_dir, here / "out"]
+    words = OPENERS[opener]
+    code = 0 if words is None else run(*words).code
+    if words is None:
+        load()
+    WATCHING.clear()
+    assert code in (0, 1, 2)
+    assert EVENTS == []
+    assert around(here.parent) == before
+    assert not {"evil", "hubconf"} & sys.modules.keys()
+    assert not gate.is_untrusted()
+
+
+def around(root):
+    """Everything around the run, by path; pipes are not read."""
+    kept = ("here/theirs/", "here/out/", "config/")
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in sorted(root.rglob("*"))
+        if not str(path.relative_to(root)).startswith(kept)
+    }
+
+
+NAMED = list(CASES)
+SAMPLE = [(("test", "resume", "export")[i % 3], NAMED[i]) for i in range(0, len(NAMED), 4)]
+SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load"])]
+
+
+def test_there_are_many():
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize(("opener", "case"), SAMPLE)
+def test_a_hostile_run_is_harmless(opener, case, theirs):
+    check_harmless(opener, CASES[case], theirs)
+
+
+@pytest.mark.parametrize("place", [*CLASS_PLACES, "model.init_args.module"])
+def test_the_gate_sees_every_class_path(place, theirs, monkeypatch):
+    """A jsonargparse that imports in another way is noticed here."""
+    seen = []
+    monkeypatch.setattr(gate.Untrusted, "refuse", lambda self, value, key=None: seen.append(value) or FLError(value))
+    settings = {place: spec("evil.Net")}
+    if place == "model.init_args.module":
+        settings = {"model": from_module("evil.Net")}
+    if place == "algorithm.init_args.graph":
+        settings = {"algorithm": spec("DFedAvgM", graph=spec("evil.Net"))}
+    with_settings(theirs, settings)
+    assert run(*OPENERS["resume"]).code != 0
+    assert "evil.Net" in seen
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(("path", "inside"), [("theirs/x/y.npy", True), ("theirs/link/y.npy", False), ("y.npy", False)])
+def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs):
+    with gate.untrusted(gate.Untrusted({}, "", "", theirs)):
+        if inside:
+            gate.check_writable("cache", Path(path))
+        else:
+            with pytest.raises(ConfigError, match=f"cache: {path} is not allowed"):
+                gate.check_writable("cache", Path(path))
+    gate.check_writable("cache", Path(path))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "cache" in name])
+def test_a_cache_outside_is_refused(case, theirs):
+    with_settings(theirs, CASES[case])
+    assert "scenario.dataset.cache: " in (line := run(*OPENERS["test"]).err)
+    assert "--trust" in line
+
+
+def test_a_trusted_run_may_write_anywhere(theirs):
+    with_settings(theirs, {"logger": spec("CSVLogger", save_dir="outside")})
+    assert run(*OPENERS["resume"]).code == 2
+    assert run(*OPENERS["resume"], "--trust").code == 0
+    assert list(Path("outside").rglob("metrics.csv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("case", NAMED)
+def test_every_hostile_run_is_harmless_to_every_command(opener, case, theirs):
+    check_harmless(opener, CASES[case], theirs)
