@@ -29,7 +29,7 @@ from fl_lightning.trust import let_in, run_config
 WORDS: dict[str, dict[str, Any]] = {
     "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
     "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},
-    "--fast": {"action": "store_true", "help": "Try it all out in one short round that leaves nothing."},
+    "--fast": {"action": "store_true", "help": "Dry run: two short rounds that leave nothing."},
 }
 """What `fit` takes beside an experiment's keys."""
 
