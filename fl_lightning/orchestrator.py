@@ -159,6 +159,7 @@ class FederatedOrchestrator:
         }
         self._signals = DeferredSignals()
         self._tried = False
+        self._begun_at = 0
 
     def _lie_in(self, run_dir: Path) -> None:
         self.record = Record(run_dir, self._client_store, self.logger, self._log_clients, lambda: self.round + 1)
@@ -226,6 +227,7 @@ class FederatedOrchestrator:
             if not resume:
                 held.enter_context(alone(self.run_dir))
                 refuse_occupied(self.run_dir)
+            self._begun_at = self.round
             with undone_on_failure(made):
                 self._begin(config, name, group)
             with self._running():
@@ -245,6 +247,16 @@ class FederatedOrchestrator:
     def is_over(self) -> bool:
         """Whether all rounds are done, or a callback has ended the run."""
         return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
+
+    @property
+    def ending(self) -> str:
+        """Why the run is over, for the user: all rounds are done, or which callback stopped it and why."""
+        callback = next((each for each in self.callbacks if each.stops), None)
+        reason = f"all {self.rounds} rounds are done"
+        if self.round < self.rounds and callback:
+            name, why = type(callback).__name__, callback.stop_reason
+            reason = f"stopped after round {self.round} of {self.rounds} by {name}{why and f': {why}'}"
+        return f"nothing was left to do, {reason}" if self.round == self._begun_at else reason
 
     def _run_round(self, round: int) -> Row:
         started = time.monotonic()
