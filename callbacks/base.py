@@ -45,6 +45,11 @@ class RoundCallback:
         """Whether the run is over, as far as this callback knows."""
         return False
 
+    @property
+    def stop_reason(self) -> str:
+        """Why the callback stops the run; `fit` ends with it."""
+        return ""
+
     def check(self, run: FederatedOrchestrator) -> None:
         """The run's data and state are there, and nothing of it is written yet: the moment to refuse what cannot work.
 

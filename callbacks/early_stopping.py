@@ -70,6 +70,12 @@ class EarlyStopping(Monitor):
         """Whether patience has run out."""
         return self.waited >= self.patience
 
+    @property
+    def stop_reason(self) -> str:
+        """Which metric has not improved, and for how long."""
+        metric = self.monitor or "the watched metric"
+        return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
+
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long it has stood."""
         return {"best": self.best, "waited": self.waited}

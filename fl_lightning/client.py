@@ -221,8 +221,18 @@ class ClientModule(L.LightningModule):
         """Outputs `(B, C)` of a batch: logits, where it is classes or labels."""
         return cast(Tensor, self.backbone(x))
 
+    def check_fit(self) -> None:
+        """Refuse a trainer that the method cannot work with; `self.trainer` has the fit's options.
+
+        Called before round 1, and when a fit starts.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+
     def on_fit_start(self) -> None:
         """Start the loss record afresh and let each term look at the weights it starts from."""
+        self.check_fit()
         self._losses = LossRecord()
         for term in self.terms():
             term.begin(self)

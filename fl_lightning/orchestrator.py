@@ -22,6 +22,7 @@ from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
+from fl_lightning.checkpoint import Checkpoint
 from fl_lightning.client import ClientModule
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
@@ -158,6 +159,7 @@ class FederatedOrchestrator:
         }
         self._signals = DeferredSignals()
         self._tried = False
+        self._begun_at = 0
 
     def _lie_in(self, run_dir: Path) -> None:
         self.record = Record(run_dir, self._client_store, self.logger, self._log_clients, lambda: self.round + 1)
@@ -190,9 +192,9 @@ class FederatedOrchestrator:
             config: The resolved config: the run's `config.yaml`, what a resume is compared with, and the logger's.
             name: What to call the run, for the logger.
             group: What to call its setting, of which runs with other seeds have it too.
-            fast: Only try it all out: one round of two clients with two batches each and some of the test data, last
-                round's figures included, in a folder that is removed; no logger, no checkpoints. An orchestrator that
-                was tried out is spent, so build another one for the run itself.
+            fast: Only try it all out (a dry run): two rounds of two clients with two batches each and some of the test
+                data, with a resume between them, in a folder that is removed; no logger. An orchestrator that was tried
+                out cannot be used again, so build another one for the run itself.
 
         Returns:
             The run, with its `summary`, `history` and `run_dir`.
@@ -225,6 +227,7 @@ class FederatedOrchestrator:
             if not resume:
                 held.enter_context(alone(self.run_dir))
                 refuse_occupied(self.run_dir)
+            self._begun_at = self.round
             with undone_on_failure(made):
                 self._begin(config, name, group)
             with self._running():
@@ -236,12 +239,24 @@ class FederatedOrchestrator:
                     self.record.log(metrics)
                     self._notify("on_round_end", metrics)
                     self.logger.end_round(self.csv.rows, self.evaluation.targets)
+                    if fast and not self.is_over:
+                        self._restart()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
 
     @property
     def is_over(self) -> bool:
         """Whether all rounds are done, or a callback has ended the run."""
         return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
+
+    @property
+    def ending(self) -> str:
+        """Why the run is over, for the user: all rounds are done, or which callback stopped it and why."""
+        callback = next((each for each in self.callbacks if each.stops), None)
+        reason = f"all {self.rounds} rounds are done"
+        if self.round < self.rounds and callback:
+            name, why = type(callback).__name__, callback.stop_reason
+            reason = f"stopped after round {self.round} of {self.rounds} by {name}{why and f': {why}'}"
+        return f"nothing was left to do, {reason}" if self.round == self._begun_at else reason
 
     def _run_round(self, round: int) -> Row:
         started = time.monotonic()
@@ -368,10 +383,18 @@ class FederatedOrchestrator:
         saved = self.record.found(round, config)
         self._build()
         if saved:
-            self.record.take_up(saved)
-            self.round, self.state = saved.round, saved.state["state"]
-            self.engine.load_state_dict(saved.state["engine"])
-            restore(self.callbacks, saved.state["callbacks"])
+            self._restore(saved)
+
+    def _restore(self, saved: Checkpoint) -> None:
+        self.record.take_up(saved)
+        self.round, self.state = saved.round, saved.state["state"]
+        self.engine.load_state_dict(saved.state["engine"])
+        restore(self.callbacks, saved.state["callbacks"])
+
+    def _restart(self) -> None:
+        """Write a checkpoint and go on from it, as a killed run does."""
+        self.record.make_sure_of(self.round, self._saved)
+        self._restore(self.checkpoints.read(self.round))
 
     def test(self) -> Row:
         """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""

@@ -21,8 +21,11 @@ from fl_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
-CLIENTS, BATCHES = 2, 2
-"""How many clients train in the one round, and on how many batches each at most."""
+ROUNDS, CLIENTS, BATCHES = 2, 2, 2
+"""How many rounds there are, how many clients train in each, and on how many batches at most.
+
+Two rounds: in the first there is no shared knowledge yet, and no client has anything kept.
+"""
 
 TESTED = 256
 """Samples of each test set that are looked at."""
@@ -42,8 +45,8 @@ def folder(resume: bool) -> Iterator[Path]:
 
 
 def cut_down(run: FederatedOrchestrator) -> Worker:
-    """Make a run that was built and checked one round that tries everything in little time, with this worker."""
-    run.rounds, run.clients_per_round = 1, min(CLIENTS, run.clients_per_round)
+    """Cut a run that was built and checked down to two short rounds, and return the worker for it."""
+    run.rounds, run.clients_per_round = ROUNDS, min(CLIENTS, run.clients_per_round)
     run.min_clients, run.on_client_failure = 1, "raise"
     run.logger.mute()
     scored = min(run.evaluation.max_clients or CLIENTS, CLIENTS)
@@ -91,8 +94,9 @@ def tried(run: FederatedOrchestrator, seconds: float) -> str:
     """What to say of a run that was tried and in which nothing went wrong."""
     what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
     callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
+    clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"
     return (
-        f"all is well: {what}, a round with {run.clients_per_round} of {len(run.data.shards)} clients and up to "
-        f"{BATCHES} batches each: download, training, upload, aggregation, evaluation, {callbacks}, final model and "
-        f"figures in {seconds:.1f} s; no logger, no checkpoints, nothing is left"
+        f"all is well: {what}, {ROUNDS} rounds with {clients} and up to {BATCHES} batches each: download, training, "
+        f"upload, aggregation, evaluation, checkpoint, resume, {callbacks}, final model and figures in {seconds:.1f} s"
+        "; no logger, nothing is left"
     )

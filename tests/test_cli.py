@@ -111,7 +111,7 @@ def test_a_printed_config_holds_what_the_file_says(here, capsys):
     assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
     assert printed["callbacks"][0]["init_args"]["patience"] == 5
     scored = {"clients": "received", "personal_on_global": False, "max_clients": None}
-    assert printed["evaluation"] == scored | {"targets": [0.25], "metrics": []}
+    assert printed["evaluation"] == scored | {"targets": [0.25], "metrics": [], "positive_class": 1}
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
@@ -422,6 +422,38 @@ def test_a_half_finished_run_is_finished_by_resume(half_finished, finished):
     for name in ("final/model.pt", "final/summary.json"):
         assert (half_finished / name).read_bytes() == (finished[0] / name).read_bytes()
     assert untimed_rows(half_finished) == untimed_rows(finished[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        (["--rounds", "2"], "all 2 rounds are done"),
+        (
+            ["--rounds", "9", "--callbacks", "[{class_path: EarlyStopping, init_args: {patience: 1, min_delta: 1.0}}]"],
+            "stopped after round 2 of 9 by EarlyStopping: the watched metric has not improved for 1 evaluations (best ",
+        ),
+    ],
+)
+def test_fit_says_why_it_ended(words, ending, tmp_path):
+    outcome = tiny(tmp_path / "run", *words)
+    assert f"\nended: {ending}" in outcome.out
+    again = run("fit", "--resume", tmp_path / "run")
+    assert f"\nended: nothing was left to do, {ending}" in again.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--engine", "stacked", "--engine.clients", "3"],
+        ["--engine.clients", "3", "--engine=stacked"],
+        ["--config", "engine.yaml", "--engine.clients", "3"],
+    ],
+)
+def test_an_engines_short_name_takes_options(words, here, capsys):
+    Path("engine.yaml").write_text("engine: stacked\n")
+    engine = yaml.safe_load(printed_config(capsys, "--config", "tiny.yaml", *words))["engine"]
+    assert engine["class_path"].endswith(".StackedEngine")
+    assert engine["init_args"]["clients"] == 3
 
 
 def test_a_resumed_run_stays_in_its_folder(finished, here):

@@ -17,9 +17,10 @@ from torch import nn
 
 from fl_lightning import LossTerm, RoundCallback, RoundFigure, trial
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep
+from fl_lightning.algorithms.global_model.fedskc import StructuralKnowledge
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
+from fl_lightning.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.evaluation import Evaluation
 
 FAST = ("fit", "--config", "tiny.yaml", "--fast")
@@ -105,14 +106,14 @@ def test_all_is_well(folders):
     assert outcome.code == 0, outcome.err
     assert not outcome.err
     *_, line = outcome.out.splitlines()
-    assert line.startswith("all is well: FedSKC on Digits, a round with 2 of 4 clients and up to 2 batches each: ")
-    assert line.endswith(" s; no logger, no checkpoints, nothing is left")
+    assert line.startswith("all is well: FedSKC on Digits, 2 rounds with 2 of 4 clients and up to 2 batches each: ")
+    assert line.endswith(" s; no logger, nothing is left")
     assert contents(folders) == before
 
 
 def test_the_callbacks_that_were_tried_are_named():
     outcome = run(*FAST, "--callbacks", "[RowNorms, Checkpointing]")
-    assert " evaluation, RowNorms, CommunicationMeter, RoundProgress, final model" in outcome.out
+    assert " resume, RowNorms, CommunicationMeter, RoundProgress, final model" in outcome.out
 
 
 def test_a_folder_that_is_there_is_left_alone(folders):
@@ -197,15 +198,62 @@ def test_it_goes_through_everything(tmp_path):
         evaluation=Evaluation(personal_on_global=True),
     )
     done = made.fit(fast=True)
-    assert watch.seen == [("round", 1, 2), ("client", True), ("client", True), ("metrics", True)]
+    clients = [("client", True), ("client", True)]
+    rounds = [[("round", 1, 2), *clients, ("metrics", False)], [("round", 2, 2), *clients, ("metrics", True)]]
+    assert watch.seen == [*rounds[0], *rounds[1]]
     assert {name.split("/")[1] for name in watch.left if name.startswith("figures/")} == {"row_norms", "drift", "bytes"}
     assert {"final/model.pt", "final/summary.json", "metrics.csv", "partition.csv"} <= watch.left.keys()
-    assert not [name for name in watch.left if name.startswith("checkpoints/round-") and "000001" in name]
     assert not watch.run_dir.exists()
     assert not (tmp_path / "run").exists()
-    assert "personal_on_global/acc_mean" in done.rounds[0]
-    assert done.summary["rounds"] == 1
-    assert done.history.index.tolist() == [1]
+    assert "personal_on_global/acc_mean" in done.rounds[1]
+    assert done.summary["rounds"] == 2
+    assert done.history.index.tolist() == [1, 2]
+
+
+class Fails(LossTerm):
+    """Fails once there is shared knowledge, as a typo in the code that reads it would."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = StructuralKnowledge()
+
+    @property
+    def knowledge(self):
+        return (self.shared,)
+
+    def forward(self, step):
+        if self.shared.known is not None and self.shared.known.any():
+            raise ZeroDivisionError("in round 2")
+        return step.logits.sum() * 0.0
+
+
+def test_what_fails_in_round_two_alone_is_found(tmp_path):
+    with pytest.raises(ClientFailure, match="in round 2"):
+        experiment(tmp_path / "run", FedAvg(loss_terms=[Fails()])).fit(fast=True)
+
+
+def test_a_state_that_no_checkpoint_brings_back_is_found(tmp_path):
+    class Listing(FedAvg):
+        """Keeps what a resume does not give back: a tensor of its own beside the state."""
+
+        def aggregate(self, state, uploads):
+            after = super().aggregate(state, uploads)
+            return after | {"extra": {"seen": object()}}
+
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        experiment(tmp_path / "run", Listing()).fit(fast=True)
+
+
+def test_a_callback_that_cannot_take_its_state_up_again_is_found(tmp_path):
+    class Forgetful(RoundCallback):
+        def state_dict(self):
+            return {"seen": 1}
+
+        def load_state_dict(self, state):
+            raise KeyError("sen")
+
+    with pytest.raises(Exception, match="sen"):
+        experiment(tmp_path / "run", callbacks=[Forgetful()]).fit(fast=True)
 
 
 def test_a_client_trains_on_two_batches(tmp_path):
@@ -217,7 +265,7 @@ def test_a_client_trains_on_two_batches(tmp_path):
             return super().upload(module, *args)
 
     experiment(tmp_path, Noting(loss_terms=[Steps()]), trainer={"accelerator": "cpu", "max_epochs": 7}).fit(fast=True)
-    assert sizes == [[32, 32], [32, 32]]
+    assert sizes == [[32, 32]] * 4  # two clients in each of two rounds
 
 
 def test_of_the_data_a_little_is_looked_at(tmp_path):
@@ -227,8 +275,8 @@ def test_of_the_data_a_little_is_looked_at(tmp_path):
     made = experiment(tmp_path, scenario=scenario, **options)
     made.fit(fast=True)
     assert len(made.scored) == 2
-    # the first batch of a check, twice, the global test set, and what two clients hold back
-    assert 256 <= Counting.seen <= 2 * 128 + 256 + 2 * 40
+    # the first batch of a check, twice, and in each round the global test set and what two clients hold back
+    assert 256 <= Counting.seen <= 2 * 128 + 2 * (256 + 2 * 40)
 
 
 def test_a_sorted_test_set_keeps_its_classes():
@@ -292,7 +340,7 @@ def test_every_method_can_be_tried(name, tmp_path):
 def test_epochs_that_a_method_goes_by_are_no_obstacle(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 3}
     assert experiment(tmp_path, FedRep(head_epochs=2), trainer=trainer).fit(fast=True).finished
-    with pytest.raises(ClientFailure, match="head_epochs: 3 of"):
+    with pytest.raises(ConfigError, match="head_epochs: 3 of"):
         experiment(tmp_path, FedRep(head_epochs=3), trainer=trainer).fit(fast=True)
 
 
@@ -358,7 +406,7 @@ def test_what_was_tried_is_spent(tmp_path):
 
 def test_a_trial_that_is_stopped_does_not_say_how_to_go_on(tmp_path):
     watch = Watch(lambda: os.kill(os.getpid(), 2))
-    with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 1; nothing is left$"):
+    with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 2; nothing is left$"):
         experiment(tmp_path / "run", callbacks=[watch]).fit(fast=True)
     assert not (tmp_path / "run").exists()
 

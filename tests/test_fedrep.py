@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAvg, FedRep
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import StackedEngine, Task
-from fl_lightning.errors import ClientFailure, ConfigError
+from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.models import MLP
 from fl_lightning.seeding import Stream, seed_everything
@@ -218,8 +218,9 @@ def test_bad_options_are_named(options, message):
 
 @pytest.mark.parametrize("head_epochs", [2, 5])
 def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
-    with pytest.raises(ClientFailure, match=rf"algorithm.head_epochs: {head_epochs} of trainer.max_epochs, 2, leaves"):
-        experiment(tmp_path, FedRep(head_epochs=head_epochs)).fit()
+    with pytest.raises(ConfigError, match=rf"^algorithm.head_epochs: {head_epochs} of trainer.max_epochs, 2, leaves"):
+        experiment(tmp_path / "run", FedRep(head_epochs=head_epochs)).fit()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_part_that_is_not_there_is_refused():

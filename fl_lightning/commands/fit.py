@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.cli_errors import plainly
 from fl_lightning.config import below, config_file, flatten, read_config, with_config_paths
+from fl_lightning.engines import EngineName
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
 from fl_lightning.naming import run_names
@@ -29,14 +30,14 @@ from fl_lightning.trust import let_in, run_config
 WORDS: dict[str, dict[str, Any]] = {
     "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
     "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},
-    "--fast": {"action": "store_true", "help": "Try it all out in one short round that leaves nothing."},
+    "--fast": {"action": "store_true", "help": "Dry run: two short rounds that leave nothing."},
 }
 """What `fit` takes beside an experiment's keys."""
 
 
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
-    words = with_rival(spelled(with_config_paths(words)))
+    words = with_engine_class(with_rival(spelled(with_config_paths(words))))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
@@ -70,8 +71,26 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
     Console().print(summary_table(run.summary, orchestrator.evaluation.clients))
+    print(f"ended: {orchestrator.ending}")
     print(f"run: {run_dir}")
     return 0
+
+
+def with_engine_class(words: Sequence[str]) -> list[str]:
+    """Return the command line with the engine's class in place of its short name where options for it are given.
+
+    `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`; the short name may be
+    a config's, too.
+    """
+    typed = values(words, "engine")
+    stated = [read_config(Path(path)).get("engine") for _, path in values(words, "config")]
+    short = next((name for name in reversed([*stated, *(name for _, name in typed)]) if name is not None), "sequential")
+    if short not in get_args(EngineName) or not any(word.startswith("--engine.") for word in words):
+        return list(words)
+    replaced = {place + i for place, _ in typed for i in range(1 if "=" in words[place] else 2)}
+    rest = [word for place, word in enumerate(words) if place not in replaced]
+    first = next(i for i, word in enumerate(rest) if word.startswith("--engine."))
+    return [*rest[:first], "--engine", f"{short.capitalize()}Engine", *rest[first:]]
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from fl_lightning.seeding import RandomStates
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Torch's optimizers that look at one parameter at a time and leave alone one that has no gradient."""
 
-HOOKS = ("on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
+HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
 """What is asked of each client by itself, and so may be overridden."""
 
 

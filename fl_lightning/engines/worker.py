@@ -182,6 +182,7 @@ class Worker:
             module.trainer = trainer
             for term in module.terms():
                 term.begin(module)
+            module.check_fit()
         with blame("model"), self.inference(module):
             x, y = next(iter(self._ordered(None)))
             logits = module(x)

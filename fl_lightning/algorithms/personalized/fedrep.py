@@ -33,18 +33,17 @@ class HeadThenBody(ClientModule):
         self.personal, self.head_epochs = personal, head_epochs
         self.among = learnable(self.backbone)
 
-    def on_train_epoch_start(self) -> None:
-        """Begin a phase.
-
-        Raises:
-            ConfigError: No epoch is left for the second.
-        """
+    def check_fit(self) -> None:
+        """Refuse a number of epochs that leaves none for the second phase."""
         last = self.trainer.max_epochs if self.head_epochs else None
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(
                 f"algorithm.head_epochs: {self.head_epochs} of trainer.max_epochs, {self.trainer.max_epochs}, leaves "
                 f"the body none; set trainer.max_epochs higher"
             )
+
+    def on_train_epoch_start(self) -> None:
+        """Begin a phase."""
         first = self.current_epoch < self.head_epochs
         learn_only(self.backbone, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
