@@ -17,7 +17,7 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.ending import end_quickly
-from fl_lightning.errors import ConfigError, FLError, one_line
+from fl_lightning.errors import ConfigError, FLError, one_line, users_place
 from fl_lightning.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
 from fl_lightning.lazy import load
 from fl_lightning.terminal import forget_stdout, prepare, tell
@@ -99,7 +99,9 @@ def main(args: Sequence[str] | None = None) -> int:
 def _ended_by(error: BaseException) -> tuple[int, str]:
     """The exit code that an error stands for, and what to say about it; nothing where the user knows."""
     if isinstance(error, FLError):
-        return error.exit_code, one_line(error)
+        cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
+        place = users_place(cause) if cause else getattr(error, "place", "")
+        return error.exit_code, f"{one_line(error)}{place}"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return 2, f"{one_line(str(error.filename))}: {error.strerror}"
     chain = list(_chain(error))
@@ -108,7 +110,7 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # `| head` has seen enough
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
-        return 1, f"{type(error).__name__}: {one_line(error)}; --debug shows where"
+        return 1, f"{type(error).__name__}: {one_line(error)}{users_place(error)}; --debug shows where"
     first = next(each for each in reversed(chain) if not isinstance(each, Exception))  # Lightning ends a fit in its own
     frame, line = _raised_in(first)
     where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"

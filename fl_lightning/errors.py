@@ -1,9 +1,12 @@
 """What can go wrong in ways a user can mend: each error is one line that says what, where and the mend."""
 
 import math
+import os
 import re
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 NO_ROOM = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed|Overflow when unpacking")
 """How torch says that a tensor is larger than there is room for."""
@@ -34,9 +37,13 @@ class ClientFailure(FLError):
         client: Id of the client.
         round: The round, from 1.
         reason: What happened, and the mend where there is one.
+
+    Attributes:
+        place: Where that was in the user's own code, see `users_place`.
     """
 
     exit_code = 1
+    place = ""
 
     def __init__(self, client: int, round: int, reason: str) -> None:
         super().__init__(client, round, reason)
@@ -78,6 +85,26 @@ def one_line(error: BaseException | str) -> str:
     except Exception:  # whatever a stranger's __str__ raises
         text = "(its message cannot be had)"
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
+
+
+def users_place(error: BaseException) -> str:
+    """Return where an error was raised in the user's own code, as ` (mine.py, line 7)`; nothing if it was not.
+
+    That is the innermost frame, of those that this package called, in neither a library nor this package.
+    """
+    place, inside = "", False
+    for frame, line in walk_tb(error.__traceback__):
+        path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        inside = inside or module.startswith("fl_lightning")
+        if inside and not module.startswith("fl_lightning") and not _is_library(path):
+            near = os.path.relpath(path)
+            place = f" ({path if near.startswith(os.pardir) else near}, line {line})"
+    return place
+
+
+def _is_library(path: str) -> bool:
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return path.startswith(("<", *standard)) or "site-packages" in path or "dist-packages" in path
 
 
 def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:

@@ -424,6 +424,51 @@ def test_a_half_finished_run_is_finished_by_resume(half_finished, finished):
     assert untimed_rows(half_finished) == untimed_rows(finished[0])
 
 
+FAULTY = """
+import torch
+from fl_lightning import FedAvg, LossTerm
+
+
+class Term(LossTerm):
+    def forward(self, step):
+        return torch.zeros(3) @ step.logits  # line 8: shapes do not fit
+
+
+class Method(FedAvg):
+    def aggregate(self, state, uploads):
+        list(uploads)
+        return {}["model"]  # line 14
+
+
+class State(FedAvg):
+    def initial_state(self, *args):
+        raise ArithmeticError("of all things")  # line 19
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "place"),
+    [
+        (
+            ["--algorithm", "FedAvg", "--algorithm.loss_terms", "[faulty_own.Term]"],
+            "round 1: RuntimeError",
+            8,
+        ),
+        (["--algorithm", "faulty_own.Method"], "KeyError: 'model'", 14),
+        (["--algorithm", "faulty_own.State"], "algorithm: of all things", 19),
+    ],
+)
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
+def test_an_error_in_the_users_code_is_told_with_its_line(words, what, place, engine, here, monkeypatch):
+    monkeypatch.delitem(sys.modules, "faulty_own", raising=False)
+    monkeypatch.syspath_prepend(str(here))
+    Path("faulty_own.py").write_text(FAULTY)
+    outcome = run("fit", "--config", "tiny.yaml", "--engine", engine, *words, "--clients_per_round", "1", "--seed", "3")
+    assert what in outcome.err
+    assert f"(faulty_own.py, line {place})" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "ending"),
     [
@@ -569,7 +614,7 @@ def test_what_nobody_foresaw_is_one_line_too_and_debug_shows_where(here, monkeyp
     words = broken(here, monkeypatch, r"ArithmeticError('of all\nthings')")
     code, _, err = run(*words)
     assert code == 1
-    assert err == "fl-lightning: error: ArithmeticError: of all things; --debug shows where\n"
+    assert err == "fl-lightning: error: ArithmeticError: of all things (broken.py, line 7); --debug shows where\n"
     with pytest.raises(ArithmeticError, match="of all"):
         run(*words, "--debug")
 
@@ -615,7 +660,7 @@ def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatc
         "fit", "--config", "tiny.yaml", "--run_dir", "run", *terms, "--trainer.accumulate_grad_batches=2"
     )
     assert code == 1
-    told = f"client 0, round 1: SystemExit: {how[-2]}\n"
+    told = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
     if "raise" in how:
         where = f"{here / 'leaving.py'}, line 7 (forward)"
         told = f"KeyboardInterrupt() was raised in {where} before the command had come to its end\n"

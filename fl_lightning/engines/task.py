@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fl_lightning.algorithms.base import State
-from fl_lightning.errors import ClientFailure, FLError, one_line
+from fl_lightning.errors import ClientFailure, FLError, one_line, users_place
 from fl_lightning.evaluation import Score
 from fl_lightning.message import Message
 
@@ -83,5 +83,5 @@ def failed(task: Task, error: BaseException) -> Result:
     message = one_line(error)
     reason = message if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, message)))
     failure = ClientFailure(task.client, task.round, reason)
-    failure.__cause__ = error
+    failure.__cause__, failure.place = error, users_place(error)
     return Result(task.client, task.download.nbytes, failure=failure)
