@@ -20,6 +20,7 @@ from fl_lightning.objectives import Classification, Regression
 NORMED = TINY.replace("class_path: MLP, init_args: {hidden: [8]}", "class_path: own_export.Normed").replace(
     "algorithm: FedSKC", "algorithm: {class_path: FedAvg, init_args: {buffers: local}}"
 )
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 OWN = """
 import torch
 from torch import nn
@@ -154,10 +155,9 @@ def test_lightning_goes_on_with_the_checkpoint(tmp_path):
     assert isinstance(module.backbone, MLP)
     x, y = batch(16), torch.arange(16) % 10
     loader = DataLoader(TensorDataset(x, y), batch_size=8)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = L.Trainer(max_epochs=1, enable_model_summary=False, **quiet)
+        trainer = L.Trainer(max_epochs=1, enable_model_summary=False, **QUIET)
         before = module.backbone.head[0].weight.clone()
         trainer.fit(module, loader)
         assert not torch.equal(before, module.backbone.head[0].weight)
@@ -166,6 +166,18 @@ def test_lightning_goes_on_with_the_checkpoint(tmp_path):
     with torch.no_grad():
         logits = ClientModule.load_from_checkpoint(path).eval()(x)
     assert told["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+
+
+def test_a_clients_module_is_ready_to_be_trained():
+    """In train mode: a plain `Trainer` moves its BatchNorm statistics, and Dropout drops."""
+    module = open_run("normed").client_module(1)
+    assert all(part.training for part in module.modules())
+    before = module.backbone.encoder[1].running_mean.clone()
+    loader = DataLoader(TensorDataset(batch(16), torch.arange(16) % 10), batch_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        L.Trainer(max_epochs=1, enable_model_summary=False, **QUIET).fit(module, loader)
+    assert not torch.equal(before, module.backbone.encoder[1].running_mean)
 
 
 # --- A checkpoint chooses no code ---
