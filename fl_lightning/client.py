@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.lazy import load
 from fl_lightning.message import Tensors
 from fl_lightning.models import Backbone
+from fl_lightning.models.base import tapped
 from fl_lightning.objectives import Classification, Objective
 from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory, descend, load_optimizer_tensors
 from fl_lightning.state import at_least_float32
@@ -43,47 +43,6 @@ class Step:
     inputs: Tensor | None = None
     backbone: nn.Module | None = None
     taps: Tensors = field(default_factory=dict)
-
-
-@contextmanager
-def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Note what goes into layers of a network, while inside; of a layer that is called several times, the last.
-
-    Args:
-        backbone: The network.
-        names: The layers, by their dotted names.
-
-    Yields:
-        The layers' inputs by name, as they come. They are copies: a layer may write into its input.
-
-    Raises:
-        ConfigError: The network is compiled, which hides what is inside.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(inplace=True))
-        >>> _ = net[0].weight.data.fill_(-1.0)
-        >>> with tapped(net, ["1"]) as taps:
-        ...     _ = net(torch.ones(1, 1))
-        >>> taps["1"].tolist()
-        [[-1.0]]
-    """
-    taps: Tensors = {}
-    names = list(dict.fromkeys(names))
-    if names and any(part._compiled_call_impl for part in backbone.modules()):
-        raise ConfigError(f"compile: a loss term looks at {names[0]!r}, inside the compiled network; set compile false")
-
-    def tap(name: str, inputs: tuple[Any, ...]) -> None:
-        taps[name] = inputs[0].clone()
-
-    handles = [
-        backbone.get_submodule(name).register_forward_pre_hook(lambda _, inputs, name=name: tap(name, inputs))
-        for name in names
-    ]
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class LossTerm(nn.Module):
@@ -255,8 +214,8 @@ class ClientModule(L.LightningModule):
         x, y = batch
         with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
             if isinstance(self.backbone, Backbone):
-                features = self.backbone.encoder(x)
-                return Step(self.backbone.head(features), y, features, x, self.backbone, taps)
+                features, logits = self.backbone.features_and_logits(x)
+                return Step(logits, y, features, x, self.backbone, taps)
             return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:

@@ -88,6 +88,8 @@ def run_keys() -> set[str]:
 def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
     """A run as a checkpoint left it, to look into: `open_run("runs/...").client_module(3)` is client 3's module.
 
+    The module is in train mode, ready for a `Trainer.fit` of your own; call `eval()` before you predict.
+
     Args:
         run_dir: Folder of a finished or half-finished run.
         checkpoint: `last`, `best`, or the number of a round.

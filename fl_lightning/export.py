@@ -26,6 +26,7 @@ from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.gate import Untrusted, untrusted
 from fl_lightning.models import ModelFactory
+from fl_lightning.models.wrapped import original_of
 from fl_lightning.objectives import Classification, Objective
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def network_of(
         method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model; say whose is wanted with --client, 0 to {last}")
     loaded = run.data.data
-    backbone = module.backbone.cpu()
+    backbone = original_of(module.backbone.cpu())
     samples = loaded.x_test[:SAMPLES]
     if prepare:
         backbone = Prepared(backbone, loaded.prepare)
@@ -293,7 +294,9 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
         "backbone",
         model,
         ModelFactory,
-        lambda factory: factory(in_shape=tuple(described["in_shape"]), num_classes=described["num_classes"]),
+        lambda factory: original_of(
+            factory(in_shape=tuple(described["in_shape"]), num_classes=described["num_classes"])
+        ),
         trust,
     )
 

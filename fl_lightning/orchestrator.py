@@ -402,7 +402,10 @@ class FederatedOrchestrator:
         return {"round": self.round, **self._measured(self._untrained(self.scored, downloads, evaluate=True))}
 
     def client_module(self, client: int) -> ClientModule:
-        """A client's module as it stands: what the server would send it or, without one, what it trained last.
+        """Return a client's module as the last round left it, in train mode.
+
+        Its weights are those that the server would send next or, without a server, those that the client trained last.
+        It is ready for a `Trainer.fit` of your own; call `eval()` before you predict.
 
         Raises:
             ConfigError: There is no such client.
@@ -410,7 +413,7 @@ class FederatedOrchestrator:
         if not 0 <= client < len(self.data.shards):
             raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
         held = self.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {})))
+        return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {}))).train()
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Have a checkpoint of the last finished round written while the run goes on; call it between rounds.

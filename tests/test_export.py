@@ -6,6 +6,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import torchvision
 from commands import TINY, contents, run, tiny
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,12 +15,13 @@ from fl_lightning import ClientModule, open_run
 from fl_lightning.config import read_config
 from fl_lightning.errors import ConfigError
 from fl_lightning.export import FORMATS, Network, network_of, rebuilt, same_outputs, write
-from fl_lightning.models import MLP, BiLSTM, FromModule
+from fl_lightning.models import MLP, BiLSTM
 from fl_lightning.objectives import Classification, Regression
 
 NORMED = TINY.replace("class_path: MLP, init_args: {hidden: [8]}", "class_path: own_export.Normed").replace(
     "algorithm: FedSKC", "algorithm: {class_path: FedAvg, init_args: {buffers: local}}"
 )
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 OWN = """
 import torch
 from torch import nn
@@ -154,10 +156,9 @@ def test_lightning_goes_on_with_the_checkpoint(tmp_path):
     assert isinstance(module.backbone, MLP)
     x, y = batch(16), torch.arange(16) % 10
     loader = DataLoader(TensorDataset(x, y), batch_size=8)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = L.Trainer(max_epochs=1, enable_model_summary=False, **quiet)
+        trainer = L.Trainer(max_epochs=1, enable_model_summary=False, **QUIET)
         before = module.backbone.head[0].weight.clone()
         trainer.fit(module, loader)
         assert not torch.equal(before, module.backbone.head[0].weight)
@@ -166,6 +167,18 @@ def test_lightning_goes_on_with_the_checkpoint(tmp_path):
     with torch.no_grad():
         logits = ClientModule.load_from_checkpoint(path).eval()(x)
     assert told["test_acc"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+
+
+def test_a_clients_module_is_ready_to_be_trained():
+    """In train mode: a plain `Trainer` moves its BatchNorm statistics, and Dropout drops."""
+    module = open_run("normed").client_module(1)
+    assert all(part.training for part in module.modules())
+    before = module.backbone.encoder[1].running_mean.clone()
+    loader = DataLoader(TensorDataset(batch(16), torch.arange(16) % 10), batch_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        L.Trainer(max_epochs=1, enable_model_summary=False, **QUIET).fit(module, loader)
+    assert not torch.equal(before, module.backbone.encoder[1].running_mean)
 
 
 # --- A checkpoint chooses no code ---
@@ -217,7 +230,7 @@ def test_a_network_of_torchvisions_is_rebuilt():
         rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 10})
     described["init_args"] |= {"module": "torchvision.models.resnet18", "head": "fc", "module_args": {"num_classes": 4}}
     network = rebuilt(described | {"in_shape": [3, 32, 32], "num_classes": 4})
-    assert isinstance(network, FromModule)
+    assert isinstance(network, torchvision.models.ResNet)  # the module itself: the checkpoint has its own keys
     assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
 
 

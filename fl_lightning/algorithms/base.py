@@ -211,6 +211,8 @@ class Algorithm:
         module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
         samples: How many training samples each client holds, by id, as a server can ask before round 1; the
             orchestrator sets it before it asks for the initial state.
+        fixed: Names of the parameters that the model itself freezes (`requires_grad=False` as built). They are the same
+            everywhere, so they are neither sent nor kept; the worker sets it.
     """
 
     server: bool = True
@@ -224,6 +226,7 @@ class Algorithm:
     needs_classes: bool = False
     module_class: Callable[..., ClientModule] = ClientModule
     samples: Sequence[int] = ()
+    fixed: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -386,7 +389,7 @@ class Algorithm:
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         """The entries that are sent."""
-        own = self._own(backbone).keys() | (buffer_names(backbone) if self.buffers == "drop" else set())
+        own = self._own(backbone).keys() | self.fixed | (buffer_names(backbone) if self.buffers == "drop" else set())
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
 
     def _own(self, backbone: nn.Module) -> Tensors:
@@ -395,7 +398,7 @@ class Algorithm:
             return {}
         buffers = buffer_names(backbone)
         own = buffers if self.buffers == "local" else set()
-        dropped = buffers if self.buffers == "drop" else set()
+        dropped = self.fixed | (buffers if self.buffers == "drop" else set())
         entries = backbone.state_dict().items()
         return {
             name: value
@@ -454,6 +457,7 @@ def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
     """
     for part in parts:
         if not any(name.startswith(part) for name in backbone.state_dict()):
+            getattr(backbone, part.partition(".")[0], None)  # `FromModule` says why it has no head or encoder
             there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
             raise ConfigError(
                 f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "

@@ -108,7 +108,10 @@ class Worker:
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = self.model(in_shape=loaded.in_shape, num_classes=loaded.num_classes)
+        frozen = {id(parameter): parameter for parameter in backbone.parameters() if not parameter.requires_grad}
         module = self.algorithm.client_module(backbone, self.optimizer, self.lr_scheduler)
+        # a method may put a parameter of its own in a frozen one's place
+        self.algorithm.fixed = frozenset(n for n, p in module.backbone.named_parameters() if id(p) in frozen)
         module.objective = self.data.objective
         return module
 

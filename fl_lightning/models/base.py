@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Protocol, cast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -40,7 +42,53 @@ class Backbone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(B, C)` of a batch of inputs."""
-        return cast(Tensor, self.head(self.encoder(x)))
+        return self.features_and_logits(x)[1]
+
+    def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features `(B, d)` and the logits `(B, C)` of a batch, from one pass."""
+        features = self.encoder(x)
+        return cast(Tensor, features), cast(Tensor, self.head(features))
+
+
+@contextmanager
+def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
+    """Note what goes into layers of a network, while inside; of a layer that is called several times, the last.
+
+    Args:
+        backbone: The network.
+        names: The layers, by their dotted names.
+
+    Yields:
+        The layers' inputs by name, as they come. They are copies: a layer may write into its input.
+
+    Raises:
+        ConfigError: The network is compiled, which hides what is inside.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(inplace=True))
+        >>> _ = net[0].weight.data.fill_(-1.0)
+        >>> with tapped(net, ["1"]) as taps:
+        ...     _ = net(torch.ones(1, 1))
+        >>> taps["1"].tolist()
+        [[-1.0]]
+    """
+    taps: Tensors = {}
+    names = list(dict.fromkeys(names))
+    if names and any(part._compiled_call_impl for part in backbone.modules()):
+        raise ConfigError(f"compile: a loss term looks at {names[0]!r}, inside the compiled network; set compile false")
+
+    def tap(name: str, inputs: tuple[Any, ...]) -> None:
+        taps[name] = inputs[0].clone()
+
+    handles = [
+        backbone.get_submodule(name).register_forward_pre_hook(lambda _, inputs, name=name: tap(name, inputs))
+        for name in names
+    ]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def classification_layer(module: nn.Module) -> nn.Linear:
@@ -56,15 +104,26 @@ def classification_layer(module: nn.Module) -> nn.Linear:
     return linear[-1]
 
 
-def with_encoder(module: nn.Module | None) -> Backbone:
-    """The module, if it is a backbone with an encoder and a head.
+def with_features(module: nn.Module | None) -> Backbone:
+    """Return the module if it is a backbone, which gives features.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a backbone.
     """
     if not isinstance(module, Backbone):
         raise ConfigError("model: this method looks at features, so the model must be a Backbone; FromModule makes one")
     return module
+
+
+def with_encoder(module: nn.Module | None) -> Backbone:
+    """Return the module if it is a backbone with an encoder and a head that can be called apart.
+
+    Raises:
+        ConfigError: It is not a backbone, or its encoder and head cannot be taken apart.
+    """
+    backbone = with_features(module)
+    _ = backbone.encoder  # `FromModule` refuses where it cannot be taken apart
+    return backbone
 
 
 def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:

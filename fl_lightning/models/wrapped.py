@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.gate import find_object, require_trust
-from fl_lightning.models.base import Backbone
+from fl_lightning.models.base import Backbone, tapped
 
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
 """Arguments of torchvision's builders that download files."""
 
 
 class FromModule(Backbone):
-    """Your own `nn.Module`, cut in two at a layer you name: that layer is the head, all before it the encoder.
+    """Your own `nn.Module` as a model: you name the layer that is its head, and all before it is the encoder.
 
-    The named layer must be the last thing that the module's `forward` does. In a config:
+    The module's own `forward` is what is computed. If it ends with the head, encoder and head can be used apart. If it
+    computes anything after or around the head (a `log_softmax`, a skip connection), the module is kept whole: features
+    are the head's input, and methods that need encoder and head apart refuse it. In a config:
 
         model:
           class_path: FromModule
@@ -36,7 +40,8 @@ class FromModule(Backbone):
         head: Name of the layer, dotted where it is nested (`classifier.6`).
 
     Raises:
-        ConfigError: Nothing can be imported from `module`, it makes no module, or it has no such layer.
+        ConfigError: Nothing can be imported from `module`, it makes no module, it cannot take such inputs, or it has no
+            such layer or does not call it.
     """
 
     def __init__(
@@ -47,17 +52,113 @@ class FromModule(Backbone):
         head: str,
         module_args: dict[str, Any] | None = None,
     ) -> None:
-        encoder = build(module, module_args or {})
+        network = build(module, module_args or {})
         try:
-            layer = encoder.get_submodule(head)
+            layer = network.get_submodule(head)
         except AttributeError:
-            names = ", ".join(name for name, _ in encoder.named_children())
+            names = ", ".join(name for name, _ in network.named_children())
             raise ConfigError(f"model.head: {module} has no layer {head!r}; its layers are {names}") from None
         widths = [child.in_features for child in layer.modules() if isinstance(child, nn.Linear)]
         if not head or not widths:
             raise ConfigError(f"model.head: {head!r} of {module} holds no linear layer, so it is no head")
-        encoder.set_submodule(head, nn.Identity())
-        super().__init__(encoder, layer, widths[0])
+        if ends_with(network, head, in_shape, module):
+            network.set_submodule(head, nn.Identity())
+            super().__init__(network, layer, widths[0])
+        else:
+            nn.Module.__init__(self)
+            self.module, self.feature_dim, self.predictor = network, widths[0], None
+        self.path, self.cut = module, head
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse the parts of a module that is kept whole."""
+        if name in ("encoder", "head") and name not in self._modules:
+            raise ConfigError(
+                f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
+                "cannot be taken apart, as this needs. Use a module whose forward ends with the head"
+            )
+        return super().__getattr__(name)
+
+    def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features `(B, d)`, which are the head's input, and the logits `(B, C)` of a batch."""
+        if "module" not in self._modules:
+            return super().features_and_logits(x)
+        with tapped(self.module, [self.cut]) as taps:
+            logits = self.module(x)
+        return taps[self.cut], logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the module's own `forward` computes, logits `(B, C)`."""
+        return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
+
+    def original(self) -> nn.Module:
+        """Return the module as `module` builds it, with the weights of now under its own names."""
+        if "module" in self._modules:
+            return self.module
+        encoder, head = copy.deepcopy((self.encoder, self.head))
+        encoder.set_submodule(self.cut, head)
+        return encoder
+
+
+def original_of(backbone: nn.Module) -> nn.Module:
+    """Return the module inside a `FromModule`, and any other network as it is."""
+    return backbone.original() if isinstance(backbone, FromModule) else backbone
+
+
+def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
+    """Return whether a module's `forward` returns one layer's output as it is, so that it can be cut there.
+
+    It is tried with two samples, in train mode and in eval mode. Equal numbers are not enough: a `clamp` changes none
+    that are small, so the output must be the same tensor, not written to.
+
+    Args:
+        module: The module; a copy of it is called.
+        head: The layer's name.
+        in_shape: Shape of one input.
+        path: What the module is called in messages.
+
+    Raises:
+        ConfigError: The module cannot take such inputs, or does not call the layer.
+    """
+    module = copy.deepcopy(module)
+    layer, outputs = module.get_submodule(head), []
+    layer.register_forward_hook(lambda _layer, _inputs, output: outputs.append((output, output._version)))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        x = probe(module.eval(), in_shape, path)
+        for training in (True, False):
+            outputs.clear()
+            returned = module.train(training)(x)
+            if not outputs:
+                raise ConfigError(f"model.head: {path} does not call {head!r}. Name the layer that makes its outputs")
+            if any(returned is not output or version != output._version for output, version in outputs):
+                return False
+        module.set_submodule(head, nn.Identity())
+        try:
+            return torch.equal(layer(module(x)), returned)
+        except Exception:  # what it does with the layer's output works with no other
+            return False
+
+
+def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
+    """Return a batch of two samples that a module takes: numbers or, if it takes none, token ids.
+
+    Raises:
+        ConfigError: It takes neither.
+    """
+    numbers = torch.rand(2, *in_shape)
+    try:
+        module(numbers)
+    except Exception as error:
+        ids = torch.zeros(2, *in_shape, dtype=torch.long)
+        try:
+            module(ids)
+        except Exception:
+            shape = tuple(numbers.shape)
+            raise ConfigError(
+                f"model.module: {path} cannot take a batch of shape {shape}: {one_line(error)}. Fix module_args, or "
+                "take another module"
+            ) from error
+        return ids
+    return numbers
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:

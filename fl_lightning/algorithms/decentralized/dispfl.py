@@ -188,7 +188,8 @@ class DisPFL(PeerAlgorithm):
         """
         assert isinstance(module, MaskedModule)
         super().receive(module, download, memory)
-        shapes = {name: parameter.shape for name, parameter in module.backbone.named_parameters()}
+        parameters = module.backbone.named_parameters()
+        shapes = {name: parameter.shape for name, parameter in parameters if name not in self.fixed}
         if NEXT in memory:
             module.masks = {name: unpacked(memory[NEXT][name], shape) for name, shape in shapes.items()}
         else:

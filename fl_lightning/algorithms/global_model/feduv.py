@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
-from fl_lightning.models.base import with_encoder
+from fl_lightning.models.base import with_features
 from fl_lightning.state import at_least_float32
 
 
@@ -117,7 +117,7 @@ class HypersphericalUniformity(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Check that there are features."""
         if self.active:
-            with_encoder(module.backbone)
+            with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
         """The term for a batch's features, in float32."""

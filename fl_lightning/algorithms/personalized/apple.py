@@ -58,6 +58,11 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
     return EPSILON ** (round / length) if schedule == "epsilon" else (math.cos(math.pi * round / length) + 1) / 2
 
 
+def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that cores are mixed of, by name: all but those that the model freezes."""
+    return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
+
+
 class MixedModule(ClientModule):
     """A client whose network is a mixture of cores, and which trains its own core and the ratios of the mixture.
 
@@ -78,8 +83,9 @@ class MixedModule(ClientModule):
         super().__init__(*parts)
         self.dr_lr, self.mu, self.length, self.schedule = dr_lr, mu, length, schedule
         self._mixture: list[Tensor] = []
-        alone = [torch.zeros_like(p)[None] for p in self.backbone.parameters()]
-        self.set_mixture(0, torch.ones(1), torch.ones(1), list(self.backbone.parameters()), alone)
+        weights = list(mixed_parameters(self.backbone).values())
+        alone = [torch.zeros_like(p)[None] for p in weights]
+        self.set_mixture(0, torch.ones(1), torch.ones(1), weights, alone)
 
     def set_mixture(
         self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
@@ -106,7 +112,7 @@ class MixedModule(ClientModule):
         """Load the mixture; each of its parameters as it was made, for the gradients."""
         mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
         with torch.no_grad():
-            for weights, value in zip(self.backbone.parameters(), mixture, strict=True):
+            for weights, value in zip(mixed_parameters(self.backbone).values(), mixture, strict=True):
                 weights.copy_(value)
         return mixture
 
@@ -134,7 +140,8 @@ class MixedModule(ClientModule):
 
     def on_after_backward(self) -> None:
         """Hand the gradient in the mixture on to what it was made of, before a scaler of losses divides it again."""
-        pairs = [(value, p.grad) for value, p in zip(self._mixture, self.backbone.parameters(), strict=True)]
+        weights = mixed_parameters(self.backbone).values()
+        pairs = [(value, p.grad) for value, p in zip(self._mixture, weights, strict=True)]
         made, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
         torch.autograd.backward(made, gradients)
         self.backbone.zero_grad()
@@ -221,7 +228,7 @@ class APPLE(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Take up the client's core and ratios, and mix."""
         assert isinstance(module, MixedModule)
-        initial = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
+        initial = {name: p.detach().clone() for name, p in mixed_parameters(module.backbone).items()}
         super().receive(module, download, memory)
         told = download.section(RATIOS)
         client, first = int(told["client"]), told["first"]
@@ -236,8 +243,7 @@ class APPLE(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """The core, not the mixture."""
         assert isinstance(module, MixedModule)
-        names = [name for name, _ in module.backbone.named_parameters()]
-        core = to_cpu({"model": dict(zip(names, module.core, strict=True))})
+        core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
         message = super().upload(module, batches, n_samples, num_classes).without("model")
         return Message(message.tensors | Message.pack(core).tensors, message.numbers)
 

@@ -11,7 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, WeightedMean, Weighting, to_cpu
+from fl_lightning.algorithms.base import (
+    Aggregator,
+    Algorithm,
+    Batches,
+    Buffers,
+    State,
+    WeightedMean,
+    Weighting,
+    load_weights,
+    to_cpu,
+)
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client import ClientModule, LossTerm
 from fl_lightning.errors import NonFiniteError, check_number
@@ -109,7 +119,7 @@ class Ditto(Algorithm):
         """Take in the shared model; the client's own goes on from its last round, or from the initial weights."""
         super().receive(module, download, memory)
         if PERSONAL_MODEL in memory:
-            own_model(module).load_state_dict(memory[PERSONAL_MODEL])
+            load_weights(own_model(module), memory[PERSONAL_MODEL])
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """The own model too.
@@ -117,7 +127,8 @@ class Ditto(Algorithm):
         Raises:
             NonFiniteError: It holds NaN or Inf.
         """
-        kept = to_cpu({PERSONAL_MODEL: own_model(module).state_dict()})
+        weights = own_model(module).state_dict()
+        kept = to_cpu({PERSONAL_MODEL: {name: value for name, value in weights.items() if name not in self.fixed}})
         if bad := first_non_finite(kept[PERSONAL_MODEL]):
             raise NonFiniteError(f"the own model's {bad!r} is NaN or Inf: lower the learning rate or algorithm.lam")
         return super().remember(module, upload) | kept

@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client import ClientModule, LossTerm, Step
 from fl_lightning.errors import check_number
 from fl_lightning.knowledge import ClassMeans, Seen, SharedKnowledge
-from fl_lightning.models import with_encoder
+from fl_lightning.models.base import with_encoder, with_features
 from fl_lightning.state import at_least_float32
 
 
@@ -78,8 +78,8 @@ class PrototypeAlignment(LossTerm):
         return (self.prototypes,)
 
     def begin(self, module: ClientModule) -> None:
-        """Look whether there is an encoder."""
-        with_encoder(module.backbone)
+        """Check that there are features."""
+        with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
         """The term on a batch; zero while nothing is known."""

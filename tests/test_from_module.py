@@ -1,0 +1,258 @@
+"""`FromModule` computes what the module computes: trained, exported and refused as such."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import yaml
+from commands import TINY, run, tiny
+from experiments import ONE_EPOCH, experiment, in_float64, same_bytes, weights_after
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning import ClientModule, open_run
+from fl_lightning.algorithms import FedAvg, FedBABU, FedPer, FedProto, FedRep, FedUV
+from fl_lightning.engines import StackedEngine, Task
+from fl_lightning.errors import ConfigError
+from fl_lightning.message import Message
+from fl_lightning.models import FromModule, with_encoder
+from fl_lightning.seeding import Stream, seed_everything
+from fl_lightning.state import RunningMean
+
+
+class Plain(nn.Module):
+    """A network that ends with its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4 * 36, 10)
+
+    def features(self, x):
+        return F.relu(self.norm(self.conv(x))).flatten(1)
+
+    def forward(self, x):
+        return self.fc(self.features(x))
+
+
+class Softmax(Plain):
+    """Takes the logarithm of the softmax after its head."""
+
+    def forward(self, x):
+        return F.log_softmax(super().forward(x), dim=1)
+
+
+class Skip(Plain):
+    """A connection goes past the head."""
+
+    def forward(self, x):
+        features = self.features(x)
+        return self.fc(features) + features[:, :10]
+
+
+class DropsAfter(Plain):
+    """Differs from a plain network in train mode alone."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class ClampsAfter(Plain):
+    """Differs from a plain network for large outputs alone."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-100, 100)
+
+
+class RectifiesInPlace(Plain):
+    """Writes into its head's output."""
+
+    def forward(self, x):
+        return super().forward(x).relu_()
+
+
+class UsesWeights(Plain):
+    """Never calls its head."""
+
+    def forward(self, x):
+        return F.linear(self.features(x), self.fc.weight, self.fc.bias)
+
+
+APART = [Softmax, Skip, DropsAfter, ClampsAfter, RectifiesInPlace]
+
+
+def wrapped(kind):
+    """The network as a backbone, from a fixed seed."""
+    torch.manual_seed(0)
+    return FromModule((1, 8, 8), 10, f"{__name__}.{kind.__name__}", "fc")
+
+
+def original(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(n=6):
+    x = torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(n))
+    return x, torch.arange(n) % 10
+
+
+@pytest.mark.parametrize("kind", [Plain, *APART])
+@pytest.mark.parametrize("training", [True, False])
+def test_it_computes_what_the_module_computes(kind, training):
+    backbone, net = wrapped(kind).train(training), original(kind).train(training)
+    x, y = batch()
+    torch.manual_seed(1)
+    expected = net(x)
+    torch.manual_seed(1)
+    assert torch.equal(backbone(x), expected)
+    module = ClientModule(wrapped(kind)).train(training)
+    torch.manual_seed(1)
+    step = module.step((x, y))
+    assert torch.equal(step.logits, expected)
+    assert torch.equal(step.features, original(kind).train(training).features(x))
+
+
+def test_building_it_draws_no_random_numbers():
+    original(Plain)
+    expected = torch.rand(1)
+    wrapped(Plain)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_building_it_moves_no_statistics():
+    for kind in (Plain, Softmax):
+        pairs = zip(wrapped(kind).state_dict().values(), original(kind).state_dict().values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_only_a_network_that_ends_with_its_head_is_cut():
+    assert {name.partition(".")[0] for name in wrapped(Plain).state_dict()} == {"encoder", "head"}
+    for kind in APART:
+        assert {name.partition(".")[0] for name in wrapped(kind).state_dict()} == {"module"}
+
+
+def test_a_head_that_is_never_called_is_refused():
+    with pytest.raises(ConfigError, match=r"^model.head: .*UsesWeights does not call 'fc'.* Name"):
+        wrapped(UsesWeights)
+
+
+REFUSED = r"^model.head: .*Softmax computes something after or around 'fc', so .* apart"
+
+
+@pytest.mark.parametrize("method", [FedPer(), FedRep(), FedBABU()])
+def test_methods_that_part_encoder_and_head_refuse_by_name(method):
+    with pytest.raises(ConfigError, match=REFUSED):
+        method.client_module(wrapped(Softmax))
+    assert method.client_module(wrapped(Plain))
+
+
+def test_whoever_asks_for_a_part_is_refused_by_name():
+    backbone = wrapped(Softmax)
+    for ask in (with_encoder, lambda net: net.encoder, lambda net: net.head, lambda net: net.classifier):
+        with pytest.raises(ConfigError, match=REFUSED):
+            ask(copy.deepcopy(backbone))
+
+
+# --- Runs, against a loop by hand ---
+
+
+def model(kind):
+    return partial(FromModule, module=f"{__name__}.{kind.__name__}", head="fc")
+
+
+def by_hand(run, kind):
+    """FedAvg of the original module: SGD with momentum in each client, then the mean by samples."""
+    worker = run.worker
+    seed_everything(run.seed, Stream.INITIAL_WEIGHTS)
+    weights = kind().state_dict()
+    for round in range(1, run.rounds + 1):
+        mean = RunningMean()
+        for client in range(len(run.data.shards)):
+            net = kind()
+            net.load_state_dict(weights)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            for x, y in worker.batches(Task(round, client, Message(), {})):
+                optimizer.zero_grad()
+                F.cross_entropy(net(worker.prepare(x)), y).backward()
+                optimizer.step()
+            mean.add(net.state_dict(), worker.samples(client))
+        weights = mean.value()
+    return weights
+
+
+@pytest.mark.parametrize("kind", [Plain, Softmax, Skip])
+def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
+    run = experiment(tmp_path, model=model(kind), trainer=ONE_EPOCH, clients_per_round=6, rounds=2)
+    run.fit()
+    expected = by_hand(run, kind)
+    assert same_bytes(run.worker.shared_module(run.state["model"]).backbone.original().state_dict(), expected)
+
+
+@in_float64
+@pytest.mark.parametrize("kind", [Softmax, Skip])
+@pytest.mark.parametrize("method", [FedAvg, FedUV, partial(FedProto, lam=1.0)])
+def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_path):
+    uploads = []
+    for engine in ("sequential", StackedEngine()):
+        run = experiment(tmp_path / str(len(uploads)), method(), model=model(kind), engine=engine, trainer=ONE_EPOCH)
+        run.rounds = 1
+        run.fit()
+        uploads.append(run.client_module(0).backbone.state_dict())
+    for name, value in uploads[0].items():
+        torch.testing.assert_close(value, uploads[1][name], rtol=1e-9, atol=1e-9)
+
+
+def test_terms_on_features_train_through_them(tmp_path):
+    """FedUV reads features alone: a module that computes after its head trains with it, as the plain one does."""
+    weights = [
+        weights_after(tmp_path / str(mu), FedUV(mu=mu), model=model(Softmax), trainer=ONE_EPOCH, rounds=1)
+        for mu in (0.0, 5.0)
+    ]
+    assert not same_bytes(*weights)
+
+
+def test_compile_refuses_it_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=REFUSED):
+        experiment(tmp_path, model=model(Softmax), compile=True).fit()
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+# --- Exported ---
+
+
+@pytest.fixture(scope="module", params=[Plain, Softmax, Skip])
+def trained(request, tmp_path_factory):
+    """A finished run of each network."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
+    settings = yaml.safe_load(TINY) | {"algorithm": "FedAvg"}
+    init_args = {"module": f"{__name__}.{kind.__name__}", "head": "fc"}
+    settings["model"] = {"class_path": "FromModule", "init_args": init_args}
+    tiny(folder / "run", "--rounds", "1", text=yaml.safe_dump(settings))
+    opened = open_run(folder / "run")
+    return kind, folder / "run", opened.worker.shared_module(opened.state["model"]).eval()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".ts", ".onnx"])
+def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path):
+    kind, folder, module = trained
+    path, (x, _) = tmp_path / f"model{suffix}", batch()
+    outcome = run("export", folder, "-o", path)
+    assert outcome.code == 0, outcome.err
+    with torch.no_grad():
+        expected = module(x)
+        if suffix == ".pt":
+            net = kind()
+            net.load_state_dict(torch.load(path, weights_only=True))
+            assert torch.equal(net.eval()(x), expected)
+        elif suffix == ".ckpt":
+            opened = ClientModule.load_from_checkpoint(path, backbone=kind())
+            assert torch.equal(opened.eval()(x), expected)
+        elif suffix == ".ts":
+            torch.testing.assert_close(torch.jit.load(str(path))(x), expected)
+        else:
+            session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+            (output,) = session.run(None, {"input": x.numpy()})
+            torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-5)

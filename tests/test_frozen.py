@@ -1,0 +1,121 @@
+"""Parameters that the model itself freezes: the same everywhere, so neither sent, nor counted, nor kept."""
+
+from functools import partial
+from math import prod
+
+import pytest
+import torch
+from experiments import ONE_EPOCH, digits, experiment, same_bytes
+from methods import CLASSES, METHODS, SIAMESE
+from torch import nn
+
+from fl_lightning.algorithms import Ditto, FedPer, FedRep, Local
+from fl_lightning.engines import ProcessesEngine, StackedEngine
+from fl_lightning.models import Backbone
+
+NAMES = {"encoder.1.weight", "encoder.1.bias"}
+SIZE = 4 * (64 * 12 + 12)
+
+
+class Frozen(Backbone):
+    """The first layer is frozen, as one that was trained before is."""
+
+    def __init__(self, in_shape, num_classes, frozen=True):
+        first = nn.Linear(prod(in_shape), 12)
+        for parameter in first.parameters():
+            parameter.requires_grad_(not frozen)
+        super().__init__(
+            nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(12, 8), nn.ReLU()), nn.Linear(8, num_classes), 8
+        )
+
+
+def finished(run_dir, algorithm=None, **options):
+    run = experiment(run_dir, algorithm, **{"model": Frozen, "rounds": 2, "trainer": ONE_EPOCH} | options)
+    run.fit()
+    return run
+
+
+def tensors_of(state):
+    return {f"{section}/{name}" for section, tensors in state.items() for name in tensors}
+
+
+def bytes_of(run):
+    return [[float(row[f"comm/{way}_bytes"]) for way in ("down", "up")] for row in run.csv.rows]
+
+
+@pytest.mark.parametrize("engine", ["sequential", StackedEngine(), ProcessesEngine(2)])
+def test_what_the_model_freezes_is_neither_sent_nor_counted(tmp_path, engine):
+    run = finished(tmp_path / "frozen", engine=engine)
+    free = finished(tmp_path / "free", model=partial(Frozen, frozen=False), engine=engine)
+    assert not {name for name in tensors_of(run.state) if name.partition("/")[2] in NAMES}
+    for less, more in zip(bytes_of(run), bytes_of(free), strict=True):
+        assert [all_ - some for some, all_ in zip(less, more, strict=True)] == [4 * SIZE, 4 * SIZE]  # four clients
+
+
+@pytest.mark.parametrize("method", [FedPer, partial(FedRep, head_epochs=0), Local, Ditto])
+def test_no_client_keeps_it_either(tmp_path, method):
+    run = finished(tmp_path, method())
+    kept = {name for state in run.memory.values() for name in tensors_of(state)}
+    assert not {name for name in kept if name.partition("/")[2] in NAMES}
+
+
+def test_final_model_is_complete_and_a_resume_restores_the_frozen_part(tmp_path):
+    whole = finished(tmp_path / "whole", rounds=3)
+    finished(tmp_path / "part")
+    part = experiment(tmp_path / "part", model=Frozen, rounds=3, trainer=ONE_EPOCH)
+    part.fit(resume=True)
+    models = [torch.load(folder / "final" / "model.pt", weights_only=True) for folder in (whole.run_dir, part.run_dir)]
+    assert same_bytes(*models)
+    initial = whole.worker.template.backbone.state_dict()
+    assert models[0].keys() == initial.keys()
+    assert all(torch.equal(models[0][name], initial[name]) for name in NAMES)
+
+
+SIAMESE_NAMES = {"encoder.0.1.weight", "encoder.0.1.bias"}
+
+
+def free_siamese(in_shape, num_classes):
+    return SIAMESE(in_shape=in_shape, num_classes=num_classes, hidden=(12, 16))
+
+
+def frozen_siamese(in_shape, num_classes):
+    backbone = free_siamese(in_shape, num_classes)
+    backbone.encoder[0][1].requires_grad_(False)
+    return backbone
+
+
+def models_of(run):
+    return [run.client_module(client).backbone.state_dict() for client in range(6)]
+
+
+# Another share of entries, other masks, other ratios: what is frozen was among what these select from.
+OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
+NO_WEIGHTS = ("FedDistill", "FedProto", "Local")
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
+def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
+    method, options = METHODS[name]
+    sizes = []
+    for first in (frozen_siamese, free_siamese):
+        run = finished(tmp_path / first.__name__, method(), **options | {"model": first})
+        sizes.append(sum(map(sum, bytes_of(run))))
+        if first is frozen_siamese:
+            initial = run.worker.template.backbone.state_dict()
+            for model in models_of(run):
+                assert all(torch.equal(model[entry], initial[entry]) for entry in SIAMESE_NAMES)
+    assert sizes[0] < sizes[1] or (name in NO_WEIGHTS and sizes[0] == sizes[1])
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("Algorithm", *OTHERS)])
+def test_not_sending_it_changes_no_model(tmp_path, monkeypatch, name):
+    method, options = METHODS[name]
+    options = options | {"model": frozen_siamese, "scenario": digits(6, alpha=100.0)}
+    run = finished(tmp_path / "less", method(), **options)
+    less = models_of(run)
+    sent_all = property(lambda self: frozenset(), lambda self, names: None)
+    monkeypatch.setattr(type(run.algorithm), "fixed", sent_all, raising=False)
+    other = finished(tmp_path / "more", method(), **options)
+    for one, more in zip(less, models_of(other), strict=True):
+        for entry, value in one.items():
+            torch.testing.assert_close(value, more[entry], rtol=1e-5, atol=1e-6)
