@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.reading import BadFile, is_there
+from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score
@@ -44,6 +45,7 @@ class LoadedData:
         client_train: Who each training sample comes from, `(n,)`: ids that are whole numbers or text, or None where
             that is not known. `ByClient` deals by them.
         client_test: Who each test sample comes from, likewise; only beside `client_train`.
+        schema: Which columns of a table the inputs were made from, and how; None for other data.
     """
 
     x_train: Tensor
@@ -57,6 +59,7 @@ class LoadedData:
     evaluate: Callable[..., Score] | None = None
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
+    schema: TableSchema | None = None
 
     @property
     def in_shape(self) -> tuple[int, ...]:
