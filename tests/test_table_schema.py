@@ -1,6 +1,7 @@
 """A table's schema: what a run and an exported network know about the columns that they were trained on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from commands import contents, run, summary, tiny
 
 from fl_lightning import ClientModule, Table, TableSchema, open_run
+from fl_lightning.data.datasets import check
 from fl_lightning.errors import ConfigError
 
 TEXT = """
@@ -177,6 +179,12 @@ def test_a_column_that_is_missing_is_named():
 def test_what_is_no_schema_is_refused(text):
     with pytest.raises(ConfigError, match="schema: not the JSON of a table's schema"):
         TableSchema.from_json(text)
+
+
+def test_a_dataset_with_another_kind_of_schema_is_refused():
+    data = Table("train.csv", "ill").load()
+    with pytest.raises(ValueError, match="schema is of type dict, not TableSchema"):
+        check(replace(data, schema={}))
 
 
 def test_a_schema_beside_a_state_dict_is_not_written_over(tmp_path):

@@ -139,6 +139,8 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
     for name in ("prepare", "cut", "evaluate"):
         if not callable(getattr(data, name)) and (name, data.evaluate) != ("evaluate", None):
             raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
+    if not isinstance(data.schema, TableSchema | None):
+        raise ValueError(f"schema is of type {type(data.schema).__name__}, not TableSchema")
     for name in ("x_train", "y_train", "x_test", "y_test"):
         values = getattr(data, name)
         if not isinstance(values, Tensor):
