@@ -1,6 +1,7 @@
 """A table's schema: what a run and an exported network know about the columns that they were trained on."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,15 @@ def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name,
     with torch.no_grad():
         own = whole.worker.shared_module(whole.state["model"]).eval()(whole.data.data.x_test)
     torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one_hot", "codes"])
+def test_a_traced_schema_works_on_another_device(name):
+    schema = TableSchema.from_json(Path(name, "schema.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constants of the trace, and that it is deprecated
+        traced = torch.jit.trace(schema.encode, schema.examples(2))
+    assert traced(schema.examples(5).to("meta")).device.type == "meta"
 
 
 def test_the_schema_of_a_run_names_its_columns():

@@ -58,9 +58,10 @@ class Column:
     def encode(self, values: Tensor, one_hot: bool) -> Tensor:
         """Turn raw values `(n, 1)` into what the network takes, `(n, 1)`, or `(n, categories)` if one-hot."""
         if self.categories is not None and one_hot:
-            return (values == torch.arange(len(self.categories), dtype=values.dtype, device=values.device)).float()
+            # `type_as`, since a trace keeps the device that is given to `arange`.
+            return (values == torch.arange(len(self.categories)).type_as(values)).float()
         codes = values if self.categories is None else values + 1
-        mean, scale = (torch.tensor(each, dtype=values.dtype, device=values.device) for each in (self.mean, self.scale))
+        mean, scale = (torch.tensor(each, dtype=torch.float64).type_as(values) for each in (self.mean, self.scale))
         return ((codes - mean) / scale).float()
 
 
