@@ -75,8 +75,8 @@ _NAMES = {
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
         FederatedData FEMNIST FewShot Given HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition PathMNIST
-        Pathological QuantitySkew Scenario Sent140 Shakespeare Shard Shards Shares SVHN Table TextTable TinyImageNet
-        TorchDataset
+        Pathological QuantitySkew Scenario Sent140 Shakespeare Shard Shards Shares SVHN Table TableSchema TextTable
+        TinyImageNet TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """

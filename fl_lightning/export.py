@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fl_lightning.cli_errors import plainly
 from fl_lightning.client import ClientModule
+from fl_lightning.data.schema import TableSchema
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.gate import Untrusted, untrusted
@@ -57,6 +58,7 @@ class Network:
         num_classes: As the network was built for it.
         samples: What the network is given, `(n, ...)`, n being 2 or more.
         objective: What its outputs are for.
+        schema: The table's columns, where it was trained on a table.
     """
 
     backbone: nn.Module
@@ -65,12 +67,14 @@ class Network:
     num_classes: int
     samples: Tensor
     objective: Objective = Classification()
+    schema: TableSchema | None = None
     outputs: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.backbone = copy.deepcopy(self.backbone).cpu().float().eval()
         samples = self.samples[torch.arange(SAMPLES) % len(self.samples)].cpu().contiguous()
-        self.samples = samples.float() if samples.is_floating_point() else samples
+        as_stored = isinstance(self.backbone, Prepared) or not samples.is_floating_point()
+        self.samples = samples if as_stored else samples.float()
         with torch.no_grad():
             self.outputs = self.backbone(self.samples)
 
@@ -81,11 +85,11 @@ class Network:
 
 
 class Prepared(nn.Module):
-    """A network that takes samples as a dataset stores them.
+    """A network that takes samples as a dataset stores them, or a table's raw rows.
 
     Args:
         backbone: The network.
-        prepare: What the dataset makes of a stored batch.
+        prepare: Turns a batch of them into what the network takes.
     """
 
     def __init__(self, backbone: nn.Module, prepare: Call) -> None:
@@ -106,7 +110,7 @@ def network_of(
         run: The run.
         model: What its config says of the model.
         client: Whose.
-        prepare: Have it take samples as they are stored.
+        prepare: Have it take samples as they are stored, or a table's raw rows.
 
     Raises:
         ConfigError: There is no global one, or no such client.
@@ -120,13 +124,14 @@ def network_of(
         method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model; say whose is wanted with --client, 0 to {last}")
     loaded = run.data.data
-    backbone = original_of(module.backbone.cpu())
-    samples = loaded.x_test[:SAMPLES]
+    backbone, schema = original_of(module.backbone.cpu()), loaded.schema
+    samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
+    to_input = (lambda rows: loaded.prepare(schema.encode(rows))) if schema else loaded.prepare
     if prepare:
-        backbone = Prepared(backbone, loaded.prepare)
+        backbone = Prepared(backbone, to_input)
     else:
-        samples = loaded.prepare(samples)
-    return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, run.data.objective)
+        samples = to_input(samples)
+    return Network(backbone, model, loaded.in_shape, loaded.num_classes, samples, run.data.objective, schema)
 
 
 # --- The formats ---
@@ -146,12 +151,15 @@ def _from_state_dict(content: bytes, network: Network) -> Call:
 
 
 def _checkpoint(network: Network) -> bytes:
+    described = {"backbone": network.described, "objective": described_objective(network.objective)}
+    # ClientModule has no argument `schema`, so Lightning leaves it out when it builds one.
+    schema = {"schema": network.schema.to_json()} if network.schema else {}
     checkpoint = {
         "pytorch-lightning_version": L.__version__,
         "epoch": 0,
         "global_step": 0,
         "state_dict": ClientModule(network.backbone).state_dict(),
-        "hyper_parameters": {"backbone": network.described, "objective": described_objective(network.objective)},
+        "hyper_parameters": described | schema,
     }
     torch.save(checkpoint, content := BytesIO())
     return content.getvalue()
@@ -166,7 +174,8 @@ def _from_checkpoint(content: bytes, network: Network) -> Call:
 
 def _torchscript(network: Network) -> bytes:
     traced = torch.jit.trace(network.backbone, network.samples[:SHOWN], check_trace=False)
-    torch.jit.save(traced, content := BytesIO())
+    extra = {"schema.json": network.schema.to_json()} if network.schema else {}
+    torch.jit.save(traced, content := BytesIO(), _extra_files=extra)
     return content.getvalue()
 
 
@@ -185,7 +194,10 @@ def _onnx(network: Network) -> bytes:
         verbose=False,
     )
     assert program
-    return program.model_proto.SerializeToString()
+    content = program.model_proto
+    if network.schema:
+        content.metadata_props.add(key="schema.json", value=network.schema.to_json())
+    return content.SerializeToString()
 
 
 def _from_onnx(content: bytes, network: Network) -> Call:
@@ -209,6 +221,10 @@ FORMATS = {
 }
 
 
+WEIGHTS_ONLY = (".pt", ".ckpt")
+"""Formats that hold no code, and so cannot prepare samples."""
+
+
 def refuse_target(path: Path, prepare: bool = False) -> None:
     """Refuse a file that cannot be written, before there is anything to be written.
 
@@ -222,9 +238,10 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
     if path.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
         raise ConfigError(f"-o: {path} does not end in one of {known}")
-    if os.path.lexists(path):
-        raise ConfigError(f"-o: {path} is there already; name another file, or remove it")
-    if prepare and path.suffix in (".pt", ".ckpt"):
+    for file in (path, schema_path(path)) if path.suffix == ".pt" else (path,):
+        if os.path.lexists(file):
+            raise ConfigError(f"-o: {file} is there already; name another file, or remove it")
+    if prepare and path.suffix in WEIGHTS_ONLY:
         raise ConfigError(f"--prepare: a {FORMATS[path.suffix].name} holds weights alone; take .onnx or .ts")
     if path.suffix == ".onnx":
         for package in NEEDED:
@@ -233,6 +250,11 @@ def refuse_target(path: Path, prepare: bool = False) -> None:
             except ImportError as error:
                 mend = "pip install 'fl-lightning[onnx]'"
                 raise ConfigError(f"-o: an .onnx file needs {package}, which is not there; {mend}") from error
+
+
+def schema_path(path: Path) -> Path:
+    """Return the JSON file beside a state dict that holds its table's schema: `model.schema.json` of `model.pt`."""
+    return path.with_suffix(".schema.json")
 
 
 def write(network: Network, path: Path) -> None:
@@ -254,6 +276,8 @@ def write(network: Network, path: Path) -> None:
     if not same_outputs(outputs, network.outputs):
         raise ConfigError(f"-o: {model} gives other outputs as {form.name}; take one of {others}")
     try:
+        if network.schema and path.suffix == ".pt":
+            write_atomically(schema_path(path), network.schema.to_json())
         write_atomically(path, content)
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error

@@ -451,6 +451,8 @@ class FederatedOrchestrator:
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
         self.record.begin(self.round, self._saved, config, Labels(name, group, kinds))
+        if schema := self.data.data.schema:
+            print(schema.summary(), flush=True)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

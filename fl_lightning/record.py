@@ -160,6 +160,8 @@ class Record:
         self.csv.rewind(round)
         self.warned.rewind(round)
         write_counts(self.run_dir / "partition.csv", self._data)
+        if schema := self._data.data.schema:
+            write_atomically(self.run_dir / "schema.json", schema.to_json())
 
     def log(self, metrics: Row) -> None:
         """Add a round's metrics, to the files first: what is there counts as measured.

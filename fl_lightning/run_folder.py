@@ -23,7 +23,17 @@ LOCK = ".lock"
 OWNER = ".owner"
 SIGNATURE = ".signature"
 
-LEFT = ("config.yaml", "partition.csv", "metrics.csv", "clients.csv", "warnings.txt", "clients", "figures", "final")
+LEFT = (
+    "config.yaml",
+    "partition.csv",
+    "schema.json",
+    "metrics.csv",
+    "clients.csv",
+    "warnings.txt",
+    "clients",
+    "figures",
+    "final",
+)
 """What a run leaves in its folder, once it has begun."""
 
 WRITTEN = (*LEFT, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)

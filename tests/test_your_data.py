@@ -69,5 +69,5 @@ def test_the_page_names_what_there_is() -> None:
     own = ["ImageFolder", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
     assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
     assert set(own) <= set(things("datasets"))
-    fields = " ".join(re.findall(r"^\| (`[xynpac][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))
+    fields = " ".join(re.findall(r"^\| (`[xynpacs][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))
     assert set(re.findall(r"\w+", fields)) == set(LoadedData.__dataclass_fields__) - {"cut", "evaluate"}

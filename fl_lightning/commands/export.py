@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.config import read_config
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import load_run
-from fl_lightning.export import FORMATS, network_of, refuse_target, write
+from fl_lightning.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write
 
 
 def parser() -> ArgumentParser:
@@ -38,12 +38,16 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     run = load_run(Path(given.run), given.checkpoint, given.trust)
     model = read_config(Path(given.run) / "config.yaml")["model"]
     described = {"class_path": model} if isinstance(model, str) else model
-    network = network_of(run, described, given.client, given.prepare)
+    has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
+    network = network_of(run, described, given.client, given.prepare or has_rows)
     write(network, path)
     whose = "the global model" if given.client is None else f"client {given.client}'s model"
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
     print(f"wrote {path} ({about}): {whose} after round {run.round}")
     taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
+    if network.schema:
+        where = schema_path(path) if path.suffix == ".pt" else "the file"
+        taken = f"{'raw rows' if has_rows else 'rows that TableSchema.encode returns'} (the schema is in {where})"
     print(f"it takes {taken}, {_shape(network.samples)}, and gives {_shape(network.outputs)}")
     return 0
 

@@ -35,6 +35,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
     scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
+    if schema := data.data.schema:
+        print(schema.summary())
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
     console = Console()
     if not console.is_terminal:  # a file takes whole lines

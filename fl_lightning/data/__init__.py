@@ -29,6 +29,7 @@ from fl_lightning.data.partitions import (
 )
 from fl_lightning.data.pictures import ImageFolder
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
+from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.tables import Table, TextTable
 from fl_lightning.data.text import IMDB, AGNews
 from fl_lightning.data.torch_dataset import TorchDataset
@@ -68,6 +69,7 @@ __all__ = [
     "Shards",
     "Shares",
     "Table",
+    "TableSchema",
     "TextTable",
     "TinyImageNet",
     "TorchDataset",

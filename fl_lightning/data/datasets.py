@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.reading import BadFile, is_there
+from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.evaluation import Score
@@ -45,6 +46,7 @@ class LoadedData:
         client_train: Who each training sample comes from, `(n,)`: ids that are whole numbers or text, or None where
             that is not known. `ByClient` deals by them.
         client_test: Who each test sample comes from, likewise; only beside `client_train`.
+        schema: Which columns of a table the inputs were made from, and how; None for other data.
     """
 
     x_train: Tensor
@@ -58,6 +60,7 @@ class LoadedData:
     evaluate: Callable[..., Score] | None = None
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
+    schema: TableSchema | None = None
 
     @property
     def in_shape(self) -> tuple[int, ...]:
@@ -137,6 +140,8 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
     for name in ("prepare", "cut", "evaluate"):
         if not callable(getattr(data, name)) and (name, data.evaluate) != ("evaluate", None):
             raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
+    if not isinstance(data.schema, TableSchema | None):
+        raise ValueError(f"schema is of type {type(data.schema).__name__}, not TableSchema")
     for name in ("x_train", "y_train", "x_test", "y_test"):
         values = getattr(data, name)
         if not isinstance(values, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from fl_lightning.data.own import (
     texts_of,
 )
 from fl_lightning.data.reading import BadFile, opened
+from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.text import check_lengths, ids_of
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
@@ -79,11 +81,15 @@ class _Rows(Dataset):
         test = self._test_rows(frame, y, client) if given is None else np.arange(len(frame)) >= given
         order = np.argsort(test, kind="stable")  # the training rows first
         train = len(order) - int(test.sum())
-        x = self._inputs(frame.iloc[order], train)
-        return divided(x, y[order], train, outputs, Normalize(), client=None if client is None else client[order])
+        x, schema = self._inputs(frame.iloc[order], train)
+        data = divided(x, y[order], train, outputs, Normalize(), client=None if client is None else client[order])
+        if schema:
+            classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
+            schema = replace(schema, label=self.label, classes=classes, client=self.client)
+        return replace(data, schema=schema)
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> Tensor:
-        """A row of numbers for each row, of which so many at the top are to train on."""
+    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema | None]:
+        """Return a row of numbers for each row, of which the first `train` are to train on; and their schema."""
         raise NotImplementedError
 
     def _columns(self) -> dict[str, Sequence[str]]:
@@ -175,14 +181,14 @@ class Table(_Rows):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {**super()._columns(), "features": self.features or ()}
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> Tensor:
+    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema]:
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             raise ConfigError(
                 f"{KEY}.categorical: {column_named(name, list(frame.columns), 'categorical')!r} is no feature"
             )
-        parts = [self._encoded(frame[name], train) for name in features]
-        return torch.from_numpy(np.concatenate(parts, axis=1, dtype=np.float32))
+        schema = TableSchema([self._described(frame[name], train) for name in features], self.encoding)
+        return schema.encode(schema.rows(frame)), schema
 
     def _features(self, columns: list[str]) -> list[str]:
         if self.features is not None:
@@ -194,37 +200,38 @@ class Table(_Rows):
             raise ConfigError(f"{KEY}.path: {one_line(self.path)} has no columns left to learn from")
         return found
 
-    def _encoded(self, column: pd.Series, train: int) -> np.ndarray:
-        """A column as one or more of numbers, `(n, columns)`."""
+    def _described(self, column: pd.Series, train: int) -> Column:
+        """Return a column's categories or scale, of its first `train` rows."""
         refuse_missing(column, "features", "fill it in, leave its row out, or leave the column out of the features")
+        described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
-            return self._scaled(column.to_numpy(np.float64), column, train)
+            return self._scaled(described, column, train)
         if column.name not in self.categorical:
             refuse_no_categories(column)
         import pandas as pd
 
-        values = pd.Series(column.to_numpy(object if is_numeric(column) else str))
-        known = sorted(values[:train].unique())
-        codes = pd.Index(known).get_indexer(values).astype(np.int64)  # -1: not among them
+        known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()
+        described = replace(described, categories=sorted(known))
         if self.encoding == "codes":
-            return self._scaled((codes + 1).astype(np.float64), column, train)
+            return self._scaled(described, column, train)
         if len(known) > MOST_CATEGORIES:
             raise ConfigError(
                 f"{KEY}.features: column {column.name!r} holds {len(known):,} texts, each a column in one_hot; "
                 "leave it out, or set scenario.dataset.encoding codes"
             )
-        return (codes[:, None] == np.arange(len(known))).astype(np.float32)
+        return described
 
-    def _scaled(self, values: np.ndarray, column: pd.Series, train: int) -> np.ndarray:
+    def _scaled(self, described: Column, column: pd.Series, train: int) -> Column:
+        values = described.values(column)
         if not np.isfinite(values).all():
             row = spot(column, int((~np.isfinite(values)).argmax()))
             raise ConfigError(f"{KEY}.features: column {column.name!r} holds Inf in {row}; mend it, or leave it out")
-        if self.standardize:
-            own = values[:train]
-            # Rounded, so that the order in which a machine sums changes no bit of the data.
-            mean, std = (float(f"{number:.12g}") for number in (own.mean(), own.std() if np.ptp(own) else 1.0))
-            values = (values - mean) / std
-        return values[:, None]
+        if not self.standardize:
+            return described
+        own = values[:train] + (described.categories is not None)  # codes count from 1
+        # Rounded, so that the order in which a machine sums changes no bit of the data.
+        mean, scale = (float(f"{number:.12g}") for number in (own.mean(), own.std() if np.ptp(own) else 1.0))
+        return replace(described, mean=mean, scale=scale)
 
 
 class TextTable(_Rows):
@@ -270,13 +277,8 @@ class TextTable(_Rows):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {"text": [self.text], **super()._columns()}
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> Tensor:
-        return ids_of(texts_of(frame[self.text]), train, self.length, self.vocab_size)
-
-
-def is_numeric(column: pd.Series) -> bool:
-    """Whether a column holds numbers, truths among them."""
-    return column.dtype.kind in "iufb"
+    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, None]:
+        return ids_of(texts_of(frame[self.text]), train, self.length, self.vocab_size), None
 
 
 def refuse_no_categories(column: pd.Series) -> None:

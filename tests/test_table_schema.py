@@ -1,0 +1,205 @@
+"""A table's schema: what a run and an exported network know about the columns that they were trained on."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from commands import contents, run, summary, tiny
+
+from fl_lightning import ClientModule, Table, TableSchema, open_run
+from fl_lightning.data.datasets import check
+from fl_lightning.errors import ConfigError
+
+TEXT = """
+rounds: 4
+batch_size: 16
+scenario:
+  dataset:
+    class_path: Table
+    init_args:
+      path: train.csv
+      test_path: test.csv
+      label: ill
+      client: hospital
+      categorical: [ward]
+  partition: ByClient
+model: {class_path: MLP, init_args: {hidden: [16]}}
+algorithm: FedAvg
+optimizer: {class_path: SGD, init_args: {lr: 0.2}}
+trainer: {max_epochs: 2, accelerator: cpu}
+logger: null
+"""
+CODES = ("--scenario.dataset.encoding", "codes")
+
+
+def patients(n: int, seed: int) -> pd.DataFrame:
+    """Rows whose columns have very different scales; town, ward and two numbers say who is ill."""
+    rng = np.random.default_rng(seed)
+    town, ward = rng.choice(["Bern", "Chur", "Zug"], n), rng.choice([7, 30, 9], n)
+    dose, seconds = rng.normal(3e-4, 1e-4, n), 1_700_000_000 + rng.integers(0, 100, n)
+    score = (dose - 3e-4) / 1e-4 + (seconds - 1_700_000_050) / 29 + 2.0 * (town == "Bern") - 2.0 * (ward == 30)
+    columns = {"dose": dose, "town": town, "seconds": seconds, "ward": ward, "hospital": rng.choice(["a", "b"], n)}
+    return pd.DataFrame(columns | {"ill": np.where(score > 0, "yes", "no")})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schema")
+    test = patients(200, 1)
+    test.loc[:3, "town"] = "Olten"  # no training row is from there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patients(300, 0).to_csv("train.csv", index=False)
+        test[list(reversed(test.columns))].to_csv("test.csv", index=False)
+        (folder / "said").write_text(tiny(folder / "one_hot", text=TEXT).out)
+        tiny(folder / "codes", *CODES, text=TEXT)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def outputs(path: Path, name: str, rows: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """What an exported network makes of a table's raw rows, and the schema that came with it."""
+    if path.suffix == ".onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        held = session.get_modelmeta().custom_metadata_map["schema.json"]
+        return torch.from_numpy(session.run(None, {"input": rows.numpy()})[0]), held
+    if path.suffix == ".ts":
+        files = {"schema.json": ""}
+        return torch.jit.load(str(path), _extra_files=files)(rows), files["schema.json"].decode()
+    if path.suffix == ".ckpt":
+        held = torch.load(path, weights_only=True)["hyper_parameters"]["schema"]
+        network = ClientModule.load_from_checkpoint(path)
+    else:
+        held = path.with_suffix(".schema.json").read_text()
+        network = open_run(name).worker.module().backbone
+        network.load_state_dict(torch.load(path, weights_only=True))
+    return network.eval()(TableSchema.from_json(held).encode(rows)), held
+
+
+@pytest.mark.parametrize("name", ["one_hot", "codes"])
+@pytest.mark.parametrize("suffix", [".onnx", ".ts", ".pt", ".ckpt"])
+def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name, tmp_path):
+    path = tmp_path / f"model{suffix}"
+    outcome = run("export", name, "-o", path)
+    assert outcome.code == 0, outcome.err
+    if suffix in (".onnx", ".ts"):
+        assert "it takes raw rows (the schema is in the file), float64 (batch, 4), and gives" in outcome.out
+    schema = TableSchema.from_json(Path(name, "schema.json").read_text())
+    frame = pd.read_csv("test.csv")
+    with torch.no_grad():
+        logits, held = outputs(path, name, schema.rows(frame))
+    assert held == Path(name, "schema.json").read_text()
+    told = np.array(schema.classes)[logits.argmax(dim=1).numpy()]
+    accuracy = float((told == frame["ill"]).mean())
+    assert accuracy == pytest.approx(summary(Path(name))["global/acc_last"], abs=1e-9)
+    assert accuracy > 0.8
+    whole = open_run(name)
+    with torch.no_grad():
+        own = whole.worker.shared_module(whole.state["model"]).eval()(whole.data.data.x_test)
+    torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one_hot", "codes"])
+def test_a_traced_schema_works_on_another_device(name):
+    schema = TableSchema.from_json(Path(name, "schema.json").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constants of the trace, and that it is deprecated
+        traced = torch.jit.trace(schema.encode, schema.examples(2))
+    assert traced(schema.examples(5).to("meta")).device.type == "meta"
+
+
+def test_the_schema_of_a_run_names_its_columns():
+    schema = json.loads(Path("one_hot/schema.json").read_text())
+    dose, town, seconds, ward = schema.pop("columns")
+    train = pd.read_csv("train.csv")
+    assert (dose["name"], dose["dtype"], dose["categories"]) == ("dose", "float64", None)
+    assert (dose["mean"], dose["scale"]) == pytest.approx((train["dose"].mean(), train["dose"].std(ddof=0)))
+    assert (town["name"], town["categories"]) == ("town", ["Bern", "Chur", "Zug"])
+    assert (seconds["name"], seconds["dtype"]) == ("seconds", "int64")
+    assert ward == {"name": "ward", "dtype": "int64", "categories": [7, 9, 30], "mean": 0.0, "scale": 1.0}
+    assert schema == {"encoding": "one_hot", "label": ["ill"], "classes": ["no", "yes"], "client": "hospital"}
+
+
+def test_fit_and_partition_name_the_features():
+    line = "features: dose, town, seconds, ward; label: ill; client: hospital"
+    assert Path("said").read_text().splitlines()[0] == line
+    outcome = run("partition", "--config", "one_hot.yaml")
+    assert (outcome.code, outcome.out.splitlines()[0]) == (0, line)
+
+
+def test_of_many_features_the_first_are_named(tmp_path):
+    frame = pd.DataFrame({f"x{i}": range(20) for i in range(30)} | {"label": [0, 1] * 10})
+    frame.to_csv(tmp_path / "wide.csv", index=False)
+    schema = Table(str(tmp_path / "wide.csv"), "label").checked().schema
+    assert schema.summary() == "features: x0, x1, x2, x3, x4, x5, x6, x7 and 22 more; label: label"
+    assert TableSchema.from_json(schema.to_json()) == schema
+
+
+def test_a_resumed_run_writes_its_schema_again(tmp_path):
+    tiny(tmp_path / "run", "--rounds", "2", text=TEXT)
+    written = (tmp_path / "run" / "schema.json").read_text()
+    (tmp_path / "run" / "schema.json").write_text("damaged")
+    outcome = run("fit", "--resume", tmp_path / "run", "--rounds", "3")
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "run" / "schema.json").read_text() == written
+
+
+def test_label_names_follow_the_kind_of_label(tmp_path):
+    frame = patients(40, 0).assign(flu=[0, 1] * 20, cold=[1, 0] * 20)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    several = Table(str(tmp_path / "t.csv"), ["flu", "cold"], ["dose"]).checked().schema
+    assert (several.label, several.classes) == (["flu", "cold"], None)
+    number = Table(str(tmp_path / "t.csv"), "dose", ["town"]).checked().schema
+    assert (number.label, number.classes) == (["dose"], None)
+    classes = Table(str(tmp_path / "t.csv"), "ward", ["town"]).checked().schema
+    assert classes.classes == [7, 9, 30]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"dose": None}, "dose: 5 values are missing. Fill them in, or leave these rows out"),
+        ({"dose": "much"}, "dose: expected numbers, got (object|str). Convert the column to float64"),
+        ({"ward": "x"}, "ward: expected numbers, got (object|str). Convert the column to int64"),
+        ({"town": np.nan}, "town: 5 values are missing"),
+    ],
+)
+def test_rows_that_training_would_refuse_are_refused(change, error):
+    schema = TableSchema.from_json(Path("one_hot/schema.json").read_text())
+    with pytest.raises(ConfigError, match=error):
+        schema.rows(patients(5, 0).assign(**change))
+
+
+def test_a_column_that_is_missing_is_named():
+    schema = TableSchema.from_json(Path("one_hot/schema.json").read_text())
+    with pytest.raises(ConfigError, match=r"town: column not found. The schema has dose, town, seconds, ward"):
+        schema.rows(patients(5, 0).drop(columns="town"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"columns": 3}', '{"columns": [], "more": 1}'])
+def test_what_is_no_schema_is_refused(text):
+    with pytest.raises(ConfigError, match="schema: not the JSON of a table's schema"):
+        TableSchema.from_json(text)
+
+
+def test_a_dataset_with_another_kind_of_schema_is_refused():
+    data = Table("train.csv", "ill").load()
+    with pytest.raises(ValueError, match="schema is of type dict, not TableSchema"):
+        check(replace(data, schema={}))
+
+
+def test_a_schema_beside_a_state_dict_is_not_written_over(tmp_path):
+    (tmp_path / "model.schema.json").write_text("mine")
+    before = contents(tmp_path)
+    outcome = run("export", "one_hot", "-o", tmp_path / "model.pt")
+    assert (outcome.code, contents(tmp_path)) == (2, before)
+    assert "model.schema.json is there already" in outcome.err
