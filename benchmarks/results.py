@@ -252,6 +252,8 @@ def fashion_table(out: Path, data: str, alpha: float) -> None:
         crossed = mean(one["comm/total_up_bytes"] + one["comm/total_down_bytes"] for one in summaries)
         reached = ", ".join("-" if one["R_0.7"] is None else str(one["R_0.7"]) for one in summaries)
         found = cells(points(method), points("FedAvg"), ("global", "trained", "sent"))
+        if AIMS.get(method, "global") != "global" and found[0]:
+            found[0] += " †"  # the learning rate was chosen for another column
         rows.append([method, str(best_rate(out, data, method, alpha)), reached, f"{crossed / 1e6:.0f}", *found])
     figures = ("global %", "to FedAvg", "personal, trained", "to FedAvg", "personal, sent", "to FedAvg")
     print(f"\nDirichlet {alpha}:\n")

@@ -21,10 +21,10 @@ class Checkpointing(Monitor):
         keep_last: How many of the newest to keep; 2 or more lets a damaged one be passed over.
         monitor: The metric whose best round is kept too, `global/acc` by default or, for methods without a global
             model, `client/acc_mean`. Only rounds that a checkpoint is written for can be best.
-        mode: Whether more (`max`) or less (`min`) of it is better.
+        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
 
     Raises:
-        ConfigError: `every` or `keep_last` is below 1, or `mode` neither.
+        ConfigError: `every` or `keep_last` is below 1, or `mode` is unknown.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Checkpointing(Monitor):
         every: int = 1,
         keep_last: int = 2,
         monitor: str | None = None,
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["auto", "max", "min"] = "auto",
     ) -> None:
         super().__init__(monitor, mode)
         check_positive("callbacks: Checkpointing.", every=every, keep_last=keep_last)

@@ -20,18 +20,18 @@ class EarlyStopping(Monitor):
     Args:
         monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
             there is no accuracy, the loss. A round without it does not count.
-        mode: Whether more (`max`) or less (`min`) of it is better.
+        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
         patience: How many evaluations without an improvement end the run.
         min_delta: What counts as an improvement, at least; 0 or more.
 
     Raises:
-        ConfigError: `patience` is below 1, `min_delta` below 0 or no number, `mode` neither.
+        ConfigError: `patience` is below 1, `min_delta` below 0 or no number, `mode` is unknown.
     """
 
     def __init__(
         self,
         monitor: str | None = None,
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["auto", "max", "min"] = "auto",
         patience: int = 10,
         min_delta: float = 0.0,
     ) -> None:

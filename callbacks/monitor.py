@@ -14,7 +14,7 @@ from fl_lightning.callbacks.base import RoundCallback, is_own
 from fl_lightning.engines import Result
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Score, client_summary, own_series, personal_means, train_metrics
-from fl_lightning.metrics import is_lower_better
+from fl_lightning.metrics import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
     from fl_lightning.metrics import Row
@@ -25,7 +25,6 @@ ACCURACIES = ("global/acc", "client/acc_mean")
 LOSSES = ("global/loss", "client/loss_mean")
 """What is watched then where the labels are no classes or labels, which have no accuracy."""
 
-OF = re.compile(r"(?:.*/)?(.+?)(_mean|_weighted|_worst_decile|_std)?")
 _NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
@@ -35,16 +34,18 @@ class Monitor(RoundCallback):
     Args:
         monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
             there is no accuracy, the lowest `global/loss` or `client/loss_mean`.
-        mode: Whether more (`max`) or less (`min`) of it is better.
+        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
 
     Raises:
-        ConfigError: `mode` is neither.
+        ConfigError: `mode` is none of these.
     """
 
-    def __init__(self, monitor: str | None, mode: Literal["max", "min"]) -> None:
-        if mode not in ("max", "min"):
-            raise ConfigError(f"{self._key('mode')}: {mode!r} is neither max nor min")
-        self.monitor, self.mode = monitor, mode
+    def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
+        if mode not in ("auto", "max", "min"):
+            raise ConfigError(f"{self._key('mode')}: {mode!r} is none of auto, max and min")
+        self.monitor = monitor
+        own = "min" if is_lower_better(monitor or ACCURACIES[0]) else "max"
+        self.mode = own if mode == "auto" else mode
         self._known = False  # whether some rounds at least are known to have the metric
         self._told = False
 
@@ -107,10 +108,10 @@ def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
         name: The metric.
         known: Names of what is measured of a model, of which more is better unless they say otherwise.
     """
-    of = OF.fullmatch(name)
-    metric, figure = of.groups() if of else (name, None)
-    if "loss" in name or name.startswith("client/train_") or figure == "_std" or is_lower_better(metric):
+    if is_lower_better(name):
         return "min"
+    column = COLUMN.fullmatch(name)
+    metric = column[1] if column else name
     return "max" if metric in known or metric.endswith("_acc") else None
 
 

@@ -52,6 +52,9 @@ def readable(message: str, parser: ArgumentParser, words: Sequence[str] = ()) ->
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
     if where == "logger":  # or a list of them, or false: what it would be as each is not told
         message = re.sub(r" - Expected an? (?:<class '(?:list|bool)'>|typing\.Literal\[False\])(?=[ .]|$)", "", message)
+    options = {name for action in parser._actions for name in action.option_strings}
+    if "--config" not in options and f"--{where}" in options:
+        where = f"--{where}"  # no config file can hold it
     prefix = f"{where}: " if where else ""
     if abstract := re.search(r"class, but (\S+) is abstract", message):
         return f"{prefix}{abstract[1].strip(chr(39))} only says what such classes have in common; name one of them"
@@ -67,9 +70,9 @@ def readable(message: str, parser: ArgumentParser, words: Sequence[str] = ()) ->
             return f"{prefix}{unknown_argument(unknown[1], paths[-1], where, parser, words)}"
         return f"{prefix}{unknown_key(unknown[1], parser, words)}"
     if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
-        return (
-            f"{prefix}{missing[1]} must be given, here or in a --config" if missing[1] != "run" else "run: which one?"
-        )
+        if "--config" not in options:
+            return f"{missing[1]}: not given. Write it after the command; `{parser.prog} --help` shows how"
+        return f"{prefix}{missing[1]} must be given, here or in a --config"
     if re.search(r"is not iterable|no attribute 'keys'|Cannot instantiate|import path string: *(\. Got|$)", message):
         return f"{prefix}{CLASS_WANTED}"
     if "Unable to load config" in message:

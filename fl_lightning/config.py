@@ -141,6 +141,8 @@ def refuse_misshapen(content: Any, key: str = "") -> None:
 def config_file(run_dir: Path) -> str:
     """A run's `config.yaml`; a folder without one is no run."""
     path = run_dir / "config.yaml"
+    if not os.path.lexists(run_dir):
+        raise ConfigError(f"{run_dir}: folder not found")
     if not os.path.isfile(path):
         raise ConfigError(f"{run_dir} is no run: it holds no config.yaml")
     return config_path(str(path))

@@ -50,9 +50,10 @@ class Evaluation:
         metrics: Metrics of torchmetrics beside loss and accuracy, for the global model and every client: names
             (`MulticlassAUROC`, or `AUROC` for the one of the objective), mappings of `class_path` and `init_args`, or
             mappings of a name of one's own to either. The number of classes, labels or outputs is filled in.
+        positive_class: Index of the positive class in metrics of a two-class task.
 
     Raises:
-        ConfigError: A target is outside (0, 1], or `max_clients` below 1.
+        ConfigError: A target is outside (0, 1], `max_clients` is below 1, or `positive_class` is neither 0 nor 1.
     """
 
     clients: Literal["trained", "received"] = "trained"
@@ -60,8 +61,11 @@ class Evaluation:
     max_clients: int | None = None
     targets: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
     metrics: list[str | dict[str, Any]] = field(default_factory=list)
+    positive_class: int = 1
 
     def __post_init__(self) -> None:
+        if self.positive_class not in (0, 1):
+            raise ConfigError(f"evaluation.positive_class: must be 0 or 1 ({self.positive_class}). Give a class index.")
         if self.max_clients is not None and self.max_clients < 1:
             raise ConfigError(f"evaluation.max_clients: {self.max_clients} is below 1; leave it out to score all")
         for target in self.targets:

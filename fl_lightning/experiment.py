@@ -123,7 +123,8 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
         if best is None:
             raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")
         return best
-    if checkpoint.isdecimal() and int(checkpoint) in folder.rounds():
-        return int(checkpoint)
-    held = ", ".join(map(str, folder.rounds())) or "none"
-    raise ConfigError(f"--checkpoint: no checkpoint {checkpoint!r}; there are last, best and rounds {held}")
+    by_name = {str(round): round for round in folder.rounds()}
+    if checkpoint in by_name:
+        return by_name[checkpoint]
+    asked, held = repr(checkpoint[:20]) + "..." * (len(checkpoint) > 20), ", ".join(by_name) or "none"
+    raise ConfigError(f"--checkpoint: no checkpoint {asked}; there are last, best and rounds {held}")

@@ -21,12 +21,15 @@ from torchmetrics import Metric
 from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.metrics import is_lower_better
 from fl_lightning.objectives import Objective
-from fl_lightning.spelling import nearest
+from fl_lightning.spelling import nearest, same
 
 KEY = "evaluation.metrics"
 
 TASKS = ("Multiclass", "Multilabel", "Binary")
 """What names of torchmetrics begin with, by the kind of labels."""
+
+ALIASES = {"sensitivity": "Recall"}
+"""Other names of metrics that torchmetrics has."""
 
 TAKEN = {"acc", "loss", "mae"}
 """Names of what is measured as it is."""
@@ -35,6 +38,7 @@ ALL_TAKE = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
 """Options of every metric, which no signature has."""
 
 AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
+BINARY_AUROC = torchmetrics.classification.BinaryAUROC
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,19 @@ class Measure:
     Args:
         name: What it is called: `f1_score`, as in `global/f1_score`.
         make: Makes the metric afresh.
+        positive: The positive class of a binary metric; None for a metric that takes all classes.
     """
 
     name: str
     make: Callable[[], Metric]
+    positive: int | None = None
 
     def begun(self) -> Running:
         """The metric before it has seen anything."""
         metric = self.make()
         over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
-        return RunningAUROC(self.name, metric) if over_classes else Running(self.name, metric)
+        kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
+        return kind(self.name, metric, self.positive)
 
 
 class Running:
@@ -62,13 +69,19 @@ class Running:
     Args:
         name: What it is called.
         metric: The metric.
+        positive: The positive class of a binary metric; it is given that class's probabilities alone.
     """
 
-    def __init__(self, name: str, metric: Metric) -> None:
-        self.name, self._metric = name, metric
+    def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
+        self.name, self._metric, self._positive = name, metric, positive
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         """See a batch, on whatever device it is."""
+        if self._positive is not None:
+            predictions, targets = predictions[:, self._positive], (targets == self._positive).long()
+        self._see(predictions, targets)
+
+    def _see(self, predictions: Tensor, targets: Tensor) -> None:
         with _torchmetrics(self.name):
             self._metric.to(predictions.device).update(predictions, targets)
 
@@ -93,16 +106,18 @@ class RunningAUROC(Running):
     A client's few samples often lack a class, of which nothing can be said.
     """
 
-    def __init__(self, name: str, metric: Metric) -> None:
-        super().__init__(name, metric)
-        self._weighted, metric.average = metric.average == "weighted", "none"
+    def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
+        super().__init__(name, metric, positive)
+        self._weighted = False
+        if positive is None:
+            self._weighted, metric.average = metric.average == "weighted", "none"
         self._held: Tensor | int = 0
         self._n = 0
 
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """See a batch, and count each class's samples."""
-        super().update(predictions, targets)
-        held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=predictions.shape[1])
+    def _see(self, predictions: Tensor, targets: Tensor) -> None:
+        super()._see(predictions, targets)
+        classes = predictions.shape[1] if predictions.ndim == 2 else 2
+        held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=classes)
         self._held, self._n = self._held + held, self._n + len(targets)
 
     def value(self) -> float:
@@ -133,25 +148,35 @@ def _torchmetrics(name: str) -> Iterator[None]:
         raise ConfigError(f"{KEY}: {name}: {one_line(error)}") from error
 
 
-def measures_of(specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int) -> list[Measure]:
+def measures_of(
+    specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int, positive_class: int = 1
+) -> list[Measure]:
     """The metrics that a config names.
 
     Args:
         specs: Names, or mappings of `class_path` and `init_args`, or of a name of one's own to either.
         objective: What the outputs are for.
         outputs: How many outputs, and so classes or labels, there are.
+        positive_class: Of two classes, the one that binary metrics count as positive.
 
     Raises:
-        ConfigError: One is none, cannot be made with these arguments, or has a name that cannot be taken.
+        ConfigError: One is none, cannot be made with these arguments, or has a name that cannot be taken; or a positive
+            class is given where there are not two classes.
     """
-    measures = [_measure(spec, objective, outputs) for spec in specs]
+    if positive_class != 1 and not _is_binary_task(objective, outputs):
+        raise ConfigError(f"evaluation.positive_class: only two-class tasks have one ({positive_class}). Leave it out.")
+    measures = [_measure(spec, objective, outputs, positive_class) for spec in specs]
     names = [measure.name for measure in measures]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{KEY}: {twice[0]!r} is there twice; give one of them another name")
     return measures
 
 
-def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) -> Measure:
+def _is_binary_task(objective: Objective, outputs: int) -> bool:
+    return objective.kind == "Multiclass" and outputs == 2
+
+
+def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int, positive_class: int) -> Measure:
     name = None
     if isinstance(spec, Mapping) and "class_path" not in spec and len(spec) == 1:
         ((name, spec),) = spec.items()
@@ -161,7 +186,7 @@ def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) 
         raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path and init_args")
     if not isinstance(path, str) or not isinstance(options, Mapping):
         raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
-    kind = _metric_class(path, objective)
+    kind = _metric_class(path, objective, outputs)
     arguments = inspect.signature(kind).parameters
     if unknown := [option for option in options if option not in {*arguments, *ALL_TAKE}]:
         near = nearest(str(unknown[0]), arguments)
@@ -171,19 +196,29 @@ def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int) 
     make = partial(kind, **counted | dict(options))
     with _torchmetrics(kind.__name__):
         higher = make().higher_is_better
-    return Measure(_name(kind, name, higher), make)
+    binary = next((one.__name__ for one in kind.__mro__ if _is_torchmetrics_binary(one)), None)
+    if binary and not _is_binary_task(objective, outputs):
+        fitting = f"{objective.kind}{binary.removeprefix('Binary')}"
+        raise ConfigError(f"{KEY}: {kind.__name__} is for two classes, this dataset has {outputs}. Use {fitting}.")
+    return Measure(_name(kind, name, higher), make, positive_class if binary else None)
 
 
-def _metric_class(path: str, objective: Objective) -> type[Metric]:
+def _is_torchmetrics_binary(kind: type) -> bool:
+    return kind.__module__.startswith("torchmetrics.") and kind.__name__.startswith("Binary")
+
+
+def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]:
     if "." in path:
         return _imported(path)
     home = torchmetrics.classification if objective.kind else torchmetrics.regression
-    fitting = {name: vars(home)[name] for name in home.__all__ if name.startswith(objective.kind)}
-    bare = path.removeprefix(_task(path))
-    for name in (path, f"{objective.kind}{path}"):
-        if name in fitting:
-            return fitting[name]
-    near = nearest(f"{objective.kind}{bare}", fitting)
+    tasks = ("Binary", objective.kind) if _is_binary_task(objective, outputs) else (objective.kind,)
+    fitting = {name: vars(home)[name] for task in tasks for name in home.__all__ if name.startswith(task)}
+    if path in torchmetrics.classification.__all__ and path.startswith("Binary"):
+        return vars(torchmetrics.classification)[path]
+    for name in (path, *(f"{task}{ALIASES.get(path.lower(), path)}" for task in tasks)):
+        if (found := same(name, fitting)) in fitting:
+            return fitting[found]
+    near = nearest(f"{tasks[0]}{path.removeprefix(_task(path))}", fitting)
     mend = f"did you mean {near}?" if near else f"there are {', '.join(fitting)}"
     raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}; {mend}")
 
@@ -205,12 +240,14 @@ def _imported(path: str) -> type[Metric]:
 
 
 def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
-    """What a metric is called; whoever reads the measurements can tell from that alone which way is better."""
+    """Return a metric's name, from which `is_lower_better` can tell which way is better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
         raise ConfigError(f"{KEY}: name: {called!r} is no name of its own, of letters, digits and _")
     if higher_is_better is not None and is_lower_better(called) == higher_is_better:
         better, end = ("more", "_score") if higher_is_better else ("less", "_error")
+        if name is None:
+            return f"{called}{end}"
         raise ConfigError(f"{KEY}: {called!r} does not say that {better} of it is better; name it {called}{end}, say")
     return called
 

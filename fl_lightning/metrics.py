@@ -9,6 +9,8 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Literal
 
 Row = dict[str, float]
 """One round's metrics by name."""
@@ -21,8 +23,12 @@ MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|gl
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-# Ends of the names of metrics of which less is better; a test holds them against torchmetrics.
-LOWER = r"(.*_)?(loss|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+# Ends of the names of metrics that are better lower. A metric whose name contradicts torchmetrics' `higher_is_better`
+# is renamed or refused when a run begins, so whoever reads a run folder needs no torch to know.
+LOWER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+
+# A column of `metrics.csv`: its metric, and what was computed of it over clients.
+COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
 
 _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
 
@@ -64,7 +70,9 @@ def read_columns(path: Path) -> dict[str, array[float]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """`best`, `best_round` and `last` of one metric over the rounds that have it; empty if none has.
+    """Return `best`, `best_round`, `last` and `last10` of one metric over the rounds that have it; empty if none has.
+
+    `last10` is the mean of the last ten of those rounds. With partial participation a single round is mostly noise.
 
     Args:
         rows: The rounds.
@@ -76,7 +84,8 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
         return {}
     sign = -1 if lower else 1
     best_round, best = max(series, key=lambda point: (not math.isnan(point[1]), sign * point[1], -point[0]))
-    return {"last": series[-1][1], "best": best, "best_round": int(best_round)}
+    last_ten = fmean(value for _, value in series[-10:])
+    return {"last": series[-1][1], "last10": last_ten, "best": best, "best_round": int(best_round)}
 
 
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
@@ -86,8 +95,23 @@ def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def is_lower_better(name: str) -> bool:
-    """Whether less of a metric is better, as its name says: a loss, an error, a distance."""
-    return re.fullmatch(LOWER, name) is not None
+    """Return whether lower values of a metric, or of a column of `metrics.csv`, are better.
+
+    Example:
+        >>> [is_lower_better(name) for name in ("r2_score", "client/mae_worst_decile", "client/acc_std")]
+        [False, True, True]
+    """
+    column = COLUMN.fullmatch(name)
+    metric, figure = column.groups() if column else (name, None)
+    return figure == "_std" or name.startswith("client/train_") or re.fullmatch(LOWER, metric) is not None
+
+
+def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
+    """Return how a column of `metrics.csv`, or a figure of `summary.json`, gets better; None where that is unknown."""
+    column = re.sub(r"_(best|last|last10)$", "", name)
+    if is_lower_better(column) or re.match("R_[0-9]", name):
+        return "minimize"
+    return "maximize" if MODELS.fullmatch(column) else None
 
 
 def measured(rows: Sequence[Row]) -> list[str]:
@@ -105,7 +129,7 @@ def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lowe
 
 
 def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
-    """A run's figures: best and last of what was measured, R_acc for each target, bytes in all.
+    """Return a run's figures: best, last and mean of the last ten of each metric, R_acc for each target, total bytes.
 
     R_acc is the global model's or, for methods without one, that of the clients' mean.
     """

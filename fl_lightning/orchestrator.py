@@ -153,6 +153,7 @@ class FederatedOrchestrator:
             "compile": compile,
             "channels_last": channels_last,
             "metrics": evaluation.metrics,
+            "positive_class": evaluation.positive_class,
             "client_callbacks": client_callbacks or [],
         }
         self._signals = DeferredSignals()

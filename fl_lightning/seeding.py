@@ -41,7 +41,7 @@ def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
 def derive(seed: int, stream: Stream, *key: int) -> int:
     """A 63-bit seed for `torch.Generator.manual_seed`, from the same sequence as `generator`."""
     sequence = np.random.SeedSequence(seed, spawn_key=(int(stream), *key))
-    return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+    return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
 
 def seed_everything(seed: int, stream: Stream, *key: int) -> None:

@@ -1,6 +1,7 @@
 """What `Algorithm` offers to methods: parts that stay on the client, looks at its own data, cohorts that vary."""
 
 import csv
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.data import Shard
 from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.seeding import Stream, generator
@@ -145,6 +147,16 @@ def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_p
     result = run.worker.run(task_of_round(run, 1, client))
     assert result.upload.numbers["n_samples"] == len(train)
     assert len(list(run.worker.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
+
+
+@pytest.mark.parametrize(("dealt", "held_back"), [(8, 2), (9, 2), (10, 2), (11, 3), (13, 3), (14, 4), (1, 0)])
+def test_the_validation_share_is_rounded_to_the_nearest_and_halves_to_even(tmp_path, dealt, held_back):
+    run = experiment(tmp_path, Looking())
+    run.load()
+    run.worker.data = replace(run.data, shards=[Shard(torch.arange(dealt), torch.arange(1))])
+    train, validation = run.worker.held(0)
+    assert (len(train), len(validation)) == (dealt - held_back, held_back)
+    assert run.worker.samples(0) == dealt - held_back
 
 
 def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):

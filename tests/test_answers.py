@@ -50,7 +50,7 @@ def actions():
 def lines_of(text):
     """The lines of a help by key: what stands for its value, and what is said of it."""
     joined = re.sub(r"\n {20,}", "  ", text)
-    found = re.findall(r"^  (?:-\w \S+, )?--([\w.]+)(?: (.+?))?(?:  +(.+))?$", joined, re.M)
+    found = re.findall(r"^  (?:-\w(?: \S+)?, )?--([\w.]+)(?: (.+?))?(?:  +(.+))?$", joined, re.M)
     assert len({key for key, *_ in found}) == len(found)
     return {key: (value, words) for key, value, words in found}
 

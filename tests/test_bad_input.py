@@ -223,7 +223,7 @@ KINDS = [
         ["partition", "--config", "tiny.yaml", "--out", "tiny.yaml/x"],
         "--out: tiny.yaml/x cannot be",
     ),
-    kind("resume of nothing", ["fit", "--resume", "nowhere"], "nowhere is no run: it holds no config.yaml"),
+    kind("resume of nothing", ["fit", "--resume", "nowhere"], "nowhere: folder not found"),
     kind("resume of a file", ["fit", "--resume", "tiny.yaml"], "tiny.yaml is no run"),
     kind("resume without a name", ["fit", "--resume"], "--resume", "expected one argument"),
     kind("resume of a run with no config", ["fit", "--resume", "bare", "--config", "tiny.yaml"], "bare is no run"),
@@ -269,7 +269,7 @@ KINDS = [
         "nor can the 1 before it",
         "put back",
     ),
-    kind("test of nothing", ["test", "nowhere"], "nowhere is no run"),
+    kind("test of nothing", ["test", "nowhere"], "nowhere: folder not found"),
     kind("test without a run", ["test"], "run: "),
     kind("test without a checkpoint", ["test", "bare-config"], "bare-config holds a run", "but no checkpoint"),
     kind(

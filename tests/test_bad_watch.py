@@ -86,7 +86,7 @@ KINDS = [
         "callbacks: EarlyStopping: no round will have global/acc or client/acc_mean",
         "scenario.local_test",
     ),
-    kind("mode", callback("EarlyStopping", mode="best"), "mode: got 'best', expected max | min"),
+    kind("mode", callback("EarlyStopping", mode="best"), "mode: got 'best', expected auto | max | min"),
     # Numbers
     kind("patience", callback("EarlyStopping", patience=-3), "callbacks: EarlyStopping.patience: -3 is below 1"),
     *(
@@ -466,7 +466,7 @@ def test_nan_is_the_worst_there_is(mode, values, best):
 
 
 def test_a_mode_is_max_or_min():
-    with pytest.raises(ConfigError, match=r"callbacks: EarlyStopping.mode: 'maximum' is neither max nor min"):
+    with pytest.raises(ConfigError, match=r"callbacks: EarlyStopping.mode: 'maximum' is none of auto, max and min"):
         EarlyStopping(mode="maximum")
 
 

@@ -97,6 +97,19 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     assert run.checkpoints.read(2).round == 2
 
 
+@pytest.mark.parametrize(("mode", "scores"), [("max", [1, 9, 9, 2]), ("min", [9, 1, 1, 2])])
+def test_of_equally_good_rounds_the_first_is_the_best(tmp_path, mode, scores):
+    class Scripted(RoundCallback):
+        def on_round_metrics(self, run, metrics):
+            metrics["score"] = scores[run.round - 1]
+
+    keeper = Checkpointing(every=1, keep_last=1, monitor="score", mode=mode)
+    run = experiment(tmp_path, rounds=4, callbacks=[Scripted(), keeper])
+    run.fit()
+    assert keeper.best_round == 2
+    assert run.checkpoints.rounds() == [4, 2]
+
+
 def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):
     run = experiment(tmp_path, rounds=5, checkpoint_every=2, keep_checkpoints=9)
     run.fit()

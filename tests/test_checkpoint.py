@@ -65,6 +65,28 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert (newest.round, flatten(newest.state)) == (3, flatten(STATE))
 
 
+def test_files_are_on_disk_before_the_folder_is_renamed_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut keeps what was flushed: content and entries first, then the entry of the folder itself."""
+    steps: list[tuple[str, str]] = []
+    rename = Path.rename
+
+    def flushed(handle: int) -> None:
+        steps.append(("flush", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+
+    def renamed(path: Path, target: Path) -> Path:
+        steps.append(("rename", path.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    CheckpointFolder(tmp_path / "checkpoints").write(3, STATE)
+    place = steps.index(("rename", "round-000003"))
+    assert {name for _, name in steps[:place]} == {"state.pt", "manifest.json", "round-000003"}
+    assert steps[place + 1 :] == [("flush", "checkpoints")]
+
+
 def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path).write(12, STATE)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.pt"]

@@ -424,6 +424,19 @@ def test_a_half_finished_run_is_finished_by_resume(half_finished, finished):
     assert untimed_rows(half_finished) == untimed_rows(finished[0])
 
 
+def test_a_resumed_run_stays_in_its_folder(finished, here):
+    outcome = run("fit", "--resume", finished[0], "--run_dir", "other")
+    assert outcome.code == 2
+    assert f"--run_dir: a resumed run stays in its folder ({finished[0]}). Leave --run_dir out" in outcome.err
+    assert not Path("other").exists()
+
+
+def test_a_checkpoint_of_five_thousand_digits_is_none(finished):
+    outcome = run("test", finished[0], "--checkpoint", "1" * 5000)
+    assert outcome.code == 2
+    assert "--checkpoint: no checkpoint '11111111111111111111'...; there are last, best and rounds" in outcome.err
+
+
 def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
     before = contents(run_dir)

@@ -210,6 +210,26 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     assert compared(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("client/acc_mean", 0.5),
+        ("global/r2_score", 0.5),
+        ("global/mae", 0.25),
+        ("client/mae_mean", 0.25),
+        ("global/mean_absolute_error", 0.25),
+        ("client/mean_squared_error_weighted", 0.25),
+        ("client/calibration_error_worst_decile", 0.25),
+        ("client/acc_std", 0.25),
+        ("client_3/train_loss", 0.25),
+    ],
+)
+def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
+    write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
+    found = compared(tmp_path, metric=metric)
+    assert (found.lower, found.groups[0].best.mean) == (best == 0.25, best)
+
+
 def test_reaching_a_target_is_counted_by_brute_force(tmp_path, rng):
     series = [rng.uniform(0.3, 0.8, 12) for _ in range(5)]
     for seed, accs in enumerate(series):
@@ -549,7 +569,28 @@ def test_markdown_and_the_screen_show_letters_and_obey_none():
     assert sheet.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
     assert sheet.plain().splitlines()[2] == f"{told}  1 ± 2"
     assert Sheet(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"
-    assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [name, "1 ± 2"]
+    assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [told, "1 ± 2"]
+
+
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "-1e5x", "'=1\n=2", "-1 ± =2"]
+PLAIN = ["", "-", "FedAvg", "a=b", "-1.5", "+2", "-1e-05", "-.5", "-inf", "nan", "-0.5 ± 0.25", "-0.5 ± 0.25 **"]
+
+
+def test_csv_has_no_cell_that_a_spreadsheet_executes():
+    sheet = Sheet(["=head", "x"], [[cell, "1"] for cell in FORMULAS + PLAIN])
+    header, *rows = csv.reader(io.StringIO(sheet.csv()))
+    assert header[0] == "'=head"
+    cells = [row[0] for row in rows]
+    assert not any(re.match(r"[=+\-@\t\r]", cell) for cell in cells[: len(FORMULAS)])
+    assert not any(re.search(r"[\t\r\n]", cell) for cell in cells)
+    assert cells[len(FORMULAS) :] == PLAIN
+
+
+def test_a_strangers_settings_are_no_formulas_in_csv(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5], arguments={"note": '=HYPERLINK("http://x")\n=1'})
+    write(tmp_path, "FedAvg", 0, [0.75], arguments={"note": -1})
+    rows = list(csv.DictReader(io.StringIO(run("compare", tmp_path, "--format", "csv").out)))
+    assert {row["algorithm.note"] for row in rows} == {'\'=HYPERLINK("http://x") =1', "-1"}
 
 
 def test_values_are_told_as_in_yaml():
@@ -572,7 +613,7 @@ def test_values_are_told_as_in_yaml():
         (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),
         (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
         (["--mode", "up"], "mode: got 'up', expected max | min"),
-        (["--target", "high"], "target: got"),
+        (["--target", "high"], "--target: got"),
         (["--where", "alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["--where", "seed=7"], "none of 2 runs has seed=7"),
     ],
@@ -585,6 +626,38 @@ def test_what_cannot_be_is_one_line(words, why, tmp_path):
     assert err.startswith("fl-lightning: error: ")
     assert why in err
     assert err.count("\n") == 1
+
+
+def test_one_group_has_no_reference(tmp_path):
+    write(tmp_path, "FedAvg")
+    code, out, err = run("compare", tmp_path, "--reference", "Foo")
+    wanted = "--reference: all runs have the same settings, so there is only one group. Add other runs"
+    assert (code, out, err) == (2, "", f"fl-lightning: error: {wanted}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["compare"], "runs: not given. Write it after the command; `fl-lightning compare --help` shows how"),
+        (["test"], "run: not given. Write it after the command; `fl-lightning test --help` shows how"),
+        (["compare", "nowhere"], "nowhere: no such folder"),
+        (["test", "nowhere"], "nowhere: folder not found"),
+        (["fit", "--resume", "nowhere"], "nowhere: folder not found"),
+        (["watch", "{run}", "--every", "nan"], "--every: got 'nan', expected float"),
+        (["watch", "{run}", "--every", ".nan"], "--every: nan is no finite number"),
+        (["watch", "{run}", "--every", "1e30"], "--every: 1e+30 is outside [0, 86400]"),
+        (["report", "{run}", "-o", ""], "-o: the name is empty. Name a file, such as report.html"),
+        (["reproduce", "fedskc_table5", "--workers", "0"], "--workers: 0 is below 1"),
+        (["sweep", "digits_fedskc_tau", "--threads", "0"], "--threads: 0 is below 1"),
+    ],
+)
+def test_commands_about_many_runs_name_what_is_wrong(words, why, tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    write(folder, "FedAvg")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*(word.format(run=folder) for word in words))
+    assert (code, out, err) == (2, "", f"fl-lightning: error: {why}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 @pytest.mark.filterwarnings("always")

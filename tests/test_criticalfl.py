@@ -77,8 +77,18 @@ def test_the_detector_equals_the_authors_list(least, most, delta, norms):
             torch.equal(state[name], value) for name, value in before.items()
         )  # new tensors, the old as they were
         state = after
-        if round % 2 == 0:
+        if (round + 1) % 2 == 0:  # before rounds 2, 4, ..., at the norms of the round before
             server.look(norm)
+
+
+def test_participants_double_before_rounds_two_four_and_six():
+    periods, method, seen = CriticalPeriods(), CriticalFL(), []
+    state = periods.initial() | {"most": torch.tensor(96)}
+    for _ in range(12):
+        seen.append((method.cohort({CRITICAL: state}, 16, 128), bool(state["critical"])))
+        state = periods.after(state, 0.0, seen[-1][0])
+    assert [m for m, _ in seen[:6]] == [16, 32, 32, 64, 64, 96]
+    assert [critical for _, critical in seen] == [True] * 11 + [False]  # five looks, before rounds 2 to 10
 
 
 def test_critical_rounds_double_the_participants_once_and_others_halve_them():
@@ -193,9 +203,9 @@ def test_whole_models_of_more_participants_change_their_number_alone(tmp_path, m
     method = CriticalFL(max_share=1.0, keep=1.0)
     run = experiment(tmp_path / "run", method, model=model, clients_per_round=3, rounds=3)
     run.fit()
-    assert [row["comm/up_bytes"] // run.csv.rows[0]["comm/up_bytes"] for row in run.csv.rows] == [1, 1, 2]
-    six = experiment(tmp_path / "six", method, model=model, rounds=2)
-    avg = experiment(tmp_path / "avg", FedAvg(), model=model, rounds=2)
+    assert [row["comm/up_bytes"] // run.csv.rows[0]["comm/up_bytes"] for row in run.csv.rows] == [1, 2, 2]
+    six = experiment(tmp_path / "six", method, model=model, clients_per_round=6, rounds=2)
+    avg = experiment(tmp_path / "avg", FedAvg(), model=model, clients_per_round=6, rounds=2)
     six.fit()
     avg.fit()
     assert same_bytes(six.state["model"], avg.state["model"])

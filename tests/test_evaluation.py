@@ -139,11 +139,13 @@ ROWS: list[dict[str, Any]] = [
 
 
 def test_the_best_round_is_the_first_of_equals() -> None:
-    assert best_and_last(ROWS, "global/acc") == {"last": 0.625, "best": 0.75, "best_round": 3}
+    told = best_and_last(ROWS, "global/acc")
+    assert told == {"last": 0.625, "last10": 0.65625, "best": 0.75, "best_round": 3}
 
 
 def test_best_and_last_look_at_the_rounds_that_have_the_metric() -> None:
-    assert best_and_last(ROWS, "client/acc_mean") == {"last": 0.125, "best": 0.25, "best_round": 3}
+    told = best_and_last(ROWS, "client/acc_mean")
+    assert told == {"last": 0.125, "last10": 0.1875, "best": 0.25, "best_round": 3}
     assert best_and_last(ROWS, "personal_on_global/acc_mean") == {}
 
 
@@ -169,12 +171,15 @@ def test_a_run_comes_to_its_figures() -> None:
     assert summarize(ROWS, [0.5, 0.7, 0.95]) == {
         "rounds": 5,
         "global/acc_last": 0.625,
+        "global/acc_last10": 0.65625,
         "global/acc_best": 0.75,
         "global/acc_best_round": 3,
         "client/acc_mean_last": 0.125,
+        "client/acc_mean_last10": 0.1875,
         "client/acc_mean_best": 0.25,
         "client/acc_mean_best_round": 3,
         "client/acc_weighted_last": 0.5,
+        "client/acc_weighted_last10": 0.4375,
         "client/acc_weighted_best": 0.5,
         "client/acc_weighted_best_round": 4,
         "R_0.5": 1,

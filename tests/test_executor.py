@@ -1,5 +1,6 @@
 """Points carried out side by side: what came of each, whatever is stopped or killed."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,7 @@ from test_processes import alive, gone
 from fl_lightning.errors import ConfigError
 from fl_lightning.run_folder import alone
 from fl_lightning.study import executor
-from fl_lightning.study.executor import Outcome, Point, carry_out, outcome_before
+from fl_lightning.study.executor import DiskFull, Outcome, Point, carry_out, outcome_before
 
 WITNESS = '''
 import os, torch
@@ -39,6 +40,17 @@ class Slow(LossTerm):
     def forward(self, step):
         import time
         time.sleep(0.02 if self.round > 1 else 0)
+        return step.logits.sum() * 0
+
+class NoRoom(LossTerm):
+    """Finds the disk full in round 2, until a file says that it is not."""
+
+    def begin(self, module):
+        self.full = module.round == 2 and not os.path.exists("room")
+
+    def forward(self, step):
+        if self.full:
+            raise OSError(28, "No space left on device")
         return step.logits.sum() * 0
 '''
 LEADER = """
@@ -118,6 +130,29 @@ def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
     (retried,) = carry_out([mended], threads=1)
     assert (retried.code, retried.reason) == (1, diverged)
     assert (here / "points/nan/log.txt").read_text().count(diverged) == 2
+
+
+def test_a_full_disk_ends_all_and_is_no_points_failure(here, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    points = [point(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
+    words = r"^points/0: No space left on device\. Free disk space; the same command goes on from here\.$"
+    with pytest.raises(DiskFull, match=words):
+        list(carry_out(points, threads=1))
+    assert not list(here.rglob("failed.txt"))
+    assert not (here / "points/1").exists()
+    (here / "room").touch()
+    assert [outcome.code for outcome in carry_out(points, threads=1)] == [0, 0]
+    assert len(rows(here / "points/0")) == 3
+
+
+def test_no_room_for_a_points_reason_ends_all_too(here, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(executor, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left on device: 'points/nan/failed"):
+        list(carry_out([point("nan", "--optimizer.lr=1e30")], threads=1))
+    assert outcome_before(point("nan")) is None  # it is tried again
 
 
 def test_the_next_point_is_asked_for_when_there_is_a_worker_for_it():

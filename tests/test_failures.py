@@ -1,11 +1,13 @@
 """What happens when a client fails."""
 
+import re
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes
+from experiments import ONE_EPOCH, NormMLP, digits, experiment, same_bytes
+from test_stacked import Spoilt
 
 from fl_lightning.algorithms import Aggregator, FedAvg
 from fl_lightning.client import LossTerm
@@ -94,6 +96,32 @@ def test_dropping_goes_on_without_the_client(tmp_path):
     without = experiment(tmp_path / "without", Without(), rounds=1)
     without.fit()
     assert same_bytes(run.state["model"], without.state["model"])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:StackedEngine")
+@pytest.mark.parametrize("engine", ["relay", "alone", "stacked", "processes"])
+def test_each_engine_drops_some_clients_and_goes_on_with_the_others(tmp_path, engine, processes):
+    engine = processes if engine == "processes" else ENGINES[engine]()
+    sizes = [len(shard.train) for shard in digits().build(0).shards]
+    failing = {1, 4}
+    spoilt = FedAvg(loss_terms=[Spoilt("nan", {sizes[client] for client in failing})])
+    options = {"clients_per_round": None, "rounds": 2, "trainer": ONE_EPOCH | {"precision": "64-true"}}
+    run = experiment(tmp_path / "drop", spoilt, engine=engine, on_client_failure="drop", **options)
+    with pytest.warns(UserWarning, match="dropped from this round") as seen:
+        run.fit()
+    dropped = [found for one in seen if (found := re.match(r"client (\d), round (\d): .*; dropped", str(one.message)))]
+    assert sorted(found.groups() for found in dropped) == [("1", "1"), ("1", "2"), ("4", "1"), ("4", "2")]
+    assert [row["client/failed"] for row in run.csv.rows] == [2, 2]
+
+    class Without(FedAvg):
+        def aggregate(self, state, uploads):
+            return super().aggregate(state, (u for u in uploads if u.client not in failing))
+
+    without = experiment(tmp_path / "without", Without(loss_terms=[Spoilt("nan", set())]), **options)
+    without.fit()
+    for name, tensor in without.state["model"].items():
+        torch.testing.assert_close(run.state["model"][name], tensor, rtol=1e-9, atol=1e-9)
 
 
 def test_too_few_clients_end_the_run(tmp_path):

@@ -23,7 +23,7 @@ def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
 
     data = digits().build(seed)
     x, y = data.data.x_train, data.data.y_train
-    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0]) >> 1)
     model = MLP(in_shape=(1, 8, 8), num_classes=10, hidden=(16,))
     for round in range(1, rounds + 1):
         chosen = np.random.default_rng(spawned(3, round)).choice(6, 4, replace=False)
@@ -31,7 +31,7 @@ def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
         for client in sorted(chosen.tolist()):
             local = copy.deepcopy(model)
             optimizer = torch.optim.SGD(local.parameters(), lr=lr, momentum=momentum)
-            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0] >> 1)
+            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0]) >> 1
             shuffle = torch.Generator().manual_seed(order_seed)
             own = data.shards[client].train
             for _ in range(epochs):

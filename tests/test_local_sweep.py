@@ -1,13 +1,16 @@
 """A W&B sweep carried out here: the points that the file asks for, each once, whatever is killed."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,6 +22,7 @@ from statistics import mean, stdev
 import numpy as np
 import optuna
 import pytest
+import sqlalchemy
 import yaml
 from commands import TINY, contents, run, summary, table, tiny
 from optuna.samplers import TPESampler
@@ -31,6 +35,7 @@ from fl_lightning.study import sweep as sweeps
 from fl_lightning.study.executor import FAILED, Outcome
 from fl_lightning.study.sweep import Result, Study, carry_out_sweep, ranked
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.study.sweep_metric import check_metric
 
 GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min": 2, "max": 4}, "c": {"value": True}}
 NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1.0}}
@@ -377,7 +382,8 @@ def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
 
 def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     metric = {"name": "global/acc", "goal": "minimize"}
-    sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
+    with pytest.warns(UserWarning, match="takes the worst global/acc"):
+        sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
     results = faked(monkeypatch, tmp_path, sweep, Fake(lambda v: [(v["x"] - 0.3) ** 2]), count=20)
     assert abs(float(ranked(results, sweep.maximize)[0].settings["x"]) - 0.3) < 0.05
     assert sweep.maximize is False
@@ -508,8 +514,79 @@ def test_an_accuracy_that_is_never_reached_is_a_failure_and_not_a_zero(tmp_path,
     assert (result.state, result.reason) == ("failed", "R_0.9 is never reached")
 
 
+@pytest.mark.parametrize(
+    ("metric", "goal", "better"),
+    [
+        ("global/acc", "minimize", "maximize"),
+        ("client/acc_mean_best", "minimize", "maximize"),
+        ("client/f1_score_weighted_last", "minimize", "maximize"),
+        ("global/mean_absolute_error", "maximize", "minimize"),
+        ("client/loss_mean", "maximize", "minimize"),
+        ("R_0.9", "maximize", "minimize"),
+    ],
+)
+def test_a_goal_that_takes_the_worst_for_the_best_is_warned_of(metric, goal, better):
+    line = f"metric: goal {goal} takes the worst {metric} for the best. Set goal: {better}."
+    with pytest.warns(UserWarning, match=line):
+        assert parsed(metric={"name": metric, "goal": goal}).maximize is (goal == "maximize")
+    assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
+
+
+@pytest.mark.parametrize(
+    ("metric", "method", "parameters", "refused"),
+    [
+        (
+            "global/acc",
+            "grid",
+            {"algorithm": {"value": "Local"}},
+            "global/acc with algorithm Local. Use client/acc_mean.",
+        ),
+        (
+            "global/acc_best",
+            "grid",
+            {"algorithm": {"values": ["FedAvg", "FedPer"]}},
+            "with algorithm FedPer. Use client/",
+        ),
+        (
+            "global/acc",
+            "random",
+            {"algorithm": {"values": ["FedAvg", "Local"]}},
+            "with algorithm Local. Use client/acc",
+        ),
+        ("global/ac", "random", {"optimizer.lr": {"min": 0.1, "max": 0.2}}, "no round has global/ac. Use global/acc."),
+        (
+            "client/f1_score_mean",
+            "grid",
+            {"seed": {"values": [0, 1]}},
+            "no round has client/f1_score_mean. Use client/",
+        ),
+    ],
+)
+def test_a_metric_that_a_method_never_has_is_refused_before_the_first_run(
+    metric, method, parameters, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    command = ["${program}", "fit", "--config", "tiny.yaml", "${args}"]
+    goal = {"name": metric, "goal": "maximize"}
+    Path("some.yaml").write_text(yaml.safe_dump(content(method, parameters, command=command, metric=goal, run_cap=2)))
+    outcome = run("sweep", "some.yaml")
+    assert outcome.code == 2
+    assert outcome.err.startswith("fl-lightning: error: metric: no round has ")
+    assert refused in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("metric", ["client/acc_mean", "client/acc_mean_best", "R_0.5", "client/train_loss"])
+def test_a_metric_that_every_point_has_is_let_by(metric):
+    goal = "minimize" if metric in ("R_0.5", "client/train_loss") else "maximize"
+    parameters = {"algorithm": {"values": ["FedAvg", "Local"]}, "rounds": {"value": 1}}
+    check_metric(parsed("grid", parameters, metric={"name": metric, "goal": goal}))
+
+
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
-    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac"})
+    sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac", "goal": "maximize"})
     message = "metric: there is no global/ac in this run; there are global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -542,6 +619,7 @@ def curve(values):
     return (np.cumsum(rng.random(9)) / 9).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:metric. goal minimize takes the worst")
 @pytest.mark.parametrize(
     ("goal", "early", "options", "last"),
     [
@@ -603,7 +681,8 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 
 
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
-    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": {"name": "global/acc_best"}}
+    metric = {"name": "global/acc_best", "goal": "maximize"}
+    more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": metric}
     message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
     fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -745,6 +824,112 @@ def test_a_mistake_may_be_mended_until_a_point_has_begun(tmp_path, monkeypatch):
     file.write_text(file.read_text() + "name: another\nrun_cap: 1\ndescription: told\n")
     (tmp_path / "tiny.yaml").write_text(TINY)
     assert run("sweep", file).code == 0
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """A folder with a finished sweep of three points that random numbers made."""
+    monkeypatch.chdir(tmp_path)
+    write_sweep(tmp_path, {"x": {"min": 0.0, "max": 1.0}}, method="random")
+    monkeypatch.setattr(sweeps, "carry_out", Fake(lambda values: [values["x"]]))
+    assert run("sweep", "small.yaml", "--count", "3").code == 0
+    return tmp_path / "runs/sweeps/small"
+
+
+def set_to_sql(statement):
+    def change(path):
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute(statement)
+
+    return change
+
+
+DAMAGE = {
+    "no database": lambda path: path.write_bytes(b"text\n" * 1000),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "page lost": lambda path: path.write_bytes((old := path.read_bytes())[:4096] + bytes(8192) + old[12288:]),
+    "no study": set_to_sql("UPDATE studies SET study_name = 'other'"),
+    "no folder": set_to_sql("DELETE FROM trial_user_attributes WHERE key = 'folder'"),
+    "no point": set_to_sql("DELETE FROM trial_user_attributes WHERE key = 'point'"),
+    "not JSON": set_to_sql("UPDATE trial_user_attributes SET value_json = '{'"),
+    "no parameters": set_to_sql("DELETE FROM trial_params"),
+    "no table": set_to_sql("DROP TABLE trial_values"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_study_is_named_and_left_as_it_is(damage, swept):
+    DAMAGE[damage](swept / "study.db")
+    before = contents(swept)
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert outcome.err.startswith("fl-lightning: error: runs/sweeps/small/study.db: damaged (")
+    assert outcome.err.endswith("). Restore it from a backup, or choose another folder with --out.\n")
+    assert "http" not in outcome.err
+    assert {name: bytes for name, bytes in contents(swept).items() if name != ".owner"} == {
+        name: bytes for name, bytes in before.items() if name != ".owner"
+    }
+
+
+@pytest.mark.parametrize("left", ["study.db", "points"])
+def test_a_sweep_that_lost_its_sweep_yaml_is_not_begun_anew(left, swept):
+    (swept / "sweep.yaml").unlink()
+    shutil.rmtree(swept / "points") if left == "study.db" else (swept / "study.db").unlink()
+    before = contents(swept)
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert outcome.code == 2
+    message = f"runs/sweeps/small: sweep.yaml not found, but {left} of a sweep. Put it back, or choose another folder"
+    assert outcome.err == f"fl-lightning: error: {message} with --out.\n"
+    assert contents(swept).keys() == before.keys()
+
+
+def test_a_study_that_lost_its_points_is_not_deleted_for_another_sweep(swept):
+    shutil.rmtree(swept / "points")
+    database = (swept / "study.db").read_bytes()
+    outcome = run("sweep", "small.yaml", "--count", "3", "--seed", "7")
+    assert (outcome.code, outcome.err.count("holds another sweep: seed (0 -> 7); leave it")) == (2, 1)
+    assert (swept / "study.db").read_bytes() == database
+
+
+def test_a_lost_study_is_named_where_points_are_left(swept):
+    (swept / "study.db").unlink()
+    before = contents(swept).keys()
+    outcome = run("sweep", "small.yaml", "--count", "3")
+    assert outcome.code == 2
+    message = "runs/sweeps/small: study.db not found, but points of a sweep. Put it back, or choose another folder"
+    assert outcome.err == f"fl-lightning: error: {message} with --out.\n"
+    assert contents(swept).keys() == before
+
+
+# --- A full disk ---
+
+
+def test_a_study_without_room_ends_the_sweep_and_is_gone_on_with(swept, monkeypatch):
+    """SQLite says that the disk is full where its file may not grow."""
+    usual = sweeps.storage_at
+
+    def full(path):
+        storage = usual(path)
+        with storage.engine.connect() as connection:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
+
+        @sqlalchemy.event.listens_for(storage.engine, "checkout")
+        def limit(connection, *_):
+            connection.execute(f"PRAGMA max_page_count={pages + 1}")
+
+        return storage
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeps, "storage_at", full)
+        outcome = run("sweep", "small.yaml", "--count", "60")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    reason = (
+        "runs/sweeps/small/study.db: database or disk is full. Once that is fixed, the same command goes on from here."
+    )
+    assert outcome.err == f"fl-lightning: error: {reason}\n"
+    assert run("sweep", "small.yaml", "--count", "60").code == 0
+    assert [line["state"] for line in told(swept)] == ["complete"] * 60
 
 
 def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Metrics of torchmetrics beside loss and accuracy, against scikit-learn on the same predictions."""
 
 import re
+from dataclasses import replace
 
 import commands
 import numpy as np
@@ -9,16 +10,32 @@ import torch
 import torchmetrics
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
-from sklearn.metrics import f1_score, mean_squared_error, r2_score, roc_auc_score
-from test_objectives import made
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    balanced_accuracy_score,
+    cohen_kappa_score,
+    confusion_matrix,
+    f1_score,
+    fbeta_score,
+    jaccard_score,
+    matthews_corrcoef,
+    mean_squared_error,
+    precision_score,
+    r2_score,
+    recall_score,
+    roc_auc_score,
+)
+from test_objectives import Made, made
 
 from fl_lightning.algorithms import Local
-from fl_lightning.data import Digits, Pathological, Scenario
+from fl_lightning.data import IID, Digits, Pathological, Scenario
 from fl_lightning.errors import ConfigError
 from fl_lightning.evaluation import Evaluation
 from fl_lightning.measures import measures_of, snake_case
 from fl_lightning.metrics import is_lower_better
 from fl_lightning.objectives import Classification, MultiLabel, Regression
+from fl_lightning.report.comparison import compare
 
 F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
 
@@ -154,8 +171,51 @@ def test_metrics_are_watched_and_summed_up(tmp_path):
     assert watchers[0].best == max(row["client/f1_score_mean"] for row in run.csv.rows)
 
 
+@pytest.mark.parametrize(("monitor", "better"), [("global/calibration_error", min), ("global/f1_score", max)])
+def test_monitors_know_which_way_is_better(tmp_path, monitor, better):
+    watchers = [EarlyStopping(monitor, patience=9), Checkpointing(monitor=monitor)]
+    names = ["CalibrationError", "F1Score"]
+    run = experiment(tmp_path, rounds=4, callbacks=watchers, evaluation=Evaluation(metrics=names))
+    run.fit()
+    wanted = better(row[monitor] for row in run.csv.rows)
+    assert watchers[1].best == wanted
+    assert abs(watchers[0].best) == wanted
+
+
+class Gap(torchmetrics.Metric):
+    """A metric of a user's own that is better lower: the share that is wrong."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("wrong", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, preds, target) -> None:
+        self.wrong += (preds.argmax(dim=1) != target).sum()
+        self.n += len(target)
+
+    def compute(self):
+        return self.wrong / self.n
+
+
+def test_a_metric_of_ones_own_that_is_better_lower(tmp_path):
+    watcher = Checkpointing(monitor="global/gap_error")
+    how = Evaluation("received", metrics=[f"{__name__}.Gap"])
+    run = experiment(tmp_path, rounds=4, callbacks=[watcher], evaluation=how)
+    fitted = run.fit()
+    summary = fitted.summary
+    series = [row["global/gap_error"] for row in run.csv.rows]
+    assert summary["global/gap_error_best"] == watcher.best == min(series)
+    (group,) = compare([fitted], metric="global/gap_error").groups
+    assert group.best.mean == min(series)
+    last = run.csv.rows[-1]
+    assert last["client/gap_error_worst_decile"] == pytest.approx(1 - last["client/acc_worst_decile"], rel=1e-6)
+
+
 def test_the_worst_of_an_error_is_told_as_such(tmp_path):
-    watcher = EarlyStopping("global/calibration_error")
+    watcher = EarlyStopping("global/calibration_error", mode="max")
     run = experiment(tmp_path, callbacks=[watcher], evaluation=Evaluation(metrics=["CalibrationError"]))
     with pytest.warns(UserWarning, match="max takes the worst global/calibration_error for the best; set mode min"):
         run.fit()
@@ -249,7 +309,12 @@ def test_a_metric_of_ones_own(tmp_path):
             "MulticlasF1Score",
             "torchmetrics has no 'MulticlasF1Score' for Classification; did you mean MulticlassF1Score",
         ),
-        ("f1score", "torchmetrics has no 'f1score' for Classification; did you mean MulticlassF1Score?"),
+        ("f1scor", "torchmetrics has no 'f1scor' for Classification; did you mean MulticlassF1Score?"),
+        ("BinaryAUROC", "BinaryAUROC is for two classes, this dataset has 10. Use MulticlassAUROC."),
+        (
+            "torchmetrics.classification.BinaryF1Score",
+            "BinaryF1Score is for two classes, this dataset has 10. Use MulticlassF1Score.",
+        ),
         ("MultilabelF1Score", "has no 'MultilabelF1Score' for Classification; did you mean MulticlassF1Score?"),
         ("MeanSquaredError", "torchmetrics has no 'MeanSquaredError' for Classification; "),
         ("no_such.Metric", "there is no class 'no_such.Metric'"),
@@ -270,6 +335,10 @@ def test_a_metric_of_ones_own(tmp_path):
         ({"f1": "F1Score", "acc": "Accuracy"}, "is none of class_path and init_args"),
         ({"f1/macro": "F1Score"}, "name: 'f1/macro' is no name of its own"),
         ({"acc": {"class_path": "F1Score"}}, "name: 'acc' is no name of its own"),
+        (
+            {"gap": f"{__name__}.Gap"},
+            "'gap' does not say that less of it is better; name it gap_error, say",
+        ),
         (
             {"f1_error": "F1Score"},
             "'f1_error' does not say that more of it is better; name it f1_error_score, say",
@@ -323,3 +392,126 @@ def test_metrics_get_probabilities_even_where_logits_could_be_some():
     running = one.begun()
     running.update(*Classification().predictions(torch.tensor([[0.0, 1.0]] * 4), torch.ones(4, dtype=torch.int64)))
     assert running.value() == pytest.approx(1 - float(torch.tensor(1.0).sigmoid()), abs=1e-6)
+
+
+# --- Two classes ---
+
+
+def specificity_score(y, predicted):
+    """True negatives among negatives, from the confusion matrix."""
+    ((right, wrong), _) = confusion_matrix(y, predicted)
+    return right / (right + wrong)
+
+
+OF_CLASSES = {
+    "Accuracy": accuracy_score,
+    "F1Score": f1_score,
+    "BinaryF1Score": f1_score,
+    "Precision": precision_score,
+    "Recall": recall_score,
+    "recall": recall_score,
+    "sensitivity": recall_score,
+    "Specificity": specificity_score,
+    "specificity": specificity_score,
+    "JaccardIndex": jaccard_score,
+    "CohenKappa": cohen_kappa_score,
+    "MatthewsCorrCoef": matthews_corrcoef,
+}
+OF_SHARES = {
+    "AUROC": roc_auc_score,
+    "BinaryAUROC": roc_auc_score,
+    "torchmetrics.classification.BinaryAUROC": roc_auc_score,
+    "AveragePrecision": average_precision_score,
+}
+
+
+def measured_on(spec, logits, y, positive=1):
+    (one,) = measures_of([spec], Classification(), logits.shape[1], positive)
+    running = one.begun()
+    for batch in (slice(0, 7), slice(7, None)):
+        running.update(*Classification().predictions(logits[batch], y[batch]))
+    return running.value()
+
+
+@pytest.mark.parametrize("positive", [0, 1])
+@pytest.mark.parametrize("spec", [*OF_CLASSES, *OF_SHARES])
+def test_metrics_of_two_classes_are_scikit_learns(spec, positive):
+    rng = torch.Generator().manual_seed(3)
+    logits, y = torch.randn(60, 2, generator=rng), (torch.rand(60, generator=rng) < 0.3).long()
+    truth = (y == positive).numpy().astype(int)
+    share = logits.softmax(dim=1)[:, positive].numpy()
+    wanted = OF_CLASSES[spec](truth, share > 0.5) if spec in OF_CLASSES else OF_SHARES[spec](truth, share)
+    assert measured_on(spec, logits, y, positive) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_metrics_of_two_classes_take_their_options():
+    logits, y = torch.randn(60, 2, generator=torch.Generator().manual_seed(4)), torch.tensor([0, 1, 1] * 20)
+    spec = {"class_path": "FBetaScore", "init_args": {"beta": 2.0}}
+    wanted = fbeta_score(y, logits.argmax(dim=1), beta=2)
+    assert measured_on(spec, logits, y) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_f1_of_two_classes_is_no_mean_over_both():
+    y = torch.tensor([1] * 44 + [0] * 178 + [1] * 22 + [0] * 23)
+    predicted = torch.tensor([1] * 44 + [0] * 178 + [0] * 22 + [1] * 23)
+    logits = torch.nn.functional.one_hot(predicted, 2).float()
+    assert round(f1_score(y, predicted, average="macro"), 3) == 0.775
+    assert round(measured_on("F1Score", logits, y), 3) == round(f1_score(y, predicted), 3) == 0.662
+    assert round(measured_on("MulticlassF1Score", logits, y), 3) == 0.775, "asked for by its whole name"
+
+
+def test_auroc_of_one_of_two_classes_alone_is_not_defined():
+    assert np.isnan(measured_on("AUROC", torch.randn(20, 2), torch.ones(20, dtype=torch.int64)))
+
+
+class TwoClasses(Made):
+    """Whether the first number is above 0."""
+
+    def load(self):
+        loaded = super().load()
+        y_train, y_test = ((y > 0).long() for y in (loaded.y_train, loaded.y_test))
+        return replace(loaded, y_train=y_train, y_test=y_test, num_classes=2)
+
+
+def test_a_run_on_two_classes_measures_the_positive_one(tmp_path):
+    scenario = Scenario(TwoClasses("one number"), IID(), 6)
+    for positive in (0, 1):
+        how = Evaluation(metrics=["F1Score", "AUROC", "Recall"], positive_class=positive)
+        run = experiment(tmp_path / str(positive), scenario=scenario, evaluation=how)
+        run.fit()
+        data, last = run.data.data, run.csv.rows[-1]
+        share = predictions(run, run.worker.shared_module(run.state["model"]), data.x_test)[:, positive]
+        truth = (data.y_test == positive).numpy()
+        assert last["global/f1_score"] == pytest.approx(f1_score(truth, share > 0.5), abs=1e-6)
+        assert last["global/auroc"] == pytest.approx(roc_auc_score(truth, share), abs=1e-6)
+        assert last["global/recall"] == pytest.approx(recall_score(truth, share > 0.5), abs=1e-6)
+        assert {"client/f1_score_mean", "client/auroc_mean"} <= last.keys()
+
+
+def test_a_positive_class_is_one_of_two():
+    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: must be 0 or 1 \(2\)"):
+        Evaluation(positive_class=2)
+    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: only two-class tasks have one \(0\)"):
+        measures_of([], Classification(), 10, 0)
+
+
+def test_metrics_of_three_classes_are_scikit_learns():
+    rng = torch.Generator().manual_seed(5)
+    logits, y = torch.randn(90, 3, generator=rng), torch.randint(3, (90,), generator=rng)
+    predicted, shares = logits.argmax(dim=1), logits.softmax(dim=1)
+    wanted = {
+        "F1Score": f1_score(y, predicted, average="macro"),
+        "Precision": precision_score(y, predicted, average="macro"),
+        "Recall": recall_score(y, predicted, average="macro"),
+        "Accuracy": balanced_accuracy_score(y, predicted),
+        "AUROC": roc_auc_score(y, shares, multi_class="ovr"),
+        "CohenKappa": cohen_kappa_score(y, predicted),
+        "MatthewsCorrCoef": matthews_corrcoef(y, predicted),
+    }
+    assert {spec: measured_on(spec, logits, y) for spec in wanted} == pytest.approx(wanted, abs=1e-6)
+
+
+def test_metrics_are_found_whatever_their_case():
+    specs = ["f1_score", "sensitivity", "specificity", "auroc"]
+    kinds = [type(one.make()).__name__ for one in measures_of(specs, Classification(), 7)]
+    assert kinds == ["MulticlassF1Score", "MulticlassRecall", "MulticlassSpecificity", "MulticlassAUROC"]

@@ -56,7 +56,7 @@ def by_hand(scenario: Scenario, loss, mu: float = 0.0, rounds: int = 3):
 
     data = scenario.build(SEED)
     x, y = data.data.x_train, data.data.y_train
-    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0] >> 1))
+    torch.manual_seed(int(spawned(2).generate_state(1, np.uint64)[0]) >> 1)
     model = MLP(in_shape=(DIMENSIONS,), num_classes=data.data.num_classes, hidden=(16,))
     for round in range(1, rounds + 1):
         chosen = np.random.default_rng(spawned(3, round)).choice(6, 4, replace=False)
@@ -64,7 +64,7 @@ def by_hand(scenario: Scenario, loss, mu: float = 0.0, rounds: int = 3):
         for client in sorted(chosen.tolist()):
             local, start = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
             optimizer = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
-            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0] >> 1)
+            order_seed = int(spawned(4, round, client).generate_state(1, np.uint64)[0]) >> 1
             shuffle = torch.Generator().manual_seed(order_seed)
             own = data.shards[client].train
             for _ in range(2):

@@ -41,7 +41,7 @@ class PlainClient:
     def fit(self, round, factor=1.0):
         self.optimizer.param_groups[0]["lr"] = self.lr * factor
         key = np.random.SeedSequence(SEED, spawn_key=(4, round, self.client)).generate_state(1, np.uint64)[0]
-        shuffle = torch.Generator().manual_seed(int(key >> 1))
+        shuffle = torch.Generator().manual_seed(int(key) >> 1)
         for _ in range(EPOCHS):
             order = self.own[torch.randperm(len(self.own), generator=shuffle)]
             for batch in order.split(BATCH):
@@ -52,7 +52,7 @@ class PlainClient:
 
 def initial_model():
     key = np.random.SeedSequence(SEED, spawn_key=(2,)).generate_state(1, np.uint64)[0]
-    torch.manual_seed(int(key >> 1))
+    torch.manual_seed(int(key) >> 1)
     return MODEL(in_shape=(1, 8, 8), num_classes=10)
 
 

@@ -145,6 +145,16 @@ def test_the_first_client_seated_draws_its_classes_from_a_dirichlet() -> None:
     assert np.abs(np.var(shares, axis=0).mean() / variance - 1) < 0.1
 
 
+def test_any_client_may_be_the_one_that_gets_what_is_left() -> None:
+    """With a tiny alpha every client but the last holds one class, as far as it goes: the last has the remnants."""
+    labels = np.repeat(np.arange(5), [70, 70, 70, 70, 20])
+    mixed = np.zeros(6)
+    for seed in range(300):
+        parts = Dirichlet(1e-3, 1, "balanced").split(labels, 6, rng(seed))
+        mixed[np.argmax((class_counts(labels, parts) > 0).sum(axis=1))] += 1
+    assert (abs(mixed - 50) < 4 * np.sqrt(300 / 6 * 5 / 6)).all()
+
+
 def test_frequent_classes_stay_frequent_on_balanced_clients() -> None:
     labels = np.repeat([0, 1], [9000, 1000])
     parts = Dirichlet(1000.0, form="balanced").split(labels, 10, rng(0))
@@ -159,6 +169,13 @@ def test_drawn_classes_fit_into_what_is_left(seed: int, alpha: float) -> None:
     assert drawn.sum() == size
     assert (drawn >= 0).all()
     assert (drawn <= left).all()
+
+
+def test_where_a_clients_classes_are_used_up_the_rest_is_drawn_in_proportion_to_what_is_left() -> None:
+    left, size, draws = np.array([0, 900, 100]), 100, 400
+    drawn = sum(draw_classes(np.array([1.0, 0.0, 0.0]), left, size, rng(seed)) for seed in range(draws))
+    assert drawn.sum() == draws * size
+    assert abs(drawn[2] - draws * size * 0.1) < 4 * np.sqrt(draws * size * 0.1 * 0.9)
 
 
 # --- Dirichlet, FedSKC's groups ---

@@ -150,6 +150,15 @@ def test_dirichlet_goes_on_drawing_while_few_are_short() -> None:
     assert [np.bincount(labels[part], minlength=4).tolist() for part in parts] == counts.T.tolist()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_dirichlet_takes_a_draw_whose_smallest_client_has_exactly_min_samples(seed: int) -> None:
+    labels = shuffled_labels(dict.fromkeys(range(4), 300))
+    cuts = (np.cumsum(rng(seed).dirichlet(np.full(5, 2.0), size=4), axis=1)[:, :-1] * 300).astype(int)
+    first_draw = np.diff(cuts, axis=1, prepend=0, append=300).T
+    parts = Dirichlet(2.0, int(first_draw.sum(axis=1).min())).split(labels, 5, rng(seed))
+    assert [np.bincount(labels[part], minlength=4).tolist() for part in parts] == first_draw.tolist()
+
+
 def evened_out(sizes: list[int], least: int) -> list[int]:
     """One sample at a time from whoever holds most to whoever holds least."""
     sizes = sorted(sizes)
@@ -245,6 +254,17 @@ def test_pathological_deals_classes_by_chance() -> None:
         for part in Pathological(2).split(labels, 3, rng(seed))
     }
     assert len(pairs) == 15  # every pair of six classes
+
+
+def test_pathological_pairs_any_two_clients() -> None:
+    """With as many turns as twice the classes, each client shares its classes with one other: any of them."""
+    labels = shuffled_labels(dict.fromkeys(range(6), 20))
+    partners = []
+    for seed in range(200):
+        own, *others = (set(labels[part]) for part in Pathological(2).split(labels, 6, rng(seed)))
+        partners.append(others.index(own))
+    counts = np.bincount(partners, minlength=5)
+    assert (abs(counts - 40) < 4 * sqrt(200 * 0.2 * 0.8)).all()
 
 
 def test_pathological_deals_the_samples_of_a_class_at_random() -> None:

@@ -1,10 +1,12 @@
 """Several processes: the same bytes, whatever is killed, and nothing left behind."""
 
+import math
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -19,7 +21,7 @@ from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.cli import main
 from fl_lightning.client import LossTerm
-from fl_lightning.engines import ProcessesEngine
+from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.engines.relay import Leg
 from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
@@ -242,6 +244,76 @@ def test_and_is_dropped_where_failures_are(tmp_path, engine):
     assert [row["client/failed"] for row in run.csv.rows] == [0, 1]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stopped_process_is_replaced_when_its_time_is_up(tmp_path, times):
+    alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
+    term = Deadly(tmp_path, times, signum=signal.SIGSTOP)
+    stopped = experiment(tmp_path / "stopped", FedSKC(loss_terms=[term]), engine=ProcessesEngine(2, timeout=3))
+    alone.fit()
+    stopped.fit()
+    assert len(list(tmp_path.glob("kill-*"))) == times
+    assert_same_run(alone, stopped)
+
+
+class Hangs(LossTerm):
+    """Never comes back, in a client of so many samples."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples, self.leader = samples, os.getpid()
+
+    def begin(self, module):
+        if os.getpid() != self.leader and int(module.class_counts.sum()) == self.samples:
+            threading.Event().wait()
+
+    def forward(self, step):
+        return step.logits.sum() * 0
+
+
+def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
+    engine = ProcessesEngine(2, timeout=1.5)
+    for choice in ("raise", "drop"):
+        options = {"clients_per_round": None, "rounds": 1, "on_client_failure": choice}
+        run = experiment(tmp_path / choice, engine=engine, **options)
+        run._build()
+        sizes = [len(shard.train) for shard in run.data.shards]
+        victim = sizes.index(max(sizes))
+        run.algorithm = FedAvg(loss_terms=[Hangs(max(sizes))])
+        words = rf"client {victim}, round 1: 3 worker .* after 1.5 seconds without an answer \(engine.timeout\)"
+        outcome = pytest.raises(ClientFailure, match=words) if choice == "raise" else pytest.warns(match=words)
+        with outcome:
+            run.fit()
+    assert run.csv.rows[0]["client/failed"] == 1
+
+
+def test_a_process_that_waits_for_work_or_has_just_been_given_some_is_not_overdue(monkeypatch):
+    """The clock starts with the first task of an idle process, and again with each answer."""
+    now = 0.0
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now)
+    process = object.__new__(processes.Process)
+    process.timeout, process.ready, process._expected = 5.0, True, 0
+    process.connection = types.SimpleNamespace()
+    monkeypatch.setattr(processes, "send", lambda *_: None)
+    monkeypatch.setattr(processes, "receive", lambda _: ((0, 0), (-1,)))
+    monkeypatch.setattr(processes, "MemoryFile", lambda fd: types.SimpleNamespace(read=lambda span: None))
+    monkeypatch.setattr(processes, "unpack", lambda *_, **__: None)
+    assert process.time_left == math.inf
+    now = 100.0
+    process._send("first")
+    now = 103.0
+    process._send("second")
+    assert process.time_left == 2
+    process.answer()
+    assert process.time_left == 5
+    process.answer()
+    assert process.time_left == math.inf
+    process.ready = False
+    process._send("load")
+    assert process.time_left == processes.START
+    process.timeout = None
+    assert process.time_left == math.inf
+
+
 class Leaver(LossTerm):
     """Would end its process by the front door."""
 
@@ -293,7 +365,7 @@ import torch
 from experiments import experiment
 from test_processes import Deadly
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.engines import ProcessesEngine
+from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.errors import Interrupted
 
 if __name__ == "__main__":
@@ -358,7 +430,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from experiments import experiment
-from fl_lightning.engines import ProcessesEngine
+from fl_lightning.engines import ProcessesEngine, processes
 
 experiment(Path({folder!r}) / "run", engine=ProcessesEngine(1)).fit()
 """
@@ -462,6 +534,8 @@ def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypat
     [
         ({"workers": 0}, "engine.workers: 0 is below 1"),
         ({"threads": -1}, "engine.threads: -1 is outside"),
+        ({"timeout": 0}, "engine.timeout: 0 is not above 0"),
+        ({"timeout": float("inf")}, "engine.timeout: inf is no finite number"),
         ({"devices": []}, "engine.devices: no GPU is named; leave it out to use all"),
     ],
 )
@@ -506,7 +580,7 @@ def test_workers_are_dealt_out_over_gpus(monkeypatch, arguments, trainer, size, 
 
 
 class Placed:
-    def __init__(self, context, threads, device):
+    def __init__(self, context, threads, device, timeout):
         self.device = device
 
 

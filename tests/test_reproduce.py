@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from fl_lightning.catalogue import things
 from fl_lightning.commands import reproduce
 from fl_lightning.config import with_config_paths
 from fl_lightning.data import Digits
+from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import experiment_parser, plain_config
+from fl_lightning.metrics import summarize
 from fl_lightning.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
 from fl_lightning.rivals import with_rival
 from fl_lightning.study.executor import FAILED, Outcome, finished
@@ -372,8 +375,8 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
         (["--set", "algorithm=MOON"], "--set: algorithm is not for it to say, but for rows"),
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
-        (["--workers", "0"], "workers: 0 is below 1"),
-        (["--format", "html"], "format: got 'html', expected table | markdown | csv"),
+        (["--workers", "0"], "--workers: 0 is below 1"),
+        (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),
     ],
 )
 def test_bad_words_are_one_line(here, words, message):
@@ -444,19 +447,46 @@ def test_the_tables_are_listed(here):
 
 def test_a_cell_is_read_from_its_runs(here):
     leave_run(Path("run"), **{"global/acc_last": 0.625, "R_0.5": 7, "R_0.9": None})
-    assert read(Path("run"), "global/acc_last", "percent") == Reading(62.5)
-    assert read(Path("run"), "R_0.5", "rounds") == Reading(7.0)
-    assert read(Path("run"), "R_0.9", "rounds") == Reading(21.0, reached=False)
-    missing = read(Path("run"), "R_0.7", "rounds")
+    assert read(Path("run"), "global/acc_last", "global/acc", "percent") == Reading(62.5, last10=50.0)
+    assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading(7.0)
+    assert read(Path("run"), "R_0.9", "R_0.9", "rounds") == Reading(21.0, reached=False)
+    missing = read(Path("run"), "R_0.7", "R_0.7", "rounds")
     assert missing.value is None
     assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
-    assert read(Path("nowhere"), "R_0.5", "rounds") == Reading()
+    assert read(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == Reading()
     Path("run/metrics.csv").write_text("nonsense")
-    damaged = read(Path("run"), "R_0.5", "rounds")
+    damaged = read(Path("run"), "R_0.5", "R_0.5", "rounds")
     assert damaged.value is None
     assert damaged.reason.startswith("run: ")
     Path("run/final/summary.json").unlink()
-    assert read(Path("run"), "R_0.5", "rounds") == Reading()
+    assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
+
+
+@pytest.mark.parametrize(("reading", "number"), [("best", 90.0), ("last", 10.0), ("last10", 54.0)])
+def test_a_table_reads_the_best_round_the_last_or_the_mean_of_the_last_ten(here, reading, number):
+    Path("table.yaml").write_text(TABLE.replace("global/acc_last", f"global/acc_{reading}"))
+    table = read_table("table.yaml")
+    points = runs(table, Path("out"))
+    accuracies = [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.1]
+    rows = [{"round": round, "global/acc": acc} for round, acc in enumerate(accuracies, 1)]
+    rows.insert(5, {"round": 6})  # a round that was not evaluated is none of the ten
+    rows = [row | {"round": round} for round, row in enumerate(rows, 1)]
+    for point in points.values():
+        leave_run(point.folder, **summarize(rows, []))
+        lines = "".join(f"{row['round']},{row.get('global/acc', '')}\n" for row in rows)
+        (point.folder / "metrics.csv").write_text("round,global/acc\n" + lines)
+    for cell in Reproduction(table, points).cells.values():
+        assert cell.mean == pytest.approx(number)
+        assert cell.last10 == pytest.approx(54.0)
+
+
+@pytest.mark.parametrize("metric", ["global/acc", "global/acc_final"])
+def test_a_percent_table_names_its_reading(here, metric):
+    Path("table.yaml").write_text(TABLE.replace("global/acc_last", metric))
+    with pytest.raises(ConfigError) as raised:
+        read_table("table.yaml")
+    wanted = f"table.yaml: metric: {metric} has no reading. Append one of _best, _last, _last10"
+    assert str(raised.value) == wanted
 
 
 def test_a_cell_is_mean_and_deviation_over_seeds():
@@ -605,6 +635,7 @@ def test_cells_are_told_in_short():
     assert beside(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
     assert beside(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
     assert beside(Cell(two)) == "71.0 ± 1.4\n-"
+    assert beside(Cell({0: Reading(70.0, last10=68.0), 1: Reading(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
     assert beside(Cell({0: Reading()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
 
 
@@ -618,8 +649,10 @@ def test_the_whole_table_in_markdown(here):
 
 |  |  | alpha 0.1 | alpha 1 |
 |---|---|---|---|
-| Uniform | ours<br>paper (difference) | 51.0 ± 1.4<br>50 (+1.0) | 72.5 ± 3.5<br>60.5 ± 0.25 (+12.0) |
-| FedSKC | ours<br>paper (difference) | 53.5 ± 0.7<br>51.25 (+2.2) | 72.0 (1 of 2)<br>- |
+| Uniform | ours<br>paper (difference)<br>ours, mean of last 10 | 51.0 ± 1.4<br>50 (+1.0)<br>50.0 | \
+72.5 ± 3.5<br>60.5 ± 0.25 (+12.0)<br>50.0 |
+| FedSKC | ours<br>paper (difference)<br>ours, mean of last 10 | 53.5 ± 0.7<br>51.25 (+2.2)<br>50.0 | \
+72.0 (1 of 2)<br>-<br>50.0 |
 | order of rows | Spearman<br>Kendall<br>of rows | 1.00<br>1.00<br>2 | -<br>-<br>1 |
 
 | claim | column | paper | ours | seeds ahead | p |  |
@@ -632,6 +665,14 @@ Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be told y
 is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. With 2 seeds p < 0.05 takes a \
 margin of 9.0 standard deviations."""
     )
+
+
+def test_titles_and_names_are_plain_text_in_markdown(here):
+    text = TABLE.replace("Tiny, Table 1", "<b>T</b> [x](y) *z*").replace('alpha 1"', '<i>"')
+    Path("table.yaml").write_text(text)
+    out = run("reproduce", "table.yaml", "--show", "--format", "markdown").out
+    assert "**\\<b>T\\</b> \\[x](y) \\*z\\*.**" in out
+    assert not re.search(r"(?<!\\)<(?!br>)", out)
 
 
 def test_what_is_sure_is_counted(here):
@@ -649,7 +690,7 @@ def test_csv_has_a_line_a_cell_in_full_precision(here):
     assert first == {
         "column": "R_50", "row": "A", "metric": "R_0.5", "unit": "rounds", "seeds": "3", "missing": "0",
         "mean": repr(28 / 3), "std": repr(float(np.std([8, 9, 11], ddof=1))), "bound": "", "paper": "6",
-        "paper_std": "", "difference": repr(28 / 3 - 6),
+        "paper_std": "", "difference": repr(28 / 3 - 6), "last10": "",
     }  # fmt: skip
     assert (third["metric"], third["seeds"], third["missing"], third["mean"], third["bound"]) == (
         "R_0.9", "2", "1", "12.0", "lower",
@@ -661,7 +702,7 @@ def test_csv_has_a_line_a_cell_in_full_precision(here):
 def test_bars_and_brackets_in_names_stay_what_they_are(here):
     text = TABLE.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
     Path("table.yaml").write_text(text)
-    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|[red]x |") == 1
+    assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|\\[red]x |") == 1
     assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
 
 

@@ -15,10 +15,16 @@ from commands import rows, run, summary
 from reduced import reduced
 from test_wandb import Logged, of_kind, summary_of, values
 from wandb import wandb_agent
-from wandb.apis.public.sweeps import _validate_config_and_fill_distribution
 
 from fl_lightning.config import config_path, flatten
 from fl_lightning.experiment import experiment_parser, plain_config
+
+try:
+    from wandb.apis.public.sweeps import _validate_config_and_fill_distribution as checked_by_wandb
+except ImportError:  # W&B before 0.30
+    from wandb.sdk.internal.internal_api import Api
+
+    checked_by_wandb = Api._validate_config_and_fill_distribution
 
 ROOT = Path(__file__).parent.parent
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -104,7 +110,7 @@ def test_it_follows_wandbs_schema(sweep):
 
 def test_wandbs_client_takes_it_as_it_is(sweep):
     given = loaded(sweep)
-    assert _validate_config_and_fill_distribution(given) == given
+    assert checked_by_wandb(given) == given
     assert given.keys() == KEYS
     assert given["name"] == sweep.stem
     assert (given["program"], given["method"], given["metric"]["goal"]) == ("fl-lightning", "grid", "maximize")

@@ -360,7 +360,7 @@ def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
 @pytest.mark.parametrize("divergence", ["jensen_shannon", "symmetric_kl"])
 @pytest.mark.parametrize("others", [[], [NEAR]])
 def test_a_divergence_equal_to_the_threshold(divergence, others):
-    """The paper drops out at `<=` and finds similar at `<`; the authors' code has `<` for both."""
+    """The paper drops out at `<=` and shares classifiers at `<`; the authors' code does the reverse."""
     own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in enumerate([FAR, *others])}
     th_i = ua.DIVERGENCES[divergence](*(torch.tensor(d) for d in (OWN, FAR)))
 
@@ -371,9 +371,10 @@ def test_a_divergence_equal_to_the_threshold(divergence, others):
     chosen, collected = whole_models(th_i)
     assert len(chosen) == 1
     assert sum(bool(message.section("model")) for message in collected.values()) == 1
-    for options in ({"preset": "reference"}, {"dropout": False}):
+    nearer = list(range(1, len(peers)))
+    for options, expected in (({"preset": "reference"}, list(peers)), ({"dropout": False}, nearer)):
         shared, collected = whole_models(th_i, **options)
-        assert shared == list(range(1, len(peers)))  # the one at the threshold keeps its classifier to itself
+        assert shared == expected
         assert all(message.section("model") for message in collected.values())
         shared, _ = whole_models(math.nextafter(th_i, math.inf), dropout=False)
         assert shared == list(peers)

@@ -559,9 +559,10 @@ def test_a_damaged_or_foreign_folder_is_one_line(files, told, tmp_path):
 def test_what_is_no_run_is_one_line(tmp_path):
     for path, told in ((tmp_path / "no", "no such folder"), (tmp_path, "no run there")):
         assert run("watch", path) == (2, "", f"fl-lightning: error: {path}: {told}\n")
-    for seconds in ("-1", ".inf", ".nan"):
+    reasons = {"-1": "-1.0 is outside [0, 86400]", ".inf": "inf is no finite number", ".nan": "nan is no finite number"}
+    for seconds, reason in reasons.items():
         code, _, err = run("watch", tmp_path, "--every", seconds)
-        assert (code, err) == (2, f"fl-lightning: error: --every: {seconds.strip('.')} is no number of seconds\n")
+        assert (code, err) == (2, f"fl-lightning: error: --every: {reason}\n")
 
 
 def test_of_a_folder_of_runs_the_newest_that_has_not_ended_is_shown(tmp_path, monkeypatch):

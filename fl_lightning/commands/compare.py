@@ -33,7 +33,9 @@ def parser() -> ArgumentParser:
     parser.add_argument("--by", type=str, default="", help="Keys, or ends of keys, that tell groups apart: a,b,c.")
     parser.add_argument("--across", type=str | None, help="The key whose values become columns.", metavar="KEY")
     parser.add_argument("--metric", type=str | None, help="A column of metrics.csv; global/acc where there is one.")
-    parser.add_argument("--mode", type=Literal["max", "min"] | None, help="Which is best; min for a loss, else max.")
+    parser.add_argument(
+        "--mode", type=Literal["max", "min"] | None, help="Which is best; by default the metric's own way."
+    )
     parser.add_argument(
         "--target", type=float, nargs="+", default=[], help="When was the metric so good, at what cost?"
     )

@@ -57,6 +57,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if given.resume:
         run_dir = Path(given.resume)
         config_file(run_dir)
+        if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
+            raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
         run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
     orchestrator = build(given, parser, run_dir)

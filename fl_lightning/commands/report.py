@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.report.page import write_report
 from fl_lightning.runs import open_runs
 
@@ -23,6 +24,8 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the page."""
+    if not given.out:
+        raise ConfigError("-o: the name is empty. Name a file, such as report.html")
     runs = open_runs(given.runs, given.where)
     out = Path(given.out)
     left_out = write_report(runs, out)

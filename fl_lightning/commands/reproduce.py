@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
 from fl_lightning.cli_errors import plainly
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_positive
 from fl_lightning.lazy import load
 from fl_lightning.report.paper_table import as_csv, as_markdown, as_text
 from fl_lightning.run_folder import alone
@@ -41,6 +41,7 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Run what is missing of a table, and print it beside the paper's; 1 if a run failed."""
+    check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
     points = runs(table, out, given.scale, overrides)

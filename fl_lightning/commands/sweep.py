@@ -8,10 +8,20 @@ import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import check_number, check_positive
 from fl_lightning.run_folder import alone
-from fl_lightning.study.sweep import Result, carry_out_sweep, hold_to, sweep_table, told, write_best, write_trials
+from fl_lightning.study.sweep import (
+    POINTS,
+    Result,
+    carry_out_sweep,
+    hold_to,
+    sweep_table,
+    told,
+    write_best,
+    write_trials,
+)
 from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.study.sweep_metric import check_metric
 
 
 def parser() -> ArgumentParser:
@@ -33,11 +43,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     path = sweep_path(given.sweep or "")
     content = read_sweep(path)
     sweep = parse_sweep(content, path, given.set or [])
-    for name, number in (("--count", given.count), ("--workers", given.workers), ("--threads", given.threads)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}: {number} is below 1")
-    if given.seed < 0:
-        raise ConfigError(f"--seed: {given.seed} is below 0")
+    check_positive("--", count=given.count, workers=given.workers, threads=given.threads)
+    check_number("--seed", given.seed, "[0, inf)")
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -45,6 +52,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
         print(f"point {result.number + 1} of {most}, {settings}: {told(result)}", flush=True)
 
+    if not (folder / POINTS).exists():
+        check_metric(sweep)
     with alone(folder):
         hold_to(folder, sweep, content, given.seed)
         results = carry_out_sweep(sweep, folder, given.seed, given.count, given.workers, given.threads, show)

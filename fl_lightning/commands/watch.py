@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.live import Live
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, check_number
 from fl_lightning.report.follow import Follower
 from fl_lightning.report.watch import Screen
 from fl_lightning.runs import DamagedRun, find
@@ -34,8 +34,7 @@ def parser() -> ArgumentParser:
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Show a run until it has ended, or `q` or Ctrl-C is pressed; that is no failure, so the exit code is 0."""
-    if not 0 <= given.every < float("inf"):
-        raise ConfigError(f"--every: {given.every:g} is no number of seconds")
+    check_number("--every", given.every, "[0, 86400]")
     follower, console = Follower(chosen(Path(given.run))), Console()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
         follow(follower, console, given.every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
@@ -10,8 +11,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection, get_context, util
@@ -31,6 +33,7 @@ from fl_lightning.errors import ConfigError, check_number, check_positive
 from fl_lightning.lazy import away_from_here
 
 GRACE = 5.0  # seconds that a process has to end by itself
+START = 60.0  # seconds that a process has to start, where `timeout` is less: it imports torch
 
 
 class ProcessesEngine(PoolEngine):
@@ -46,18 +49,27 @@ class ProcessesEngine(PoolEngine):
         threads: Torch's threads in each.
         devices: Numbers of the GPUs that they are dealt out to in turn, where clients train on GPUs; all by default.
             With more workers than GPUs, several share one.
+        timeout: Seconds that a client may take in one round. A process that takes longer, because it hangs or is
+            stopped, is killed and replaced. By default there is no limit.
 
     Raises:
         ConfigError: A number is out of range, or there is no GPU in `devices`.
     """
 
-    def __init__(self, workers: int | None = None, threads: int = 1, devices: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int | None = None,
+        threads: int = 1,
+        devices: list[int] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         super().__init__()
         check_positive("engine.", workers=workers)
         check_number("engine.threads", threads, "[1, 1024]")
+        check_number("engine.timeout", timeout, "(0, inf)")
         if devices is not None and not devices:
             raise ConfigError("engine.devices: no GPU is named; leave it out to use all, or set trainer.accelerator")
-        self.workers, self.threads, self.devices = workers, threads, devices
+        self.workers, self.threads, self.devices, self.timeout = workers, threads, devices, timeout
         self._context = get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self._context.set_forkserver_preload([__name__])
@@ -93,7 +105,7 @@ class ProcessesEngine(PoolEngine):
     def _hire(self) -> Process:
         held = [member.device for member in self._members if isinstance(member, Process)]
         device = min(self._places, key=held.count) if self._places else None
-        return Process(self._context, self.threads, device)
+        return Process(self._context, self.threads, device, self.timeout)
 
     def _put(self, parcel: Parcel) -> Place:
         return MemoryFile().append(parcel)
@@ -103,7 +115,10 @@ class ProcessesEngine(PoolEngine):
 
     def _wait(self) -> Sequence[Member]:
         by_connection = {member.connection: member for member in self._members if isinstance(member, Process)}
-        return [by_connection[ready] for ready in connection.wait(list(by_connection))]
+        while not (ready := connection.wait(list(by_connection), time_left(by_connection.values()))):
+            for member in by_connection.values():
+                member.kill_if_overdue()
+        return [by_connection[one] for one in ready]
 
 
 class Process(Member):
@@ -113,11 +128,13 @@ class Process(Member):
         context: Starts it.
         threads: Torch's threads in it.
         device: Number of its GPU, or None.
+        timeout: Seconds that it has for each answer, or None.
     """
 
-    def __init__(self, context: Any, threads: int, device: int | None) -> None:
+    def __init__(self, context: Any, threads: int, device: int | None, timeout: float | None = None) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.timeout = device, timeout
+        self._expected, self._since, self._overdue = 0, 0.0, False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, threads), name="fl-lightning", daemon=True)
         with away_from_here():
@@ -141,7 +158,21 @@ class Process(Member):
             span, (fd,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # it went while it was speaking
             raise Lost(self._end()) from None
+        self._expected, self._since = self._expected - 1, time.monotonic()
         return unpack(MemoryFile(fd).read(span), copy=True)
+
+    @property
+    def time_left(self) -> float:
+        """Seconds until its next answer is overdue."""
+        if self.timeout is None or not self._expected:
+            return math.inf
+        return self._since + (self.timeout if self.ready else max(self.timeout, START)) - time.monotonic()
+
+    def kill_if_overdue(self) -> None:
+        """Kill it if its time is up, which `answer` then reports."""
+        if self.time_left <= 0:
+            self._overdue = True
+            self._process.kill()
 
     def end(self) -> None:
         """Hang up: it ends when it notices, which is at once."""
@@ -151,16 +182,27 @@ class Process(Member):
             self._process.kill()
 
     def _send(self, message: Any, *fds: int) -> None:
+        if not self._expected:
+            self._since = time.monotonic()
+        self._expected += 1
         with suppress(BrokenPipeError, ConnectionResetError):  # it is lost, which `answer` will tell
             send(self.connection, message, *fds)
 
     def _end(self) -> str:
+        if self._overdue:
+            return f"after {self.timeout:g} seconds without an answer (engine.timeout)"
         self._process.join(GRACE)
         code = self._process.exitcode
         if code is None or code >= 0:
             return f"with exit status {code}"
         likely = " (likely out of memory: fewer engine.workers need less)" if code == -signal.SIGKILL else ""
         return f"by {signal.Signals(-code).name}{likely}"
+
+
+def time_left(processes: Iterable[Process]) -> float | None:
+    """Seconds until the first of some processes is overdue; None if none ever is."""
+    least = min(process.time_left for process in processes)
+    return None if least == math.inf else max(least, 0.0)
 
 
 # --- The other end -------------------------------------------------------------------------------------------------

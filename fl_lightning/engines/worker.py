@@ -76,6 +76,7 @@ class Worker:
         compile: Compile the backbone, once for all clients and rounds.
         channels_last: Lay images and convolutions out with their channels side by side.
         metrics: Metrics beside what the objective measures, as `Evaluation.metrics` names them.
+        positive_class: Of two classes, the one that binary metrics count as positive.
         client_callbacks: Lightning's callbacks, of which each fit gets copies.
         eval_batch_size: Samples a batch where nothing is trained; by default 128 on a CPU, whose caches hold no
             more of a convolution's activations, and 512 elsewhere.
@@ -93,6 +94,7 @@ class Worker:
     compile: bool = False
     channels_last: bool = False
     metrics: Sequence[str | dict[str, Any]] = ()
+    positive_class: int = 1
     client_callbacks: Sequence[Callback] = ()
     eval_batch_size: int | None = None
 
@@ -113,7 +115,7 @@ class Worker:
     @cached_property
     def measures(self) -> list[Measure]:
         """What is measured beside what the objective measures."""
-        return measures_of(self.metrics, self.data.objective, self.data.data.num_classes)
+        return measures_of(self.metrics, self.data.objective, self.data.data.num_classes, self.positive_class)
 
     @cached_property
     def score_names(self) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.config import FREE_KEYS, below
 from fl_lightning.errors import ConfigError
-from fl_lightning.metrics import Row, best_and_last, rounds_to
+from fl_lightning.metrics import Row, best_and_last, is_lower_better, rounds_to
 from fl_lightning.runs import Run, is_setting, known_key
 
 LEVELS = (0.05, 0.01, 0.001)
@@ -188,7 +188,7 @@ def compare(
         by: Settings that tell groups apart, by key or the end of one; by default all in which runs differ, but for
             the seed and what does not alter the maths.
         metric: What to compare; `global/acc` if any run has it, else `client/acc_mean`.
-        lower: Whether the lowest is the best; by default if the metric's name tells of a loss.
+        lower: Whether the lowest is the best; by default as the metric has it.
         reference: Settings, among those that tell groups apart, of the groups to compare with: each group with the
             one that has these and is otherwise like it. By default `algorithm: FedAvg`, if that is one group.
         targets: Values of the metric for which it is told when they were reached.
@@ -202,10 +202,12 @@ def compare(
     if same := [key for key in keys if _uncompared(key)]:
         raise ConfigError(f"--by: {same[0]} tells no groups apart: they are over seeds, and what alters no figure")
     metric = _metric(runs, metric)
-    lower = "loss" in metric if lower is None else lower
+    lower = is_lower_better(metric) if lower is None else lower
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
     if reference is None and "algorithm" in keys:
         wanted = {"algorithm": "FedAvg"}
+    if wanted and not keys and reference is not None:
+        raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if unknown := wanted.keys() - set(keys):
         raise ConfigError(f"--reference: {unknown.pop()} does not tell these groups apart; {_listed(keys)} would")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from fl_lightning.report.sheet import csv_text, escape_markdown
 from fl_lightning.study.reproduction import Cell, Reproduction, Verdict, margin_needed
 from fl_lightning.study.table import RULE, PaperTable
 
@@ -17,7 +16,10 @@ Grid = list[list[str]]
 """Lines of cells, the first the heading; a cell may have lines of its own."""
 
 MISSING = "-"
-LABELS = "ours\npaper (difference)"
+LABELS = {
+    "percent": "ours\npaper (difference)\nours, mean of last 10",
+    "rounds": "ours\npaper (difference)",
+}
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
 COLUMNS = [
     "column",
@@ -32,6 +34,7 @@ COLUMNS = [
     "paper",
     "paper_std",
     "difference",
+    "last10",
 ]
 
 
@@ -51,18 +54,20 @@ def grid(reproduction: Reproduction) -> Grid:
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
-        lines.append([row, LABELS, *(beside(reproduction.cells[column, row]) for column in table.columns)])
+        lines.append([row, LABELS[table.unit], *(beside(reproduction.cells[column, row]) for column in table.columns)])
     orders = [reproduction.order(column) for column in table.columns]
     told = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
     return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *told]]
 
 
 def beside(cell: Cell) -> str:
-    """Ours and, below it, the paper's number with what ours differs from it."""
-    if cell.paper is None:
-        return f"{ours(cell)}\n{MISSING}"
-    papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
-    return f"{ours(cell)}\n{papers}" + (f" ({cell.difference:+.1f})" if cell.difference is not None else "")
+    """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
+    papers = MISSING
+    if cell.paper is not None:
+        papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
+        papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
+    last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
+    return f"{ours(cell)}\n{papers}{last10}"
 
 
 def ours(cell: Cell) -> str:
@@ -132,24 +137,22 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
     """The same as Markdown."""
-    title, *lines = heading(reproduction.table, scale, overrides)
+    title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     told = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
         told += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
-    return "\n\n".join([*told, *failures(reproduction)])
+    return "\n\n".join([*told, *map(escape_markdown, failures(reproduction))])
 
 
 def as_csv(reproduction: Reproduction) -> str:
     """A line a cell, in full precision; claims and order can be worked out from it."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    table = reproduction.table
+    table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
         counts = [len(cell.values), len(cell.readings) - len(cell.values)]
         numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
-        writer.writerow([column, row, table.figure(column, row), table.unit, *counts, *numbers])
-    return text.getvalue().rstrip("\n")
+        numbers.append(cell.last10)
+        lines.append([column, row, table.figure(column, row), table.unit, *counts, *numbers])
+    return csv_text(lines).rstrip("\n")
 
 
 def _rich(lines: Grid) -> Table:
@@ -163,7 +166,7 @@ def _rich(lines: Grid) -> Table:
 
 
 def _markdown(lines: Grid) -> str:
-    rows = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    rows = [["<br>".join(map(escape_markdown, cell.split("\n"))) for cell in line] for line in lines]
     head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fl_lightning.errors import one_line
 
@@ -19,6 +21,23 @@ LATEX = {
     "|": r"\textbar{}",
     "±": r"$\pm$",
 }
+
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
+FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
+"""Cells that begin like a formula and are none: a number, a mean with its deviation, or a dash for nothing."""
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV that is safe to open in a spreadsheet: one line per row, and no cell is run as a formula."""
+    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
+    writer.writerows([_inert("" if cell is None else str(cell)) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def _inert(cell: str) -> str:
+    """Return a cell on one line, with an apostrophe before what a spreadsheet would execute (OWASP, CSV injection)."""
+    line = one_line(cell)
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 
 
 @dataclass(frozen=True)
@@ -52,9 +71,7 @@ class Sheet:
 
     def csv(self) -> str:
         """Comma-separated, without notes."""
-        writer = csv.writer(told := io.StringIO(), lineterminator="\n")
-        writer.writerows([self.header, *self.rows])
-        return told.getvalue().rstrip("\n")
+        return csv_text([self.header, *self.rows]).rstrip("\n")
 
     def latex(self) -> str:
         """A `tabular` with booktabs' rules; notes as comments."""
@@ -84,17 +101,21 @@ class Sheet:
         """A table as GitHub shows it, the notes below."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
         body = [
-            [f"**{_markdown(cell)}**" if (i, j) in self.bold else _markdown(cell) for j, cell in enumerate(row)]
+            [
+                f"**{escape_markdown(cell)}**" if (i, j) in self.bold else escape_markdown(cell)
+                for j, cell in enumerate(row)
+            ]
             for i, row in enumerate(self.rows)
         ]
-        lines = [[_markdown(cell) for cell in self.header], rules, *body]
+        lines = [[escape_markdown(cell) for cell in self.header], rules, *body]
         told = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([*told, *(f"\n{_markdown(note)}" for note in self.notes)])
+        return "\n".join([*told, *(f"\n{escape_markdown(note)}" for note in self.notes)])
 
 
 def _latex(cell: str) -> str:
     return "".join(LATEX.get(letter, letter) for letter in one_line(cell))
 
 
-def _markdown(cell: str) -> str:
+def escape_markdown(cell: str) -> str:
+    """Return text as one line that Markdown shows as it is."""
     return re.sub(r"([\\|*`<\[])", r"\\\1", one_line(cell))

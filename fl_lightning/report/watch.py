@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.metrics import Row, best_and_last
+from fl_lightning.metrics import Row, best_and_last, is_lower_better
 from fl_lightning.report.follow import Look
 
 PLOTS: Sequence[Mapping[str, str]] = (
@@ -214,7 +214,7 @@ def legend(rounds: Sequence[Row], names: Mapping[str, str], pen: Pen) -> list[Te
     """A line for each curve: how it is drawn, what it is, its last value and, of accuracies, the best."""
     lines = []
     for (name, label), color, mark in zip(names.items(), COLORS, MARKS, strict=False):
-        figures = best_and_last(points(rounds, name), name)
+        figures = best_and_last(points(rounds, name), name, is_lower_better(name))
         words = f" {label} {figures['last']:.4f}"
         best = f", best {figures['best']:.4f} in round {figures['best_round']}"
         if "acc" in name and 2 + len(words + best) <= pen.width:

@@ -6,6 +6,7 @@ ended well is not run again, one that had begun goes on from its last checkpoint
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from fl_lightning import cli
-from fl_lightning.errors import ConfigError, Interrupted, check_positive
+from fl_lightning.errors import ConfigError, FLError, Interrupted, check_positive
 from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.lazy import away_from_here
@@ -42,6 +43,12 @@ class Point(NamedTuple):
 
     folder: Path
     words: tuple[str, ...]
+
+
+class DiskFull(FLError):
+    """A point's run has no room on the disk; the others would not have any either."""
+
+    exit_code = 1
 
 
 class Outcome(NamedTuple):
@@ -84,6 +91,7 @@ def carry_out(
 
     Raises:
         ConfigError: A number is below 1, or a folder cannot be made.
+        DiskFull: A point's run has no room on the disk.
         Interrupted: SIGINT or SIGTERM came, and what was under way is checkpointed.
     """
     check_positive(workers=workers, threads=threads)
@@ -137,7 +145,11 @@ class _Running:
             self.process.terminate()
 
     def outcome(self) -> Outcome:
-        """What came of it; a failure is left in its folder."""
+        """Return what came of it, and leave a failure in its folder.
+
+        Raises:
+            DiskFull: That is why it failed, so it is no failure of its own.
+        """
         self.process.join()
         code = self.process.exitcode
         assert code is not None
@@ -145,6 +157,9 @@ class _Running:
             likely = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
             return Outcome(self.point, code, f"killed by {signal.Signals(-code).name}{likely}")
         reason = _last_line(self.point.folder / LOG) if code else ""
+        if code in (1, 2) and os.strerror(errno.ENOSPC) in reason:
+            mend = "Free disk space; the same command goes on from here."
+            raise DiskFull(f"{self.point.folder}: {os.strerror(errno.ENOSPC)}. {mend}")
         if code == 1:
             write_atomically(self.point.folder / FAILED, reason + "\n")
         return Outcome(self.point, code, reason)
@@ -155,14 +170,16 @@ def _start(point: Point, workers: int, threads: int | None) -> _Running:
         point.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{point.folder} cannot be written to: {error}") from error
-    process = _context().Process(target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name)
+    process = process_context().Process(
+        target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name
+    )
     with away_from_here():
         process.start()
     return _Running(point, process)
 
 
-def _context() -> Any:
-    """How processes are started: out of one that has imported what a run needs, where the system can do that."""
+def process_context() -> Any:
+    """Return how processes are started: out of one that has imported what a run needs, where the system can do that."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
+from fl_lightning.metrics import best_and_last
 from fl_lightning.report.comparison import paired
 from fl_lightning.runs import DamagedRun, open_run_folder
 from fl_lightning.study.executor import Point, finished
@@ -25,11 +26,13 @@ class Reading(NamedTuple):
         value: The number in the table's unit; None where there is none.
         reached: False where `value` stands for an accuracy that was not reached: then it is one more than the rounds.
         reason: Why there is no number; empty where the run has not come to its end.
+        last10: Mean over the last ten evaluated rounds, in percent; None in tables of rounds.
     """
 
     value: float | None = None
     reached: bool = True
     reason: str = ""
+    last10: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class Cell:
     def std(self) -> float | None:
         """Their standard deviation, of a sample; None for less than two."""
         return stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @cached_property
+    def last10(self) -> float | None:
+        """Mean over seeds of the mean of the last ten evaluated rounds."""
+        means = [one.last10 for one in self.readings.values() if one.last10 is not None]
+        return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
@@ -147,11 +156,11 @@ class Reproduction:
         self.table = table
         self.cells: dict[tuple[str, str], Cell] = {}
         for column, row in ((column, row) for column in table.columns for row in table.rows):
-            figure, readings = table.figure(column, row), {}
+            figure, series, readings = table.figure(column, row), table.series(column, row), {}
             for seed in table.seeds:
                 folder = points[column, row, seed].folder
                 reason = (failures or {}).get(folder, "")
-                readings[seed] = Reading(reason=reason) if reason else read(folder, figure, table.unit)
+                readings[seed] = Reading(reason=reason) if reason else read(folder, figure, series, table.unit)
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
@@ -176,20 +185,23 @@ class Reproduction:
         )
 
 
-def read(folder: Path, figure: str, unit: Unit) -> Reading:
-    """A figure of a run that has come to its end, in a table's unit."""
+def read(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
+    """Read a figure of a finished run, in a table's unit, and the mean of the last ten rounds of its series."""
     if not finished(folder):
         return Reading()
     try:
-        summary = open_run_folder(folder).summary
+        run = open_run_folder(folder)
     except DamagedRun as error:
         return Reading(reason=str(error))
+    summary = run.summary
     if figure not in summary:
         return Reading(reason=f"its run has no {figure}; it has {', '.join(summary)}")
     value = summary[figure]
     if value is None:
         return Reading(float(summary["rounds"] or 0) + 1, reached=False)
-    return Reading(100 * value if unit == "percent" else float(value))
+    if unit == "rounds":
+        return Reading(float(value))
+    return Reading(100 * value, last10=100 * best_and_last(run.rounds, series)["last10"])
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import secrets
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,22 +17,27 @@ from typing import Any
 import numpy as np
 import optuna
 import yaml
+from optuna.exceptions import StorageInternalError
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.markup import escape
 from rich.table import Table
+from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.config import config_path, flatten, read_config
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, FLError, one_line
 from fl_lightning.files import write_atomically
 from fl_lightning.metrics import Row, read_rows
+from fl_lightning.report.sheet import csv_text
 from fl_lightning.rivals import given
 from fl_lightning.runs import DamagedRun, open_run_folder
 from fl_lightning.study.executor import FAILED, Outcome, Point, carry_out, finished
 from fl_lightning.study.sweep_file import IGNORED, Sweep
 
 POINTS = "points"
+DATABASE = "study.db"
+SWEEP = "sweep.yaml"
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
 STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
 
@@ -77,11 +82,10 @@ class Study:
     def __init__(self, sweep: Sweep, folder: Path, seed: int) -> None:
         self.sweep, self.folder, self.seed = sweep, folder, seed
         self._troubles: dict[str, str] = {}
-        path = folder / "study.db"
+        path = folder / DATABASE
         if not path.exists():
             create_database(path, sweep.maximize)
-        self._storage = storage_at(path)
-        self._study = optuna.load_study(study_name=NAME, storage=self._storage)
+        self._storage, self._study = open_database(path, sweep.parameters)
         self._id = self._storage.get_study_id_from_name(NAME)
 
     def close(self) -> None:
@@ -255,8 +259,54 @@ def create_database(path: Path, maximize: bool) -> None:
 
 
 def storage_at(path: Path) -> RDBStorage:
-    """Optuna's storage in a file."""
-    return RDBStorage(f"sqlite:///{path.absolute()}")
+    """Return Optuna's storage in a file; a file that exists gets no new tables."""
+    return RDBStorage(f"sqlite:///{path.absolute()}", skip_table_creation=path.exists())
+
+
+def open_database(path: Path, keys: Collection[str] = ()) -> tuple[RDBStorage, optuna.Study]:
+    """Open the study in a file after checking that all of it can be read.
+
+    Args:
+        path: The file.
+        keys: Parameters that every point must have.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
+            found = database.execute("PRAGMA quick_check").fetchone()[0]
+        if found != "ok":
+            raise ValueError(found)
+        storage = storage_at(path)
+        try:
+            study = optuna.load_study(study_name=NAME, storage=storage)
+            for trial in study.get_trials(deepcopy=False):
+                if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(set(keys) - trial.params.keys())]:
+                    raise ValueError(f"trial {trial.number} has no {lost[0]}")
+        except BaseException:
+            close(storage)
+            raise
+    except Exception as error:  # whatever SQLite, SQLAlchemy, JSON and Optuna make of damaged content
+        mend = "Restore it from a backup, or choose another folder with --out."
+        raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {mend}") from error
+    return storage, study
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first of the errors that led to an error."""
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def has_results(path: Path) -> bool:
+    """Return whether the study in a file has a point with a value."""
+    storage, study = open_database(path)
+    try:
+        return any(trial.state in (COMPLETE, PRUNED) for trial in study.get_trials(deepcopy=False))
+    finally:
+        close(storage)
 
 
 def close(storage: RDBStorage) -> None:
@@ -266,6 +316,12 @@ def close(storage: RDBStorage) -> None:
 
 
 # --- The sweep ---------------------------------------------------------------------------------------------------
+
+
+class StudyNotWritten(FLError):
+    """A sweep's results cannot be written to its database."""
+
+    exit_code = 1
 
 
 def carry_out_sweep(
@@ -294,6 +350,7 @@ def carry_out_sweep(
     Raises:
         ConfigError: There is no end to the sweep, or something is wrong with it.
         Interrupted: SIGINT or SIGTERM came.
+        StudyNotWritten: The database cannot be written to, because the disk is full for example.
     """
     limits = [limit for limit in (sweep.run_cap, count) if limit is not None]
     if sweep.method == "grid":
@@ -306,6 +363,10 @@ def carry_out_sweep(
         for outcome in carry_out(study.points(most), workers, threads, unwanted):
             show(study.tell(outcome), most)
         return study.results()
+    except (SQLAlchemyError, StorageInternalError) as error:
+        reason = one_line(root_cause(error))
+        mend = "Once that is fixed, the same command goes on from here."
+        raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {mend}") from error
     finally:
         study.close()
 
@@ -313,7 +374,7 @@ def carry_out_sweep(
 def hold_to(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
     """Keep in a sweep's folder what sweep it is of, and let it be gone on with only as that.
 
-    A folder in which no point has begun may become another's: that is how a mistake is mended.
+    A folder in which no point has begun may become another's: that is how a mistake is fixed.
 
     Args:
         folder: The sweep's folder.
@@ -322,24 +383,44 @@ def hold_to(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -
         seed: What random points derive from.
 
     Raises:
-        ConfigError: It is another's; the message names what differs.
+        ConfigError: It is another's; the message names what differs. Or a file of it is lost.
     """
     words = [*sweep.words, *sweep.after]
     configs = {name: read_config(Path(config_path(name))) for _, name in given(words, "config")}
     told = {key: value for key, value in content.items() if key not in {*IGNORED, "run_cap", "command"}}
     now = {"command": shlex.join(["fit", *words]), **told, "seed": seed, "configs": configs}
-    text, path = yaml.safe_dump(now, sort_keys=False), folder / "sweep.yaml"
+    text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
+    begun = any(folder.glob(f"{POINTS}/*/config.yaml"))
+    refuse_incomplete(folder, begun)
     before = read_config(path) if path.exists() else None
     now = yaml.safe_load(text)
     if before == now:
         return
-    if before and any(folder.glob(f"{POINTS}/*/config.yaml")):
+    if before and (begun or (database.exists() and has_results(database))):
         old, new = flatten(before), flatten(now)
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = "; ".join(f"{key} ({old.get(key)} -> {new.get(key)})" for key in keys)
         raise ConfigError(f"{folder} holds another sweep: {changes}; leave it as it was, or give another --out")
-    (folder / "study.db").unlink(missing_ok=True)
+    database.unlink(missing_ok=True)
     write_atomically(path, text)
+
+
+def refuse_incomplete(folder: Path, begun: bool) -> None:
+    """Refuse a sweep's folder that lost the description or the results of its points.
+
+    Args:
+        folder: The sweep's folder.
+        begun: Whether a point in it has begun.
+
+    Raises:
+        ConfigError: Names the lost file.
+    """
+    left = {DATABASE: (folder / DATABASE).exists(), POINTS: begun}
+    for name in (SWEEP, DATABASE):
+        rest = [one for one, there in left.items() if there and one != name]
+        if rest and not (folder / name).exists():
+            mend = "Put it back, or choose another folder with --out."
+            raise ConfigError(f"{folder}: {name} not found, but {rest[0]} of a sweep. {mend}")
 
 
 # --- What it ends with -------------------------------------------------------------------------------------------
@@ -424,11 +505,8 @@ def write_best(path: Path, sweep: Sweep, results: Sequence[Result]) -> Result | 
 
 def write_trials(path: Path, sweep: Sweep, results: Sequence[Result]) -> None:
     """Write a line a point."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["point", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"])
+    lines: list[list[Any]] = [["point", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
     for one in results:
-        value = "" if one.value is None else one.value
         folder = f"{POINTS}/{one.folder.name}"
-        writer.writerow([one.number, *one.settings.values(), value, one.state, one.rounds, one.reason, folder])
-    write_atomically(path, text.getvalue())
+        lines.append([one.number, *one.settings.values(), one.value, one.state, one.rounds, one.reason, folder])
+    write_atomically(path, csv_text(lines))

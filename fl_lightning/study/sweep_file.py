@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from optuna.pruners import SuccessiveHalvingPruner
 
 from fl_lightning.config import named_file, nearest_file, read_config, shipped
 from fl_lightning.errors import ConfigError
+from fl_lightning.metrics import better_goal
 from fl_lightning.rivals import text
 
 METHODS = ("grid", "random", "bayes")
@@ -217,7 +219,11 @@ def _metric(given: Any) -> tuple[str, bool]:
     goal = given.get("goal", "minimize")  # as W&B has it
     if not isinstance(given.get("name"), str) or goal not in ("minimize", "maximize"):
         raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(given)}")
-    return given["name"], goal == "maximize"
+    name = given["name"]
+    if better_goal(name) not in (goal, None):
+        better = better_goal(name)
+        warnings.warn(f"metric: goal {goal} takes the worst {name} for the best. Set goal: {better}.", stacklevel=2)
+    return name, goal == "maximize"
 
 
 def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:

@@ -32,6 +32,7 @@ REQUIRED = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "pap
 OPTIONAL = {"claims"}
 
 SCALED = ("rounds", "trainer.max_epochs")
+READINGS = ("_best", "_last", "_last10")
 RULE = "rounds, local epochs (trainer.max_epochs) and training samples times {:g}, rounded up; nothing else"
 """How a table is shrunk. A method's own numbers of rounds and epochs stay as they are."""
 
@@ -71,7 +72,7 @@ class PaperTable:
     Args:
         name: The file's name, less its ending.
         title: What it is called.
-        metric: The figure of `final/summary.json` that stands in it, but where a row or a column has its own.
+        metric: The figure of `final/summary.json` that is read, unless a row or a column has its own.
         unit: `percent`, where our figures are shares, or `rounds`, of which fewer are better.
         seeds: A run each.
         columns: By name, what a column sets; a `config` at least.
@@ -116,6 +117,10 @@ class PaperTable:
     def figure(self, column: str, row: str) -> str:
         """The figure of `final/summary.json` that stands in a cell."""
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
+
+    def series(self, column: str, row: str) -> str:
+        """Return the metric in `metrics.csv` that a cell's figure is of: the figure without its reading."""
+        return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:
         """The command line of `fit` behind a cell, less the seed: what the column says, then what the row says."""
@@ -167,6 +172,10 @@ def _table(name: str, content: Any) -> PaperTable:
     columns, rows = (_lines(content, key) for key in ("columns", "rows"))
     for column, settings in columns.items():
         _require("config" in settings, f"columns: {column} names no config")
+    if content["unit"] == "percent":
+        for figure in [content, *columns.values(), *rows.values()]:
+            metric = str(figure.get("metric", READINGS[0]))
+            _require(metric.endswith(READINGS), f"metric: {metric} has no reading. Append one of {', '.join(READINGS)}")
     return PaperTable(
         name,
         title=str(content["title"]),

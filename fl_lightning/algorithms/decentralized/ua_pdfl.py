@@ -204,8 +204,8 @@ class UAPDFL(PeerAlgorithm):
         unit: The constant that the unit input is filled with.
         graph: Who can hear whom; everybody by default.
         preset: `paper`, or `reference` for what the authors' published code computes: see `UnitAlignment` and
-            `UnitRepresentation`, dropout asks for divergences below the threshold, and a client's optimizer keeps its
-            state from round to round.
+            `UnitRepresentation`, dropout asks for divergences below the threshold, a classifier is shared at the
+            threshold too, and a client's optimizer keeps its state from round to round.
         loss_terms: Loss terms of other papers, added to this one.
         buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
             `drop` them.
@@ -242,10 +242,9 @@ class UAPDFL(PeerAlgorithm):
         if self.drops_out(gaps):
             chosen = int(rng.choice(list(peers)))
             return {j: peers[j] if j == chosen else peers[j].without("model") for j in peers}
-        alike = [gap < self.th_i or not self.layerwise for gap in gaps]
         return {
-            j: message if similar else without_head(message)
-            for (j, message), similar in zip(peers.items(), alike, strict=True)
+            j: message if self.shares_head(gap) else without_head(message)
+            for (j, message), gap in zip(peers.items(), gaps, strict=True)
         }
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
@@ -269,6 +268,12 @@ class UAPDFL(PeerAlgorithm):
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
+
+    def shares_head(self, gap: float) -> bool:
+        """Return whether a client averages its classifier with that of a peer at this divergence."""
+        if not self.layerwise:
+            return True
+        return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)
 
 
 def part(model: Tensors, head: bool) -> Tensors:

@@ -47,7 +47,10 @@ def growth(norms: Tensor, window: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalPeriods:
-    """The server's detector: it looks at the FGN of every second round, say, and sets the number of participants.
+    """Detect critical periods on the server, and set the number of participants.
+
+    The detector looks before rounds `every`, `2 every`, ..., at the FGN of the round before (before round 1 there is
+    none). What it finds holds until the next look.
 
     Args:
         delta: δ, how much the norms must grow for the period to be critical.
@@ -88,11 +91,13 @@ class CriticalPeriods:
             participants: How many they were, `M`.
         """
         after = before | {"round": before["round"] + 1}
-        if int(after["round"]) % self.every:
+        following = int(after["round"]) + 1
+        if following % self.every:
             return after
+        look = following // self.every - 1 // self.every  # with every=1 the first look is before round 2
         norms = torch.cat([before["norms"][1:], torch.tensor([norm], dtype=torch.float64)])
         most, achieved = int(before["most"]), bool(before["achieved"]) or participants >= int(before["most"])
-        critical = growth(norms, self.window) > self.delta or int(after["round"]) // self.every <= self.sure
+        critical = growth(norms, self.window) > self.delta or look <= self.sure
         if critical and not achieved:
             participants = min(most, 2 * participants)
         elif not critical:
