@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import wandb
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from pydantic import ValidationError
 
@@ -86,6 +85,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     ) -> None:
         if log_model not in (True, False, "all"):
             raise ConfigError(f"logger.log_model: {log_model!r} is neither true, false nor all")
+        import wandb  # not above: it makes temporary folders, and runs that do not log to it need none
+
         super().__init__()
         self.log_model = log_model
         self.mode = _chosen({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
@@ -120,6 +121,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         Raises:
             ConfigError: An option or a variable is not as W&B wants it, or the note is damaged.
         """
+        import wandb
+
         settings = wandb.Settings()
         for variable, value in os.environ.items():
             if variable.startswith("WANDB_"):
@@ -145,6 +148,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         Not by Lightning's property: that makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
         for whatever else this process may run.
         """
+        import wandb
+
         if self._experiment is None:
             with _unlaunched():
                 self._experiment = wandb.init(**self._wandb_init)
@@ -266,6 +271,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             self._leave("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
 
     def _leave(self, kind: str, paths: Sequence[Path]) -> None:
+        import wandb
+
         artifact = wandb.Artifact(f"{kind}-{self.experiment.id}", type="model")
         for path in paths:
             artifact.add_dir(str(path), name=path.name) if path.is_dir() else artifact.add_file(str(path))
@@ -288,6 +295,8 @@ def _unlaunched() -> Iterator[None]:
 
     That takes a second. Where Launch is imported already, something may have been staged, and W&B looks.
     """
+    import wandb
+
     name = "_detect_and_apply_job_inputs"
     look = getattr(wandb.Run, name, None)
     if look is None or "wandb.sdk.launch" in sys.modules:
