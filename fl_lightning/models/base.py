@@ -65,6 +65,7 @@ def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
         ConfigError: The network is compiled, which hides what is inside.
 
     Example:
+        >>> import torch
         >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(inplace=True))
         >>> _ = net[0].weight.data.fill_(-1.0)
         >>> with tapped(net, ["1"]) as taps:
