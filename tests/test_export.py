@@ -297,7 +297,7 @@ def test_a_compiled_network_is_written_as_it_is_without(tmp_path, folder):
         (["local", "-o", "m.pt"], "client: Local has no global model; say whose is wanted with --client, 0 to 3"),
         (["local", "-o", "m.pt", "--client", "4"], "client: there is no client 4; the run has 0 to 3"),
         (["local", "-o", "m.pt", "--client=-1"], "client: there is no client -1; the run has 0 to 3"),
-        (["run", "-o", "m.pt", "--client", "x"], "client: got 'x', expected int"),
+        (["run", "-o", "m.pt", "--client", "x"], "--client: got 'x', expected int"),
         (["run", "-o", "m.pt", "--checkpoint", "9"], "--checkpoint: no checkpoint '9'; there are last, best"),
         (["nowhere", "-o", "m.pt"], "nowhere"),
         (["run", "-o", "m.pt", "--prepare"], "--prepare: a state dict holds weights alone; take .onnx or .ts"),

@@ -29,7 +29,7 @@ def test_the_cells_run_in_their_order(tmp_path, monkeypatch):
     assert accuracy == namespace["run"].csv.rows[-1]["global/acc"]
     assert history["global/acc"].tolist()[-1] == accuracy
     assert len(history) == 4
-    assert (len(tried.rounds), tried.run_dir.exists()) == (1, False)
+    assert (len(tried.rounds), tried.run_dir.exists()) == (2, False)
     assert table["algorithm"].tolist() == ["FedAvg", "FedAvg", "FedProx", "FedProx"]
     assert table["seed"].tolist() == [0, 1, 0, 1]
     assert table["finished"].all()
