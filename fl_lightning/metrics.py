@@ -100,8 +100,8 @@ def is_lower_better(name: str) -> bool:
     """Return whether lower values of a metric, or of a column of `metrics.csv`, are better.
 
     Example:
-        >>> [is_lower_better(name) for name in ("r2_score", "client/mae_worst_decile", "client/acc_std")]
-        [False, True, True]
+        >>> is_lower_better("client/mae_worst_decile"), is_lower_better("r2_score")
+        (True, False)
     """
     column = COLUMN.fullmatch(name)
     metric, figure = column.groups() if column else (name, None)
