@@ -247,7 +247,6 @@ def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
                     p -= 0.7 * g
         run.worker.eval_batch_size = 7
         module = run.client_module(client)
-        assert not module.training
         for name, value in module.backbone.state_dict().items():
             torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-9, atol=1e-9)
     assert not run.memory
