@@ -6,11 +6,16 @@ an option came or went, or its docstring changed; a test tells.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Each kind's base class, the module that lists its classes, both below this package, and the config key that takes one.
@@ -41,8 +46,26 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "lr_scheduler": _SCHEDULERS,
     "round_lr_scheduler": _SCHEDULERS,
     "logger": ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"),
+    "client_callbacks": (
+        *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LambdaCallback", "LearningRateMonitor"),
+        *("ModelPruning", "ThroughputMonitor", "Timer", "WeightAveraging"),
+    ),
 }
 """Keys that take classes which are mostly not ours, and the usual ones of those."""
+CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
+"""Keys that take a class, or a list of them."""
+
+_SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
+SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
+    "optimizer": (("torch", "optim/*.py"),),
+    "lr_scheduler": _SCHEDULER_SOURCES,
+    "round_lr_scheduler": _SCHEDULER_SOURCES,
+    "logger": (("fl_lightning", "wandb_logger.py"), ("lightning", "pytorch/loggers/*.py")),
+    "callbacks": (("lightning", "pytorch/callbacks/**/*.py"),),
+    "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
+    "model": (("torchvision", "models/*.py"),),
+}
+"""Packages whose classes a key takes or might be given, and the files that define those."""
 
 
 @cache
@@ -82,6 +105,49 @@ def names(key: str) -> list[str]:
     """The classes that a config key may name, without their modules; none where it takes no class."""
     kind = kind_of(key)
     return list(index()["classes"][kind]) if kind else list(OTHERS.get(key, ()))
+
+
+# --- Other packages' classes, from their source, as importing it takes seconds ---------------------------------------
+
+
+def arguments(key: str, path: str) -> list[str] | None:
+    """Return the names of the arguments that a class takes; None where only an import can tell.
+
+    Args:
+        key: The key that names the class.
+        path: Its name or import path.
+    """
+    module, _, name = path.rpartition(".")
+    entry = index()["classes"].get(kind_of(key), {}).get(name)
+    if entry and module in ("", "fl_lightning", entry["module"], f"fl_lightning.{BASES[kind_of(key) or ''][1]}"):
+        return list(entry["options"])
+    if key == "engine" and not module:
+        return arguments(key, f"fl_lightning.engines.{name.capitalize()}Engine")
+    homes = {"", *(package for package, _ in SOURCES.get(key, ()))}
+    return _arguments_in_source(key, name) if module.partition(".")[0] in homes and name in names(key) else None
+
+
+def is_in_source(key: str, name: str) -> bool:
+    """Return whether a package whose classes a key may be given defines one, or a function, of that name."""
+    return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
+
+
+@cache
+def _arguments_in_source(key: str, name: str) -> list[str] | None:
+    found = (re.search(rf"^class {name}\b.*\n(?:[\s#)].*\n|\n)*", text, re.MULTILINE) for text in _sources(key))
+    for part in filter(None, found):
+        for one in ast.walk(ast.parse(part[0])):
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__" and not one.args.kwarg:
+                return [argument.arg for argument in (*one.args.args[1:], *one.args.kwonlyargs)]
+    return None
+
+
+def _sources(key: str) -> Iterator[str]:
+    for package, pattern in SOURCES.get(key, ()):
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).glob(pattern)):
+                yield path.read_text(encoding="utf-8")
 
 
 # --- The classes themselves, which need torch ------------------------------------------------------------------------

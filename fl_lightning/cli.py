@@ -155,6 +155,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     if text := load("fl_lightning.help").asked_for(name, words):
         print(text.rstrip("\n"))
         return 0
+    load("fl_lightning.unknown_names").check(name, words)
     command = load(f"fl_lightning.commands.{name}")
     if own_process:
         gc.freeze()  # what was imported is no garbage, and to look at it takes a second

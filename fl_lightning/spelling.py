@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import get_args
 
-from fl_lightning.catalogue import names
+from fl_lightning.catalogue import index, is_in_source, names
 
 NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 """An option within an argument of a class: `--model.head.prediction`."""
@@ -43,15 +42,6 @@ def same(name: str, names: Iterable[str]) -> str:
     return alike[0] if len(alike) == 1 and name not in known else name
 
 
-def class_names(key: str) -> list[str]:
-    """The names of the classes that a config's key takes; none for a key that takes no class."""
-    if key == "client_callbacks":
-        from fl_lightning.engines.client_callbacks import known_callbacks  # Lightning's own
-
-        return known_callbacks()
-    return names(key)
-
-
 def spelled(words: Sequence[str]) -> list[str]:
     """A command line with the names of its classes in their own case, and null where jsonargparse would lose it.
 
@@ -78,13 +68,9 @@ def spelled(words: Sequence[str]) -> list[str]:
 
 def _in_its_own_case(name: str, key: str) -> str:
     """A class's name as it is spelled, but where it could be torchvision's `resnet18` as well as our `ResNet18`."""
-    known = class_names(key)
-    if key == "engine":
-        from fl_lightning.engines import EngineName
-
-        known += get_args(EngineName)
-    found = same(name, known)
-    return name if key == "model" and found != name and name in builders_of_torchvision() else found
+    found = same(name, [*names(key), *index()["commands"]["fit"].get(key, {}).get("choices", ())])
+    unclear = key == "model" and found != name and is_in_source(key, name) and name in builders_of_torchvision()
+    return name if unclear else found
 
 
 def builders_of_torchvision() -> list[str]:

@@ -15,9 +15,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedProx
+from fl_lightning.catalogue import names
 from fl_lightning.client import LossTerm
 from fl_lightning.engines import AutoEngine, SequentialEngine, StackedEngine
-from fl_lightning.engines.client_callbacks import known_callbacks
 from fl_lightning.engines.trainer import lightning_at_ease
 from fl_lightning.errors import ClientFailure, ConfigError
 
@@ -337,7 +337,7 @@ def test_one_without_a_use_says_what_to_use(tmp_path, name):
 
 
 def test_every_callback_of_lightnings_is_known_or_refused():
-    assert {*known_callbacks(), *STAND_INS, "Callback", "BaseFinetuning"} == set(lightnings.__all__)
+    assert {*names("client_callbacks"), *STAND_INS, "Callback", "BaseFinetuning"} == set(lightnings.__all__)
 
 
 @pytest.mark.parametrize(

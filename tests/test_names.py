@@ -3,6 +3,8 @@
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +13,14 @@ import pytest
 import yaml
 from commands import TINY, contents, run
 
-from fl_lightning import FederatedOrchestrator, cli
-from fl_lightning.catalogue import BASES, KINDS, OTHERS, things
+from fl_lightning import FederatedOrchestrator, cli, unknown_names
+from fl_lightning.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
 from fl_lightning.commands import fit
 from fl_lightning.config import nearest_file, shipped
 from fl_lightning.other_tools import CLASSES, COMMANDS, OPTIONS
 from fl_lightning.spelling import (
     as_backbone,
     builders_of_torchvision,
-    class_names,
     fold,
     nearest,
     same,
@@ -157,6 +158,33 @@ TYPED = {
 }
 
 
+VALUES_OF_WRONG_KINDS = [line for line in TYPED if re.search("--callbacks [Ee]|loss_terms P|targets", line)]
+
+
+def test_names_are_answered_without_torch(here):
+    """Its import takes seconds."""
+    lines = [line for line in TYPED if line not in VALUES_OF_WRONG_KINDS]
+    Path("all.py").write_text(
+        f"import shlex, sys\nfrom fl_lightning.cli import main\nfor line in {lines!r}:\n"
+        "    code = main(shlex.split(line))\n"
+        "    assert code == 2, line\n"
+        "    assert not {'torch', 'lightning'} & {*sys.modules}, line\n"
+    )
+    ended = subprocess.run([sys.executable, "all.py"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("\n") == len(lines)
+    for line, told in zip(lines, ended.stderr.splitlines(), strict=True):
+        assert TYPED[line] in told
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_the_parser_would_say_the_same(line, here, monkeypatch):
+    """What the index cannot tell of is the parser's to refuse."""
+    early = refusal(line)
+    monkeypatch.setattr(unknown_names, "check", lambda *args: None)
+    assert refusal(line) == early
+
+
 OURS = {word for word in {line.split()[0] for line in TYPED} if word not in ("sweep", "reproduce")}
 """Commands whose mended lines may be carried out: a sweep's would take its time."""
 
@@ -234,7 +262,7 @@ def test_no_habit_is_an_option_of_ours(parser):
 
 
 def test_each_class_of_the_table_is_there():
-    known = {name for key in keys_of_classes() for name in class_names(key)}
+    known = {name for key in sorted(CLASS_KEYS) for name in names(key)}
     assert {*CLASSES.values()} <= known
     assert {fold(name) for name in CLASSES} == {*CLASSES}
     assert not {*CLASSES} & {fold(name) for name in known} - {"wandblogger"}
@@ -258,6 +286,49 @@ def test_in_a_file_the_mend_is_a_key(more, told, here):
     assert refusal("fit --config bad.yaml") == told
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "scenario: {alpha: 1}",
+        "scenario: {partition: {class_path: Dirichlet, init_args: {alhpa: 1}}}",
+        "trainer: {epochs: 2}",
+        "trainer: {strategy: ddp}",
+        "algorithm: {class_path: FedSKC, init_args: {tua: 1}}",
+        "algorithm: {class_path: FedSKC, init_args: {mu: 1}}",
+        "algorithm: {class_path: FedAvg, init_args: {loss_terms: [{class_path: Proxmal}]}}",
+        "algorithm: {class_path: FedAvg, init_args: {loss_terms: [{class_path: Proximal, init_args: {nu: 1}}]}}",
+        "algorithm: {class_path: FedAvg, init_args: {aggregator: {class_path: ServerStep, init_args: {lrr: 1}}}}",
+        "model: {class_path: MLP, init_args: {head: {prediktion: 2}}}",
+        "optimizer: {class_path: SGD, init_args: {lr: 0.1, momentun: 1}}",
+        "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentun: 1}}",
+        "lr_scheduler: {class_path: StepLR, init_args: {step: 1}}",
+        "callbacks: [{class_path: EarlyStoping}]",
+        "logger: [CSVLogger, {class_path: WandbRoundLogger, init_args: {projekt: x}}]",
+        "engine: {class_path: ProcessesEngine, init_args: {worker: 2}}",
+        "engine: stakced",
+    ],
+)
+def test_of_a_file_the_parser_would_say_the_same(more, here, monkeypatch):
+    Path("bad.yaml").write_text(yaml.safe_dump(yaml.safe_load(TINY) | yaml.safe_load(more)))
+    early = refusal("fit --config bad.yaml")
+    monkeypatch.setattr(unknown_names, "check", lambda *args: None)
+    assert refusal("fit --config bad.yaml") == early
+
+
+def test_a_class_of_the_users_own_is_left_to_the_parser(here):
+    Path("mine.py").write_text(
+        "from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg):\n    def __init__(self, nu: float = 1):\n"
+        "        super().__init__()\n"
+    )
+    assert refusal("fit --config tiny.yaml --algorithm mine.Mine --algorithm.mu 1") == (
+        "algorithm: Mine has no key 'mu'; there are nu"
+    )
+    assert refusal("fit --config tiny.yaml --algorithm mine.Mine --nu 1") == (
+        "the config has no key 'nu'; did you mean --algorithm.nu?"
+    )
+    assert run("fit", "--config", "tiny.yaml", "--algorithm", "mine.Mine", "--algorithm.nu", "2")[0] == 0
+
+
 def test_a_file_is_spelled_right(here):
     """It stays, and is compared by its letters: so nothing is guessed."""
     Path("bad.yaml").write_text(TINY.replace("FedSKC\n", "fedskc\n"))
@@ -267,17 +338,13 @@ def test_a_file_is_spelled_right(here):
 # --- What simply works ---
 
 
-def keys_of_classes():
-    return [key for _, _, key in BASES.values()] + [*OTHERS, "client_callbacks"]
-
-
-@pytest.mark.parametrize("key", keys_of_classes())
+@pytest.mark.parametrize("key", sorted(CLASS_KEYS))
 def test_a_class_may_be_written_in_any_case(key):
-    names = class_names(key)
-    if kind := next((kind for kind, (_, _, place) in BASES.items() if place == key and kind != "engines"), None):
-        assert names == [*things(kind)]
-    assert len({fold(name) for name in names}) == len(names) > 1
-    for name in names:
+    known = names(key)
+    if kind := kind_of(key):
+        assert known == [*things(kind)]
+    assert len({fold(name) for name in known}) == len(known) > 1
+    for name in known:
         for typed in (name, name.lower(), name.upper(), f"{name[:3]}_{name[3:]}".lower(), f"{name[:2]}-{name[2:]}"):
             ambiguous = key == "model" and typed != name and typed in builders_of_torchvision()
             expected = typed if ambiguous else name

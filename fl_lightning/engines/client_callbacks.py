@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning as L
 import yaml
-from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.loggers import Logger
 
@@ -41,12 +40,6 @@ def refused(kind: type) -> str | None:
     """What to use in a callback's place in a client's fit; None if it can be had there."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
-
-
-def known_callbacks() -> list[str]:
-    """Names of Lightning's own callbacks that a client's fit can have."""
-    kinds = {name: getattr(callbacks, name) for name in callbacks.__all__}
-    return [name for name, kind in kinds.items() if not refused(kind) and kind not in (Callback, BaseFinetuning)]
 
 
 def check_client_callbacks(given: Sequence[Callback]) -> None:
