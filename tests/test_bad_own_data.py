@@ -20,6 +20,7 @@ from test_own_data import Pairs, save_arrays
 
 from fl_lightning import files
 from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, pictures
+from fl_lightning.data.reading import CHECKSUM_BYTES
 from fl_lightning.errors import ConfigError
 
 SECONDS = 20
@@ -192,13 +193,6 @@ def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monke
     cache.unlink()
     make().checked()
     (file,) = cache.iterdir()
-    for content in (b"", file.read_bytes()[:-1], b"x" * 1000):
-        file.write_bytes(content)
-        message = refusal(make)
-        assert message.startswith(f"scenario.dataset.cache: {file}: is no readable .npy file (")
-        assert message.endswith("; delete it, and it is made anew")
-    np.save(file, np.zeros((3, 1, 8, 6), np.uint8))
-    assert "holds uint8 of shape (3, 1, 8, 6), not these pictures; delete it" in refusal(make)
     file.unlink()
     os.mkfifo(file)
     assert refusal(make).startswith(f"scenario.dataset.cache: {file}: is a pipe")
@@ -212,6 +206,54 @@ def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monke
     assert not list(cache.iterdir())
     monkeypatch.undo()
     assert len(make().checked().y_test) == 20
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 200]) + content[middle + 200 :]
+
+
+CACHES = {
+    "flipped bytes": flipped,
+    "a flipped byte of the checksum": lambda content: content[:-1] + bytes([255 - content[-1]]),
+    "a flipped byte of the header": lambda content: bytes([255 - content[0]]) + content[1:],
+    "of an older version": lambda content: content[:-CHECKSUM_BYTES],
+    "truncated": lambda content: content[:-1],
+    "shorter than a checksum": lambda content: content[:5],
+    "emptied": lambda content: b"",
+    "longer": lambda content: content + b"x",
+    "garbage": lambda content: b"x" * 1000,
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_damaged_cache_is_built_again_with_one_warning(case: str, tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "mine")
+    make = partial(ImageFolder, str(tmp_path / "mine"), cache=str(tmp_path / "cache"))
+    plain = ImageFolder(str(tmp_path / "mine")).checked()
+    make().checked()
+    (file,) = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(CACHES[case](content))
+    with pytest.warns(UserWarning, match="built again") as caught:
+        again = make().checked()
+    told = "is damaged, or of an older version (its checksum does not match). It is built again"
+    assert [str(one.message) for one in caught] == [f"scenario.dataset.cache: {file} {told}"]
+    assert file.read_bytes() == content
+    assert torch.equal(again.x_train, plain.x_train)
+    make().checked()  # without a warning, which would be an error
+
+
+def test_a_cache_under_the_name_of_another_one_is_built_again(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "mine")
+    make = partial(ImageFolder, str(tmp_path / "mine"), cache=str(tmp_path / "cache"))
+    make(channels=1).checked()
+    (grey,) = (tmp_path / "cache").iterdir()
+    make().checked()
+    (file,) = set((tmp_path / "cache").iterdir()) - {grey}
+    grey.replace(file)
+    with pytest.warns(UserWarning, match="its checksum does not match"):
+        assert make().checked().in_shape == (3, 8, 6)
 
 
 # --- Arrays ---

@@ -160,6 +160,24 @@ def read_mapped(path: Path) -> np.ndarray:
         return np.lib.format.open_memmap(path, mode="c")  # refuses pickled objects
 
 
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before.
+
+    Raises:
+        BadFile: It is not there, or cannot be read.
+    """
+    digest, end = hashlib.sha256(path.name.encode()), b""
+    with opened(path, "file") as file:
+        while block := file.read(1 << 20):
+            end += block
+            digest.update(end[:-CHECKSUM_BYTES])
+            end = end[-CHECKSUM_BYTES:]
+    return end == digest.digest()
+
+
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:
     """Whole numbers of any type as `int64`, of any shape.
 
