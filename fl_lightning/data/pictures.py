@@ -230,6 +230,11 @@ class ImageFolder(Dataset):
             raise ConfigError(f"{KEY}.path: {one_line(str(second / odd[0]))}: train has no class of that name")
         train, y_train = labelled(root / "train", classes)
         test_files, y_test = labelled(second, classes)
+        if not test_files:
+            raise ConfigError(
+                f"{KEY}.path: {one_line(str(second))}: holds no class folders. Add one a class, or give "
+                f"{one_line(str(root / 'train'))}, of which a share is held out"
+            )
         return train + test_files, torch.cat([y_train, y_test]), len(train), len(classes)
 
     def _classes(self, folder: Path) -> list[str]:

@@ -76,7 +76,8 @@ def told_of(path: Path, what: str) -> Iterator[None]:
     except BadFile:
         raise
     except OSError as error:
-        raise BadFile(path, f"cannot be read: {error.strerror or one_line(error)}") from error
+        place = Path(error.filename) if isinstance(error.filename, str) else path  # a file of a folder, say
+        raise BadFile(place, f"cannot be read: {error.strerror or one_line(error)}") from error
     except Exception as error:  # a damaged file raises anything: BadZipFile, zlib.error, KeyError, MemoryError, ...
         raise BadFile(path, f"is no readable {what} ({one_line(error) or type(error).__name__})") from error
 
