@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from test_own_data import Pairs, save_arrays
 
 from fl_lightning import files
 from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, pictures
+from fl_lightning.data.reading import CHECKSUM_BYTES
 from fl_lightning.errors import ConfigError
 
 SECONDS = 20
@@ -136,6 +138,11 @@ FOLDERS = {
         "mine",
         "mine holds train and no test; add it, or give mine/train, of which a share is held out",
     ),
+    "an empty test": (
+        lambda root: [shutil.rmtree(folder) for folder in (root / "mine" / "test").iterdir()],
+        "mine",
+        "mine/test: holds no class folders. Add one a class, or give mine/train, of which a share is held out",
+    ),
     "another class": (
         lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),
         "mine",
@@ -192,13 +199,6 @@ def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monke
     cache.unlink()
     make().checked()
     (file,) = cache.iterdir()
-    for content in (b"", file.read_bytes()[:-1], b"x" * 1000):
-        file.write_bytes(content)
-        message = refusal(make)
-        assert message.startswith(f"scenario.dataset.cache: {file}: is no readable .npy file (")
-        assert message.endswith("; delete it, and it is made anew")
-    np.save(file, np.zeros((3, 1, 8, 6), np.uint8))
-    assert "holds uint8 of shape (3, 1, 8, 6), not these pictures; delete it" in refusal(make)
     file.unlink()
     os.mkfifo(file)
     assert refusal(make).startswith(f"scenario.dataset.cache: {file}: is a pipe")
@@ -214,6 +214,54 @@ def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monke
     assert len(make().checked().y_test) == 20
 
 
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 200]) + content[middle + 200 :]
+
+
+CACHES = {
+    "flipped bytes": flipped,
+    "a flipped byte of the checksum": lambda content: content[:-1] + bytes([255 - content[-1]]),
+    "a flipped byte of the header": lambda content: bytes([255 - content[0]]) + content[1:],
+    "of an older version": lambda content: content[:-CHECKSUM_BYTES],
+    "truncated": lambda content: content[:-1],
+    "shorter than a checksum": lambda content: content[:5],
+    "emptied": lambda content: b"",
+    "longer": lambda content: content + b"x",
+    "garbage": lambda content: b"x" * 1000,
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_damaged_cache_is_built_again_with_one_warning(case: str, tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "mine")
+    make = partial(ImageFolder, str(tmp_path / "mine"), cache=str(tmp_path / "cache"))
+    plain = ImageFolder(str(tmp_path / "mine")).checked()
+    make().checked()
+    (file,) = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    file.write_bytes(CACHES[case](content))
+    with pytest.warns(UserWarning, match="built again") as caught:
+        again = make().checked()
+    told = "is damaged, or of an older version (its checksum does not match). It is built again"
+    assert [str(one.message) for one in caught] == [f"scenario.dataset.cache: {file} {told}"]
+    assert file.read_bytes() == content
+    assert torch.equal(again.x_train, plain.x_train)
+    make().checked()  # without a warning, which would be an error
+
+
+def test_a_cache_under_the_name_of_another_one_is_built_again(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "mine")
+    make = partial(ImageFolder, str(tmp_path / "mine"), cache=str(tmp_path / "cache"))
+    make(channels=1).checked()
+    (grey,) = (tmp_path / "cache").iterdir()
+    make().checked()
+    (file,) = set((tmp_path / "cache").iterdir()) - {grey}
+    grey.replace(file)
+    with pytest.warns(UserWarning, match="its checksum does not match"):
+        assert make().checked().in_shape == (3, 8, 6)
+
+
 # --- Arrays ---
 
 NPY = {
@@ -225,6 +273,15 @@ NPY = {
     "too few": (lambda path: np.save(path, np.arange(19) % 3), "x_train has 20 rows and y_train 19"),
     "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number a sample, got <U1"),
 }
+
+
+@pytest.mark.parametrize("path", ["a", "a.npz"])
+@pytest.mark.parametrize("name", ["x_train", "x_test", "y_train", "y_test", "client_train"])
+def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> None:
+    save_arrays(tmp_path / "a", **{name: np.full(6 if "test" in name else 20, 1j)})
+    message = refusal(lambda: Arrays(str(tmp_path / path)))
+    assert message.startswith(f"scenario.dataset.path: {tmp_path}/{path}: {name} ")
+    assert "complex128" in message
 
 
 @pytest.mark.parametrize("case", NPY)
@@ -579,6 +636,41 @@ def test_a_damaged_file_of_a_saved_data_set_is_told_of(tmp_path: Path, library: 
         path.write_bytes(content)
 
 
+def test_a_missing_arrow_file_of_a_saved_data_set_is_named(tmp_path: Path, library: Any) -> None:
+    made = library.Dataset.from_dict(TEXTS)
+    library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
+    (path,) = (tmp_path / "s" / "test").glob("*.arrow")
+    path.unlink()
+    told = f"{path}: cannot be read: No such file or directory. Save the dataset again with save_to_disk"
+    assert refusal(lambda: HuggingFace(str(tmp_path / "s"))) == f"scenario.dataset.path: {told}"
+
+
+def test_damage_that_shows_only_when_rows_are_read_is_told_of_by_the_path(tmp_path: Path, library: Any) -> None:
+    made = library.Dataset.from_dict(TEXTS)
+    made.save_to_disk(str(tmp_path / "s"))
+    (path,) = (tmp_path / "s").glob("*.arrow")
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"a bc d", b"a \xffc d"))
+    message = refusal(lambda: HuggingFace(str(tmp_path / "s"), text="review"))
+    assert message.startswith(f"scenario.dataset.path: {tmp_path}/s: is no readable dataset (")
+    assert message.endswith("). Save or fetch the dataset again")
+
+
+def test_images_for_labels_are_told_of_by_the_key_of_the_label(tmp_path: Path, library: Any) -> None:
+    write_hugging_face(tmp_path / "s")
+    told = "scenario.dataset.label: column 'image' holds images. Name the column of labels (of image, label)"
+    for options in ({}, {"image": "image"}):
+        assert refusal(lambda options=options: HuggingFace(str(tmp_path / "s"), label="image", **options)) == told
+
+
+@pytest.mark.parametrize("key", ["train", "test"])
+def test_a_split_of_a_data_set_without_splits_is_refused(key: str, tmp_path: Path, library: Any) -> None:
+    write_hugging_face(tmp_path / "s")
+    told = f"scenario.dataset.{key}: {tmp_path}/s has no splits (got 'zz'). Leave it out"
+    assert refusal(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"})) == told
+    assert len(HuggingFace(str(tmp_path / "s"), train="train").checked().y_test)
+
+
 def test_what_cannot_be_fetched_and_a_missing_package_are_told_of(library: Any, monkeypatch: Any) -> None:
     def load_dataset(*_: Any) -> None:
         raise ConnectionError("no\nnetwork")
@@ -611,6 +703,14 @@ TORCH = {
     "no length": (Endless(), "Endless is read item by item, by its number: it needs __len__ and __getitem__"),
     "nothing": (Pairs(0), "Pairs has no items"),
     "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, no picture, tensor, array or number; a tr"),
+    "complex numbers": (
+        Pairs(x=lambda i: torch.full((4,), 1j)),
+        "Pairs: x of item 0 is complex64 of shape (4,). Return real numbers, for example its absolute values",
+    ),
+    "complex labels": (
+        Pairs(y=lambda i: np.complex128(i)),
+        "Pairs: y of item 0 is complex128 of shape (). Return real numbers, for example its absolute values",
+    ),
     "label of text": (Pairs(y=lambda i: "a"), "Pairs: y of item 0 is of type str, no picture, tensor, array or number"),
     "unlike shapes": (
         Pairs(x=odd_at_seven(torch.zeros(4), torch.zeros(5))),

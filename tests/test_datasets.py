@@ -4,10 +4,12 @@ import io
 import os
 import pickle
 import struct
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 import torchvision
 from sklearn.datasets import load_digits
 
-from fl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Arrays, Digits, FashionMNIST, Scenario
+from fl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Arrays, Digits, FashionMNIST, PathMNIST, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.errors import ConfigError
 
@@ -217,6 +219,45 @@ def test_a_failed_download_says_why_on_one_line(tmp_path: Path, monkeypatch: pyt
     message = message_of(MNIST(str(tmp_path), download=True))
     assert "(the download failed: no route to host, download=True)" in message
     assert "download true" not in message
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", download)
+    monkeypatch.setitem(sys.modules, "medmnist", SimpleNamespace(PathMNIST=download))
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("make", [MNIST, PathMNIST])
+@pytest.mark.parametrize("place", ["new", "new/data", "there", "there/data"])
+def test_a_failed_download_leaves_no_empty_folders_of_its_own(
+    place: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    for root in (place, str(tmp_path / place)):
+        assert "(the download failed: no route to host)" in message_of(make(root, download=True))
+        assert list(Path().rglob("*")) == [Path("there")]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_failed_download_keeps_folders_that_were_there_or_hold_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "was" / "MNIST").mkdir(parents=True)
+    message_of(MNIST(str(tmp_path / "was"), download=True))
+    assert list((tmp_path / "was").rglob("*")) == [tmp_path / "was" / "MNIST"]
+
+    def half(_: str, download_root: str, **__: Any) -> None:
+        Path(download_root, "half.gz").write_bytes(b"x")
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", half)
+    message_of(MNIST(str(tmp_path / "new"), download=True))
+    assert (tmp_path / "new" / "MNIST" / "raw" / "half.gz").exists()
 
 
 # --- A dataset of one's own ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,12 +267,18 @@ class FileDataset(Dataset):
 
     def _failed_download(self) -> str:
         require_trust("scenario.dataset.download", self.download)
+        places = {place for path in map(self._path, self._paths()) for place in (path, *path.parents)}
+        absent = sorted((place for place in places if not os.path.lexists(place)), reverse=True)  # the innermost first
         try:
             self._fetch()
         except ConfigError:
             raise
         except Exception as error:  # URLError, RuntimeError, OSError, ...
             return f" (the download failed: {one_line(error)})"
+        finally:
+            for folder in absent:
+                with suppress(OSError):  # not a folder, or not empty
+                    folder.rmdir()
         return ""
 
     def _put(self, missing: list[str], failed: str) -> str:

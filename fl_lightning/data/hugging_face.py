@@ -132,9 +132,13 @@ class HuggingFace(Dataset):
     def _splits(self) -> dict[str, Any]:
         """The split to train on, and the one to test on if there is one, by name."""
         found = self._saved() if os.path.lexists(self.path) else self._named()
+        options = (("train", self.train), ("test", self.test))
         if not isinstance(found, dict):
-            found = {self.train: found}
-        for key, name in (("train", self.train), ("test", self.test)):
+            for key, name in options:
+                if name not in ("train", None):
+                    raise ConfigError(f"{KEY}.{key}: {one_line(self.path)} has no splits (got {name!r}). Leave it out")
+            found = {"train": found}
+        for key, name in options:
             if name is not None and name not in found:
                 raise ConfigError(f"{KEY}.{key}: there is no split {name!r}; there are {', '.join(found)}")
         test = self.test or next((name for name in ("test", "validation") if name in found), None)
@@ -151,7 +155,8 @@ class HuggingFace(Dataset):
             with told_of(folder, "folder of save_to_disk"):
                 return library.load_from_disk(str(folder))
         except BadFile as error:
-            raise ConfigError(f"{KEY}.path: {error}") from error
+            told = str(error).rstrip(".")
+            raise ConfigError(f"{KEY}.path: {told}. Save the dataset again with save_to_disk") from error
 
     def _named(self) -> Any:
         if not self.download:
@@ -178,6 +183,10 @@ class HuggingFace(Dataset):
                     column_named(name, names, key)
         label = self.label or [self._found("label", [n for n in names if _holds_classes(features[n])], names)]
         free = [name for name in names if name not in (*label, self.client)]
+        if wrong := [name for name in label if isinstance(features[name], library.Image)]:
+            raise ConfigError(
+                f"{KEY}.label: column {wrong[0]!r} holds images. Name the column of labels (of {', '.join(names)})"
+            )
         images = [name for name in free if isinstance(features[name], library.Image)]
         if self.image is not None and self.image not in images:
             raise ConfigError(f"{KEY}.image: column {self.image!r} is {_told(features[self.image])}, no Image")
@@ -207,7 +216,13 @@ class HuggingFace(Dataset):
             for column in columns:
                 if column not in split.column_names:
                     raise ConfigError(f"{KEY}.test: the split {name!r} has no column {column!r}")
-            frames[name] = split.select_columns(columns).to_pandas()
+            try:
+                with told_of(Path(self.path), "dataset"):
+                    chosen = split.select_columns(columns)
+                    chosen.data.validate(full=True)  # damaged text would fail later, or crash the process
+                    frames[name] = chosen.to_pandas()
+            except BadFile as error:
+                raise ConfigError(f"{KEY}.path: {error}. Save or fetch the dataset again") from error
             frames[name].index = pd.RangeIndex(1, len(split) + 1)
         return pd.concat(frames)
 

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,7 +24,7 @@ from torch import Tensor
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.images import Augment
 from fl_lightning.data.own import KEY, check_share, divided, held_out, placed
-from fl_lightning.data.reading import BadFile, files_in, is_there, opened, read_mapped, told_of
+from fl_lightning.data.reading import BadFile, files_in, is_intact, is_there, opened, read_mapped, told_of
 from fl_lightning.data.transforms import CropFlip, Normalize
 from fl_lightning.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.files import replacing
@@ -228,6 +230,11 @@ class ImageFolder(Dataset):
             raise ConfigError(f"{KEY}.path: {one_line(str(second / odd[0]))}: train has no class of that name")
         train, y_train = labelled(root / "train", classes)
         test_files, y_test = labelled(second, classes)
+        if not test_files:
+            raise ConfigError(
+                f"{KEY}.path: {one_line(str(second))}: holds no class folders. Add one a class, or give "
+                f"{one_line(str(root / 'train'))}, of which a share is held out"
+            )
         return train + test_files, torch.cat([y_train, y_test]), len(train), len(classes)
 
     def _classes(self, folder: Path) -> list[str]:
@@ -238,32 +245,38 @@ class ImageFolder(Dataset):
         return classes
 
     def _mapped(self, root: Path, pictures: Sequence[Picture]) -> Tensor:
-        """The decoded pictures as a file that is mapped, written first if there is none."""
+        """Return the decoded images mapped from the cache file, which is written first if it is missing or damaged."""
         assert self.cache
         place = Path(self.cache) / f"pictures-{self._known_by(root, pictures)}.npy"
         check_writable(f"{KEY}.cache", place)
         try:
-            there = is_there(place)
+            found = is_there(place)
+            intact = found and is_intact(place)
         except BadFile as error:
             raise ConfigError(f"{KEY}.cache: {error}") from error
-        if not there:
+        if found and not intact:
+            what = "is damaged, or of an older version (its checksum does not match). It is built again"
+            warnings.warn(f"{KEY}.cache: {one_line(str(place))} {what}", stacklevel=2)
+        if not intact:
             self._write(place, pictures)
         try:
-            x = read_mapped(place)
-            if x.dtype != np.uint8 or x.ndim != 4 or len(x) != len(pictures):
-                raise BadFile(place, f"holds {x.dtype} of shape {x.shape}, not these pictures")
+            return torch.from_numpy(read_mapped(place))
         except BadFile as error:
-            raise ConfigError(f"{KEY}.cache: {error}; delete it, and it is made anew") from error
-        return torch.from_numpy(x)
+            raise ConfigError(f"{KEY}.cache: {error}. Leave the cache out to hold the images in memory") from error
 
     def _write(self, place: Path, pictures: Sequence[Picture]) -> None:
+        """Write the decoded images as an `.npy` file, with the checksum behind them that `is_intact` verifies."""
         form = self.options.form(pictures)
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(pictures), *form)}
+        header, digest = BytesIO(), hashlib.sha256(place.name.encode())
+        shape = (len(pictures), *form)
+        np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        images = (image.tobytes() for image in decoded(pictures, form))
         try:
             with replacing(place) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for image in decoded(pictures, form):
-                    file.write(image.tobytes())
+                for part in chain([header.getvalue()], images):
+                    file.write(part)
+                    digest.update(part)
+                file.write(digest.digest())
         except OSError as error:
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 

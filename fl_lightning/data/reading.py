@@ -76,7 +76,8 @@ def told_of(path: Path, what: str) -> Iterator[None]:
     except BadFile:
         raise
     except OSError as error:
-        raise BadFile(path, f"cannot be read: {error.strerror or one_line(error)}") from error
+        place = Path(error.filename) if isinstance(error.filename, str) else path  # a file of a folder, say
+        raise BadFile(place, f"cannot be read: {error.strerror or one_line(error)}") from error
     except Exception as error:  # a damaged file raises anything: BadZipFile, zlib.error, KeyError, MemoryError, ...
         raise BadFile(path, f"is no readable {what} ({one_line(error) or type(error).__name__})") from error
 
@@ -158,6 +159,24 @@ def read_mapped(path: Path) -> np.ndarray:
     """
     with opened(path, ".npy file"):
         return np.lib.format.open_memmap(path, mode="c")  # refuses pickled objects
+
+
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before.
+
+    Raises:
+        BadFile: It is not there, or cannot be read.
+    """
+    digest, end = hashlib.sha256(path.name.encode()), b""
+    with opened(path, "file") as file:
+        while block := file.read(1 << 20):
+            end += block
+            digest.update(end[:-CHECKSUM_BYTES])
+            end = end[-CHECKSUM_BYTES:]
+    return end == digest.digest()
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:

@@ -101,6 +101,8 @@ def tensor(who: str, what: str, value: Any) -> Tensor:
         mend = "; a transform can make a tensor of it" if what.startswith("x") else ""
         raise ConfigError(f"{who}: {what} is {told(value)}, no picture, tensor, array or number{mend}")
     made = torch.as_tensor(value).detach().cpu()
+    if made.is_complex():
+        raise ConfigError(f"{who}: {what} is {described(made)}. Return real numbers, for example its absolute values")
     if made.is_floating_point():
         return made.float()
     return made if made.dtype == torch.uint8 and what.startswith("x") else made.to(torch.int64)
