@@ -107,6 +107,10 @@ def _is_library(path: str) -> bool:
     return path.startswith(("<", *standard)) or "site-packages" in path or "dist-packages" in path
 
 
+MOST = 10**12
+"""What is counted, such as rounds and samples a batch; times the bytes of a sample, it still has to fit 64 bits."""
+
+
 def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:
     """Refuse a number that is not in its interval, as NaN never is; None is not given.
 
@@ -141,13 +145,15 @@ def check_number(key: str, value: float | None, within: str, mend: str = "") -> 
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
-    """Refuse arguments below 1; those that are None are not given.
+    """Refuse arguments below 1 or above `MOST`; those that are None are not given.
 
     Raises:
         ConfigError: Names the key, after the prefix.
     """
     for name, number in numbers.items():
         check_number(f"{prefix}{name}", number, "[1, inf)")
+        if number is not None and number > MOST:
+            raise ConfigError(f"{prefix}{name}: {number} is above {MOST}")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from commands import run
+from commands import TINY, run
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.commands import fit
@@ -187,3 +187,22 @@ def test_a_line_does_not_mislead(words, told, here):
     assert code == 2
     assert told in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("config: other.yaml", "the config has no key 'config'"),
+        ("print_config: true", "the config has no key 'print_config'"),
+        ("resume: runs/x", "the config has no key 'resume'"),
+        ("__path__: /tmp", "__path__: a config has no such key. Leave it out"),
+        ("trainer: {__path__: /tmp}", "trainer.__path__: a config has no such key"),
+        ("algorithm: {class_path: FedAvg, init_args: {__path__: x}}", "algorithm.__path__: a config has no such key"),
+    ],
+)
+def test_what_is_no_setting_is_refused_in_a_config(tmp_path, monkeypatch, more, told):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(yaml.safe_dump(yaml.safe_load(TINY) | yaml.safe_load(more)))
+    code, _, err = run("fit", "--config", "own.yaml", "--run_dir", "here")
+    assert (code, Path("here").exists()) == (2, False)
+    assert told in err

@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -256,3 +257,46 @@ def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path
             session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
             (output,) = session.run(None, {"input": x.numpy()})
             torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+class Taught(L.LightningModule):
+    """A network with a training of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.fc(x.flatten(1))
+
+    def training_step(self, batch, index):
+        raise AssertionError("the method trains")
+
+    def configure_optimizers(self):
+        raise AssertionError("the config names the optimizer")
+
+
+class TaughtByOthers(L.LightningModule):
+    """A network without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    forward = Taught.forward
+
+
+def test_a_training_that_is_not_used_is_told_of_once_a_run(tmp_path):
+    for engine in ("sequential", "processes"):
+        options = {"model": partial(FromModule, module=f"{__name__}.Taught", head="fc"), "engine": engine}
+        with pytest.warns(UserWarning, match="Taught") as told:
+            experiment(tmp_path / engine, rounds=2, **options).fit()
+        assert [str(one.message) for one in told] == [
+            "model: Taught's own training_step and configure_optimizers are not used. "
+            "The method trains its forward, with the config's optimizer"
+        ]
+
+
+def test_a_lightning_module_without_a_training_is_no_cause_for_a_warning(tmp_path, recwarn):
+    experiment(tmp_path, model=partial(FromModule, module=f"{__name__}.TaughtByOthers", head="fc"), rounds=1).fit()
+    assert not list(recwarn)

@@ -24,6 +24,9 @@ MOST = 10**9
 IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Lightning's short names of precisions."""
 
+OWN_TRAINING = ("training_step", "configure_optimizers")
+"""Methods of a LightningModule that say how it is trained."""
+
 ROUNDING = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     "cuda": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
@@ -110,6 +113,20 @@ def warn_of_environment(device: torch.device) -> None:
                 f"{variable} is {value}: torch may round float32 products to fewer bits than trainer.precision says",
                 stacklevel=2,
             )
+
+
+def warn_of_ignored_training(model: torch.nn.Module) -> None:
+    """Warn of a LightningModule in a model: its forward is used, but neither its training step nor its optimizer.
+
+    Args:
+        model: The model.
+    """
+    kinds = {type(module) for module in model.modules() if isinstance(module, L.LightningModule)}
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
+        own = [name for name in OWN_TRAINING if getattr(kind, name) is not getattr(L.LightningModule, name)]
+        if own:
+            what = f"{kind.__name__}'s own {' and '.join(own)} {'is' if len(own) == 1 else 'are'} not used"
+            warnings.warn(f"model: {what}. The method trains its forward, with the config's optimizer", stacklevel=2)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:

@@ -41,6 +41,7 @@ from fl_lightning.engines.checks import (
     check_trainer,
     most_epochs,
     warn_of_environment,
+    warn_of_ignored_training,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
 from fl_lightning.engines.device import Sent, channels_last, compile_backbone, has_doubles, resident
@@ -171,6 +172,7 @@ class Worker:
         warn_of_environment(self.device)
         with blame("model"):
             module = self.module().to(self.device)
+        warn_of_ignored_training(module.backbone)
         set_up(self.client_callbacks, trainer, self.module())
         with blame("optimizer"):
             spare = self.module().to(self.device)
