@@ -23,6 +23,7 @@ from fl_lightning.files import write_atomically
 from fl_lightning.gate import require_trust
 from fl_lightning.provenance import source
 from fl_lightning.round_logger import Beginning, Labels, RoundLogger
+from fl_lightning.temporary import temporary_files
 
 OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
@@ -85,7 +86,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     ) -> None:
         if log_model not in (True, False, "all"):
             raise ConfigError(f"logger.log_model: {log_model!r} is neither true, false nor all")
-        import wandb  # not above: it makes temporary folders, and runs that do not log to it need none
+        with temporary_files():
+            import wandb  # not above: it makes temporary folders, and runs that do not log to it need none
 
         super().__init__()
         self.log_model = log_model
@@ -151,7 +153,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         import wandb
 
         if self._experiment is None:
-            with _unlaunched():
+            with temporary_files(of_programs=True), _unlaunched():
                 self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
@@ -217,6 +219,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    @temporary_files()
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Add to a round's row, which `save` closes: its metrics, pictures and tables share one.
 
@@ -236,6 +239,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             run.log({**metrics, "round": step}, step=at, commit=False)
             self._open = True
 
+    @temporary_files()
     def save(self) -> None:
         """Close the round's row."""
         if self._open:
@@ -270,6 +274,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if self.log_model == "all":
             self._leave("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
 
+    @temporary_files()
     def _leave(self, kind: str, paths: Sequence[Path]) -> None:
         import wandb
 
@@ -278,6 +283,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             artifact.add_dir(str(path), name=path.name) if path.is_dir() else artifact.add_file(str(path))
         self.experiment.log_artifact(artifact)
 
+    @temporary_files()
     def finalize(self, status: str) -> None:
         """Close the W&B run."""
         if self._experiment is not None:

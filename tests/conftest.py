@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import random
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -89,6 +90,16 @@ def processes() -> Iterator[ProcessesEngine]:
         patch.setattr(engine, "close", lambda: None)
         yield engine
     engine.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What libraries leave of processes that are killed lies among pytest's own folders, which it removes in time."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("tmp"))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -31,6 +31,7 @@ from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import ConfigError, check_number, check_positive
 from fl_lightning.lazy import away_from_here
+from fl_lightning.temporary import temporary_files
 
 GRACE = 5.0  # seconds that a process has to end by itself
 START = 60.0  # seconds that a process has to start, where `timeout` is less: it imports torch
@@ -105,7 +106,8 @@ class ProcessesEngine(PoolEngine):
     def _hire(self) -> Process:
         held = [member.device for member in self._members if isinstance(member, Process)]
         device = min(self._places, key=held.count) if self._places else None
-        return Process(self._context, self.threads, device, self.timeout)
+        with temporary_files():  # of multiprocessing
+            return Process(self._context, self.threads, device, self.timeout)
 
     def _put(self, parcel: Parcel) -> Place:
         return MemoryFile().append(parcel)

@@ -26,6 +26,7 @@ from fl_lightning.files import write_atomically
 from fl_lightning.interrupt import DeferredSignals
 from fl_lightning.lazy import away_from_here
 from fl_lightning.run_folder import LOCK
+from fl_lightning.temporary import temporary_files
 
 LOG = "log.txt"
 FAILED = "failed.txt"
@@ -173,7 +174,7 @@ def _start(point: Point, workers: int, threads: int | None) -> _Running:
     process = process_context().Process(
         target=_run, args=(point, workers, threads, dict(os.environ)), name=point.folder.name
     )
-    with away_from_here():
+    with temporary_files(), away_from_here():
         process.start()
     return _Running(point, process)
 

@@ -1,0 +1,92 @@
+"""Nothing is left in the system's temporary folder: not by a run, however it ends, and not by the tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY
+
+from fl_lightning import temporary
+from fl_lightning.temporary import temporary_files
+
+PLAIN = ["--logger", "null"]
+WANDB = ["--logger", "WandbRoundLogger"]
+PROCESSES = ["--engine", "processes", "--engine.workers", "2"]
+
+
+@pytest.fixture
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short path, as sockets need it."""
+    return Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp(), prefix=""))
+
+
+def fit(folder: Path, *words: str) -> subprocess.Popen:
+    """A `fit` in a folder of its own whose temporary folder is empty; torch keeps what it compiles elsewhere."""
+    temporary = folder / "t"
+    temporary.mkdir()
+    (folder / "tiny.yaml").write_text(TINY)
+    environment = os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml", "--run_dir", "run", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+
+
+def left(folder: Path) -> list[str]:
+    """What the temporary folder holds, a while after the process has ended."""
+    for _ in range(200):
+        if not (found := sorted(os.listdir(folder / "t"))):
+            break
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("words", [PLAIN, [*WANDB, *PROCESSES]], ids=["plain", "wandb and processes"])
+def test_a_run_that_ends_leaves_nothing(here, words):
+    assert fit(here, *words).wait(300) == 0
+    assert left(here) == []
+
+
+@pytest.mark.parametrize("words", [WANDB, [*PLAIN, *PROCESSES]], ids=["wandb", "processes"])
+def test_a_killed_run_leaves_nothing(here, words):
+    process = fit(here, "--rounds", "1000", *words)
+    while not (here / "run" / "metrics.csv").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert os.listdir(here / "t")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert left(here) == []
+
+
+def test_other_files_lie_where_they_usually_do(here, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(here))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    with temporary_files(of_programs=True):
+        inside = Path(tempfile.mkdtemp()).parent
+        assert os.environ["TMPDIR"] == str(inside) != str(here)
+    assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == (str(here), None)
+    monkeypatch.setenv("TMPDIR", "mine")
+    with pytest.raises(KeyError), temporary_files(of_programs=True):
+        raise KeyError
+    assert (tempfile.gettempdir(), os.environ["TMPDIR"]) == (str(here), "mine")
+
+
+def test_where_sockets_would_have_too_long_a_path_they_lie_where_they_usually_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(temporary, "_folder", temporary._folder.__wrapped__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    with temporary_files():
+        assert tempfile.gettempdir() == str(tmp_path / ("x" * 60))
+
+
+def test_without_a_shell_or_a_place_they_lie_where_they_usually_do(tmp_path, monkeypatch):
+    def fails() -> str:
+        raise FileNotFoundError("sh")
+
+    monkeypatch.setattr(temporary, "_folder", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_files(of_programs=True):
+        assert tempfile.gettempdir() == str(tmp_path)
