@@ -440,14 +440,16 @@ def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ('"five","a","b"\n', "row 41 (invalid literal for int() with base 10: 'five')"),
-        ('"1.5","a","b"\n', "row 41 (invalid literal for int() with base 10: '1.5')"),
+        ('"five","a","b"\n', "row 41 (column 1, the label, holds 'five', not a class from 1 to 4)"),
+        ('"1.5","a","b"\n', "row 41 (column 1, the label, holds '1.5', not a class from 1 to 4)"),
         ('"1","a"\n', "row 41 (not enough values to unpack"),
         ('"1","a","b","c"\n', "row 41 (too many values to unpack"),
         ("\n", "row 41 (not enough values to unpack"),
         ('"1","a","cut', "is no readable csv file (unexpected end of data)"),
-        ('"5","a","b"\n', "scenario.dataset: AGNews: y_train holds label 4, which is out of range for num_classes 4"),
-        ('"0","a","b"\n', "scenario.dataset: AGNews: y_train holds label -1"),
+        ('"5","a","b"\n', "row 41 (column 1, the label, holds '5', not a class from 1 to 4)"),
+        ('"0","a","b"\n', "row 41 (column 1, the label, holds '0', not a class from 1 to 4)"),
+        (f'"{"9" * 20}","a","b"\n', f"row 41 (column 1, the label, holds '{'9' * 20}', not a class from 1 to 4)"),
+        (f'"{"9" * 5000}","a","b"\n', f"row 41 (column 1, the label, holds '{'9' * 40}', not a class from 1 to 4)"),
     ],
 )
 def test_a_row_of_ag_news_that_is_none_is_named(row: str, told: str, tmp_path: Path) -> None:

@@ -364,7 +364,33 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
         "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'; mend it, or name the column in "
         "scenario.dataset.categorical",
     ),
-    "too large": ({"age": [*range(39), "1e999"]}, {}, "features: column 'age' holds Inf in row 40 of t.csv"),
+    "too large": (
+        {"age": [*range(39), "1e999"]},
+        {},
+        "features: column 'age' holds inf in row 40 of t.csv, which is not fin",
+    ),
+    "too large for float32": (
+        {"age": [*range(38), 1e300, 7]},
+        {},
+        "features: column 'age' holds 1e+300 in row 39 of t.csv, which is not finite in float32. Correct the number, "
+        "or leave its row out",
+    ),
+    "a label with a NUL": (
+        {"label": ["yes", "no", "y\0s", "no"] * 10},
+        {},
+        "label: column 'label' holds 'y\\x00s' in row 3 of t.csv, with a NUL character. Remove the character, or leave "
+        "the row out",
+    ),
+    "a client with a NUL": (
+        {"clinic": ["north", "north\0"] * 20},
+        {"client": "clinic"},
+        "client: column 'clinic' holds 'north\\x00' in row 2 of t.csv, with a NUL character.",
+    ),
+    "a category with a NUL": (
+        {"town": ["Bern", "Bern\0"] * 20},
+        {},
+        "features: column 'town' holds 'Bern\\x00' in row 2 of t.csv, with a NUL character.",
+    ),
     "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is no feature"),
     "no such category": ({}, {"categorical": ["dais"]}, "categorical: there is no column 'dais'; did you mean 'days'?"),
     "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' holds one class only, 'yes'"),
@@ -383,7 +409,7 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
     "too large to be met": (
         {"label": [1e39, *[0.5] * 39]},
         {},
-        "label: column 'label' holds Inf, or a number too large for float32, in row 1 of t.csv",
+        "label: column 'label' holds 1e+39 in row 1 of t.csv, which is not finite in float32.",
     ),
 }
 
@@ -430,6 +456,10 @@ TABLE_FILES = {
     "no rows": (lambda path: path.write_text("age,label\n"), "holds no rows"),
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00" * 50), "is no readable CSV file ("),
     "rows too long": (lambda path: path.write_text("age,label\n1,2,3\n4,5,6\n"), "is no readable CSV file ("),
+    "two columns of one name": (
+        lambda path: path.write_text("label,age,town,age,town\n1,2,3,4,5\n"),
+        "two columns have the name 'age'. Rename one of them",
+    ),
     "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "is no readable CSV file ("),
     "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
     "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
@@ -456,6 +486,52 @@ def test_columns_separated_by_something_else_are_told_of(tmp_path: Path) -> None
     told = f"scenario.dataset.separator: {tmp_path}/t.csv has one column only; its columns seem to be separated by ';'"
     assert refusal(make) == told
     assert make(separator=";").checked().in_shape == (1,)
+
+
+@pytest.mark.parametrize("make", [Table, TextTable])
+@pytest.mark.parametrize("separator", ["", ";;", "\n", "\r", "\0", "(", '"', "a", "1", ".", "é", "\\t"])
+def test_what_cannot_separate_columns_is_refused_by_its_key(separator: str, make: Callable, tmp_path: Path) -> None:
+    write_text_table(tmp_path / "t.csv")
+    message = refusal(lambda: make(str(tmp_path / "t.csv"), label="label", separator=separator))
+    assert message == (
+        f"scenario.dataset.separator: {separator!r} cannot separate columns. Give one character, such as ',', ';', '|' "
+        "or a tab (\"\\t\" in YAML, $'\\t' in a shell)"
+    )
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|", " ", "^", "~", "\x01"])
+def test_what_separates_columns_is_taken(separator: str, tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", table(), separator)
+    assert Table(str(tmp_path / "t.csv"), "label", ["age"], separator=separator).checked().in_shape == (1,)
+
+
+def test_a_comma_is_named_where_another_separator_was_given(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", table())
+    told = f"scenario.dataset.separator: {tmp_path}/t.csv has one column only; its columns seem to be separated by ','"
+    assert refusal(lambda: Table(str(tmp_path / "t.csv"), "label", separator=";")) == told
+
+
+def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("age,label,,\n" + "1,yes,,\n2,no,,\n" * 5)
+    assert Table(str(tmp_path / "t.csv"), "label").checked().in_shape == (1,)
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "t.parquet"
+    columns = [pyarrow.array([1, 2]), pyarrow.array([3, 4]), pyarrow.array([0, 1])]
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns, names=["age", "age", "label"]), path)
+    told = f"scenario.dataset.path: {path}: two columns have the name 'age'. Rename one of them"
+    assert refusal(lambda: Table(str(path), "label")) == told
+
+
+def test_a_test_file_that_is_the_training_file_is_warned_of_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_table(Path("t.csv"))
+    Path("link.csv").symlink_to("t.csv")
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.test_path: link.csv is the same file as .*path") as seen:
+        assert len(Table("t.csv", "label", test_path="link.csv").checked().y_test) == 40
+    assert len(seen) == 1
 
 
 def test_a_second_file_without_the_columns_is_told_of(tmp_path: Path) -> None:
@@ -511,6 +587,13 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
             "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv",
         ),
         ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, no text"),
+        (
+            {"text": [*["a b"] * 38, "...", "日本語"]},
+            {},
+            "text: column 'text' has no word of a-z and 0-9 in 2 of 40 rows, first in row 39 of t.csv. Write a text "
+            "there, or leave the row out",
+        ),
+        ({"text": ["?"] * 40}, {}, "text: column 'text' has no word of a-z and 0-9 in 40 of 40 rows"),
         ({}, {"length": 0}, "length: 0 is below 1"),
         ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),
         ({}, {"length": 10**13}, "length: "),
@@ -533,7 +616,12 @@ def library() -> Any:
     return datasets
 
 
-TEXTS = {"review": ["a b", "c d"] * 10, "other": ["e", "f"] * 10, "label": [0, 1] * 10, "stars": [1, 2, 3, 4] * 5}
+TEXTS = {
+    "review": ["a b", "c d"] * 10,
+    "other": ["e", "f", "g", "!"] * 5,
+    "label": [0, 1] * 10,
+    "stars": [1, 2, 3, 4] * 5,
+}
 SAVED = {
     "no such folder": (
         {"path": "nowhere"},
@@ -550,6 +638,10 @@ SAVED = {
     "test on what is trained on": ({"test": "train"}, "test: 'train' is the training split; name another one"),
     "no picture": ({"image": "review"}, "image: column 'review' is Value('string'), no Image"),
     "numbers for texts": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, no text"),
+    "no word": (
+        {"text": "other", "label": "stars"},
+        "text: column 'other' has no word of a-z and 0-9 in 10 of 40 rows, first in row 4 of train.",
+    ),
     "both": ({"text": "review", "image": "other"}, "text: 'review', beside image: a network takes pictures or texts"),
     "length": ({"length": 0}, "length: 0 is below 1"),
     "share": ({"test_share": 0.0}, "test_share: 0.0 is outside (0, 1)"),

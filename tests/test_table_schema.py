@@ -171,6 +171,7 @@ def test_label_names_follow_the_kind_of_label(tmp_path):
         ({"dose": "much"}, "dose: expected numbers, got (object|str). Convert the column to float64"),
         ({"ward": "x"}, "ward: expected numbers, got (object|str). Convert the column to int64"),
         ({"town": np.nan}, "town: 5 values are missing"),
+        ({"dose": [1.0, 2.0, 1e300, np.inf, 3.0]}, "dose: 2 values are not finite in float32. Correct them, or leave"),
     ],
 )
 def test_rows_that_training_would_refuse_are_refused(change, error):

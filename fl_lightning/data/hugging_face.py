@@ -24,11 +24,11 @@ from fl_lightning.data.own import (
     refuse_missing,
     spot,
     targets,
-    texts_of,
+    token_ids,
 )
 from fl_lightning.data.pictures import Picture, PictureOptions
 from fl_lightning.data.reading import BadFile, told_of
-from fl_lightning.data.text import check_lengths, ids_of
+from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
 from fl_lightning.gate import require_trust
@@ -119,7 +119,7 @@ class HuggingFace(Dataset):
         train = len(order) - int(test.sum())
         y, client = y[order], None if client is None else client[order]
         if text is not None:
-            x = ids_of(texts_of(frame[text].iloc[order]), train, self.length, self.vocab_size)
+            x = token_ids(frame[text].iloc[order], train, self.length, self.vocab_size)
             return divided(x, y, train, outputs, Normalize(), client=client)
         try:
             x = self.options.read(_Encoded(splits, str(image), order))

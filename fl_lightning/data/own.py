@@ -15,6 +15,8 @@ from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.partitions import by_class
 from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.scenario import stratified_sample
+from fl_lightning.data.schema import finite_in_float32
+from fl_lightning.data.text import PADDING, ids_of
 from fl_lightning.data.transforms import BatchTransform
 from fl_lightning.errors import ConfigError, check_number, one_line
 from fl_lightning.objectives import objective_of
@@ -84,6 +86,37 @@ def refuse_missing(column: pd.Series, key: str, mend: str = "fill it in, or leav
         )
 
 
+def refuse_nul(column: pd.Series, key: str) -> None:
+    """Refuse a column of labels, clients or categories where a text has a NUL character.
+
+    It is a damaged byte, and numpy drops it from a text's end, so that two texts become one.
+
+    Raises:
+        ConfigError: Names the column and the first such row.
+    """
+    for row, value in enumerate(column.to_numpy(object)):
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(
+                f"{KEY}.{key}: column {column.name!r} holds {one_line(repr(value))} in {spot(column, row)}, with a NUL "
+                "character. Remove the character, or leave the row out"
+            )
+
+
+def refuse_not_finite(column: pd.Series, key: str) -> None:
+    """Refuse a column of numbers that are not all finite in `float32`, which is what the network takes.
+
+    Raises:
+        ConfigError: Names the column and the first such row.
+    """
+    finite = finite_in_float32(column)
+    if not finite.all():
+        row = int((~finite).argmax())
+        raise ConfigError(
+            f"{KEY}.{key}: column {column.name!r} holds {column.iloc[row]} in {spot(column, row)}, which is not finite "
+            "in float32. Correct the number, or leave its row out"
+        )
+
+
 def targets(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
     """Labels as `LoadedData` wants them.
 
@@ -101,6 +134,7 @@ def targets(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tens
     """
     for column in columns:
         refuse_missing(column, "label")
+        refuse_nul(column, "label")
     is_said = regression is not None
     if not is_said:
         regression = any(column.dtype.kind == "f" for column in columns)
@@ -117,13 +151,8 @@ def targets(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tens
 def _numbers(column: pd.Series) -> np.ndarray:
     if column.dtype.kind not in "iufb":
         raise ConfigError(f"{KEY}.label: column {column.name!r} holds no numbers, which regression needs")
-    values = column.to_numpy(np.float64)
-    with np.errstate(over="ignore"):  # what overflows is refused as Inf
-        exact = values.astype(np.float32)
-    if not np.isfinite(exact).all():
-        row = spot(column, int((~np.isfinite(exact)).argmax()))
-        raise ConfigError(f"{KEY}.label: column {column.name!r} holds Inf, or a number too large for float32, in {row}")
-    return exact
+    refuse_not_finite(column, "label")
+    return column.to_numpy(np.float64).astype(np.float32)
 
 
 def _flags(column: pd.Series) -> np.ndarray:
@@ -167,14 +196,15 @@ def client_ids(column: pd.Series) -> np.ndarray:
     values = column.to_numpy(object)
     if not all(isinstance(value, str) for value in values):
         raise ConfigError(f"{KEY}.client: column {column.name!r} is {column.dtype}; ids are whole numbers or text")
+    refuse_nul(column, "client")
     return values.astype(np.str_)
 
 
-def texts_of(column: pd.Series) -> list[str]:
-    """A column of texts.
+def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Tensor:
+    """Return the word ids of a column of texts, as `ids_of` does.
 
     Raises:
-        ConfigError: It holds something else, or misses some.
+        ConfigError: The column holds something else, misses some texts, or has texts without a word.
     """
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
@@ -183,7 +213,14 @@ def texts_of(column: pd.Series) -> list[str]:
             raise ConfigError(
                 f"{KEY}.text: column {column.name!r} holds {one_line(repr(text))} in {spot(column, row)}, no text"
             )
-    return list(texts)
+    ids = ids_of(list(texts), train, length, vocab_size)
+    empty = (ids[:, 0] == PADDING).numpy()
+    if empty.any():
+        raise ConfigError(
+            f"{KEY}.text: column {column.name!r} has no word of a-z and 0-9 in {empty.sum():,} of {len(column):,} "
+            f"rows, first in {spot(column, int(empty.argmax()))}. Write a text there, or leave the row out"
+        )
+    return ids
 
 
 def held_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.ndarray:

@@ -41,7 +41,7 @@ class Column:
         """Return a column's raw values as numbers: a category is its index, or -1 if it is unknown.
 
         Raises:
-            ConfigError: Values are missing, or are text where the schema has numbers.
+            ConfigError: Values are missing, or are not finite numbers where the schema has numbers.
         """
         import pandas as pd
 
@@ -51,6 +51,10 @@ class Column:
         if not is_text and not is_numeric(column):
             raise ConfigError(f"{self.name}: expected numbers, got {column.dtype}. Convert the column to {self.dtype}")
         if self.categories is None:
+            if overflows := int((~finite_in_float32(column)).sum()):
+                raise ConfigError(
+                    f"{self.name}: {overflows} values are not finite in float32. Correct them, or leave these rows out"
+                )
             return column.to_numpy(np.float64)
         values = pd.Series(column.to_numpy(str if is_text else object)).astype(object)
         return pd.Index(self.categories, dtype=object).get_indexer(values).astype(np.float64)
@@ -101,7 +105,8 @@ class TableSchema:
             frame: A table that has the schema's columns, in any order. Other columns are ignored.
 
         Raises:
-            ConfigError: A column is missing, has missing values, or holds text where the schema has numbers.
+            ConfigError: A column is missing, has missing values, or holds text, Inf or numbers too large for `float32`
+                where the schema has numbers.
         """
         if absent := [column.name for column in self.columns if column.name not in frame.columns]:
             raise ConfigError(f"{one_line(absent[0])}: column not found. The schema has {self._names()}")
@@ -149,6 +154,12 @@ class TableSchema:
             return cls(**fields | {"columns": [Column(**column) for column in fields["columns"]]})
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"schema: not the JSON of a table's schema ({one_line(error)})") from error
+
+
+def finite_in_float32(column: pd.Series) -> np.ndarray:
+    """Return which numbers of a column are finite in `float32`."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(column.to_numpy(np.float64).astype(np.float32))
 
 
 def is_numeric(column: pd.Series) -> bool:

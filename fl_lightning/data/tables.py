@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -21,13 +25,15 @@ from fl_lightning.data.own import (
     held_out,
     placed,
     refuse_missing,
+    refuse_not_finite,
+    refuse_nul,
     spot,
     targets,
-    texts_of,
+    token_ids,
 )
 from fl_lightning.data.reading import BadFile, opened
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
-from fl_lightning.data.text import check_lengths, ids_of
+from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.errors import ConfigError, one_line
 
@@ -36,6 +42,9 @@ if TYPE_CHECKING:
 
 MOST_CATEGORIES = 1_000
 """A column of more is a name, a number of a sample or a text, and would take a column of zeros for each."""
+
+SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
+"""A character that separates columns: no part of a name or number, no quote, bracket, NUL or line break."""
 
 
 class _Rows(Dataset):
@@ -66,6 +75,11 @@ class _Rows(Dataset):
         if split is not None and test_path is not None:
             raise ConfigError(f"{KEY}.split: the rows of test_path are the test set; leave out one of the two")
         check_share(test_share)
+        if not separator.isascii() or not SEPARATOR.fullmatch(separator):
+            raise ConfigError(
+                f"{KEY}.separator: {one_line(repr(separator))} cannot separate columns. Give one character, such as "
+                "',', ';', '|' or a tab (\"\\t\" in YAML, $'\\t' in a shell)"
+            )
         self.path, self.test_path, self.separator = path, test_path, separator
         self.label = [label] if isinstance(label, str) else list(label)
         if not self.label:
@@ -118,6 +132,12 @@ class _Rows(Dataset):
         test = read_table("test_path", self.test_path, self.separator)
         for name in (name for names in self._columns().values() for name in names):
             column_named(name, list(test.columns), "test_path")
+        if os.path.samefile(self.path, self.test_path):
+            warnings.warn(
+                f"{KEY}.test_path: {one_line(self.test_path)} is the same file as {KEY}.path: the test rows are "
+                "training rows. Name another file, or leave test_path out",
+                stacklevel=2,
+            )
         test = test.reindex(columns=frame.columns)
         return pd.concat([frame, test], keys=[self.path, self.test_path]), len(frame)
 
@@ -205,9 +225,11 @@ class Table(_Rows):
         refuse_missing(column, "features", "fill it in, leave its row out, or leave the column out of the features")
         described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
+            refuse_not_finite(column, "features")
             return self._scaled(described, column, train)
         if column.name not in self.categorical:
             refuse_no_categories(column)
+        refuse_nul(column, "features")
         import pandas as pd
 
         known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()
@@ -222,12 +244,9 @@ class Table(_Rows):
         return described
 
     def _scaled(self, described: Column, column: pd.Series, train: int) -> Column:
-        values = described.values(column)
-        if not np.isfinite(values).all():
-            row = spot(column, int((~np.isfinite(values)).argmax()))
-            raise ConfigError(f"{KEY}.features: column {column.name!r} holds Inf in {row}; mend it, or leave it out")
         if not self.standardize:
             return described
+        values = described.values(column)
         own = values[:train] + (described.categories is not None)  # codes count from 1
         # Rounded, so that the order in which a machine sums changes no bit of the data.
         mean, scale = (float(f"{number:.12g}") for number in (own.mean(), own.std() if np.ptp(own) else 1.0))
@@ -278,7 +297,7 @@ class TextTable(_Rows):
         return {"text": [self.text], **super()._columns()}
 
     def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, None]:
-        return ids_of(texts_of(frame[self.text]), train, self.length, self.vocab_size), None
+        return token_ids(frame[self.text], train, self.length, self.vocab_size), None
 
 
 def refuse_no_categories(column: pd.Series) -> None:
@@ -308,7 +327,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
     """A file's rows, by its columns' names; the index counts them from 1.
 
     Raises:
-        ConfigError: There is no such file, it cannot be read, or it has no rows.
+        ConfigError: There is no such file, it cannot be read, it has no rows, or two columns have the same name.
     """
     import pandas as pd
 
@@ -321,6 +340,8 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
+            _refuse_equal_names(path, _header(file, separator, parquet))
+            file.seek(0)
             frame = (
                 pd.read_parquet(file)
                 if parquet
@@ -331,12 +352,30 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
     frame.columns = [str(name) for name in frame.columns]
     if not len(frame):
         raise ConfigError(f"{KEY}.{key}: {one_line(path)}: holds no rows")
-    if len(frame.columns) == 1 and (other := [sign for sign in ";\t|" if sign in frame.columns[0]]):
+    other = [sign for sign in ",;\t|" if sign != separator and sign in frame.columns[0]]
+    if len(frame.columns) == 1 and other:
         raise ConfigError(
             f"{KEY}.separator: {one_line(path)} has one column only; its columns seem to be separated by {other[0]!r}"
         )
     frame.index = pd.RangeIndex(1, len(frame) + 1)
     return frame
+
+
+def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
+    """Return the columns' names as the file has them: `read_csv` renames the second `a` to `a.1`."""
+    import pandas as pd
+
+    if parquet:
+        from pyarrow.parquet import read_schema
+
+        return list(read_schema(file).names)
+    first = pd.read_csv(file, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False)
+    return [name for name in first.iloc[0] if name]
+
+
+def _refuse_equal_names(path: str, names: list[str]) -> None:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise BadFile(Path(path), f"two columns have the name {one_line(repr(twice[0]))}. Rename one of them")
 
 
 def _need_pyarrow(key: str) -> None:

@@ -148,6 +148,8 @@ class AGNews(TextDataset):
     @staticmethod
     def _news(row: list[str]) -> tuple[str, int]:
         label, title, text = row
+        if label not in ("1", "2", "3", "4"):
+            raise ValueError(f"column 1, the label, holds {label[:40]!r}, not a class from 1 to 4")
         return f"{title} {text}", int(label) - 1
 
 
