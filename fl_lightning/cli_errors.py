@@ -113,6 +113,8 @@ def _as_list(key: str, value: str, expected: Iterable[str], words: Sequence[str]
     """What to say where one thing was given for a list of such."""
     if list(expected) != ["list"] or not re.fullmatch(r"[\w.+-]{1,60}", value):
         return ""
+    if value == "None":
+        return ". Leave it out for the default, or give [] for none"
     if not names(key):
         return f"; did you mean [{value}]?"
     name = nearest(value, names(key)) or value

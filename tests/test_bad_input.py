@@ -85,6 +85,7 @@ KINDS = [
     kind(
         "unlike any init_arg", [*FIT, "--algorithm.mu", "1"], "FedSKC has no key 'mu'", "there are tau, similar_clients"
     ),
+    kind("null for a list", [*FIT, "--evaluation.metrics", "null"], "evaluation.metrics: got", "Leave it out"),
     kind("init_arg of no class", [*FIT, "--scenario.dataset.size", "1"], "Digits has no key 'size'; there are none"),
     kind("unknown optimizer arg", [*FIT, "--optimizer.momentun", "1"], "optimizer: SGD", "did you mean momentum?"),
     kind("without init_args", ["fit", "--config", "beside.yaml"], "scenario.partition", "stand under init_args"),
