@@ -17,11 +17,9 @@ from fl_lightning.cli import main
 from fl_lightning.models import ModelFactory
 
 CONFIGS = [name for name in things("configs") if not name.startswith("digits_")]
-# Their networks take seconds a step on a CPU, and another config of the method and network is in the fast suite.
-HEAVY = {"cifar100_fedsiam_da.yaml", "tinyimagenet_fedsiam_da.yaml", "cifar100_feddw_pathological.yaml"}
 
 
-@pytest.mark.parametrize("config", [pytest.param(c, marks=[pytest.mark.slow] * (c in HEAVY)) for c in CONFIGS])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_runs_at_reduced_size(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     words = ["--config", config, *reduced(config, tmp_path, monkeypatch), f"--run_dir={tmp_path / 'run'}"]
     assert main(["fit", *words]) == 0, capsys.readouterr().err
