@@ -142,8 +142,6 @@ def refuse_misshapen(content: Any, key: str = "") -> None:
             refuse_misshapen(part, key)
     if not isinstance(content, dict):
         return
-    if "__path__" in content:
-        raise ConfigError(f"{key}.__path__".lstrip(".") + ": a config has no such key. Leave it out")
     path, options = content.get("class_path", "-"), content.get("init_args", {})
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")

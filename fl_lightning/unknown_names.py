@@ -28,8 +28,9 @@ LONGEST_LIST = 200
 """How many letters of names a line lists; of more it says what names them."""
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
 """Keys that take a list of classes, and no single one."""
-BESIDE_KEYS = ("config", "print_config", "resume", "trust", "fast")
-"""Options of an experiment that no config can hold; `partition` takes them all, so that `fit`'s line can be reused."""
+NOT_IN_CONFIGS = ("config", "print_config")
+BESIDE_KEYS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
+"""Options beside an experiment's keys; `partition` takes them all, so that what `fit` takes or prints can be reused."""
 SWITCHES = ("print_config", "trust", "fast")
 """Those that take no value."""
 
@@ -111,7 +112,7 @@ class Names:
             key = f"{group}{name}"
             if isinstance(value, dict) and self._is_group(key):
                 self.check_keys(value, f"{key}.")
-            elif self._has(key) and key not in BESIDE_KEYS:
+            elif self._has(key) and key not in NOT_IN_CONFIGS:
                 self._check_classes(key, value)
             else:
                 self._refuse(key)
