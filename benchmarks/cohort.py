@@ -130,7 +130,7 @@ def command_line(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
     """fl-lightning from a config file, with the logger it has unless told otherwise (W&B, offline)."""
     import yaml
 
-    from fl_lightning.cli import main as fl_lightning
+    from fl_lightning.cli.main import main as fl_lightning
 
     settings = {
         "scenario": {

@@ -15,9 +15,9 @@ import torch
 import torchmetrics
 from torch.nn import functional as F
 
-from fl_lightning.config import with_config_paths
-from fl_lightning.evaluation import evaluate
-from fl_lightning.experiment import build, experiment_parser
+from fl_lightning.cli.experiment import build, experiment_parser
+from fl_lightning.core.config import with_config_paths
+from fl_lightning.evaluation.evaluation import evaluate
 
 ROUNDS = 20
 MANY = ["--scenario.clients=100", "--clients_per_round=10", "--scenario.partition=IID", "--evaluation.clients=received"]

@@ -24,7 +24,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from fl_lightning.cli import main as fl_lightning
+from fl_lightning.cli.main import main as fl_lightning
 from fl_lightning.models import CNN
 
 SHAPES = {"digits": ((1, 8, 8), 128), "fashion-mnist": ((1, 28, 28), 64)}

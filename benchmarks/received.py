@@ -19,7 +19,7 @@ from fl_lightning.callbacks import RoundProgress
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import CwFedAvg, FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 CLIENTS, PER_ROUND, SAMPLES = 1000, 50, 60

@@ -22,7 +22,7 @@ METHODS = ("FedAvg", "FedProx", "FedSKC", "FedDW", "FedSiamDA")
 CLASSES = 10
 COST = """
 import resource, sys, time
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
 code = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(time.process_time())

@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the runs' processes
 
 import fl_lightning
 from fl_lightning import open_run
-from fl_lightning.cli import main as fl_lightning_main
+from fl_lightning.cli.main import main as fl_lightning_main
 
 CONFIG = Path(__file__).with_name("results.yaml")
 SIAMESE_HEAD = "--model.head.projection 256 --model.head.prediction 256"

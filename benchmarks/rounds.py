@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import FedSKC
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
 from fl_lightning.data import Dirichlet, LoadedData, Scenario
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.transforms import CropFlip

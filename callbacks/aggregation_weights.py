@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.base import require
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.plots import bars, heat_maps, panels
 from matplotlib.figure import Figure
 
-from fl_lightning.report.figures import bars, heat_maps, panels
-
 if TYPE_CHECKING:
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

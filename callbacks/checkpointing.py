@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.monitor import Monitor
 
-from fl_lightning.errors import check_positive
+from fl_lightning.core.errors import check_positive
 
 if TYPE_CHECKING:
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.plots import heat_maps
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.global_model.feddw import class_relations, consistency_loss, soft_label_matrix
-from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import class_sums_over
+from fl_lightning.client.knowledge import class_sums_over
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import classification_layer
-from fl_lightning.report.figures import heat_maps
 
 if TYPE_CHECKING:
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

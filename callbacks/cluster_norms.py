@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.callbacks.base import RoundCallback, require
 
 if TYPE_CHECKING:
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

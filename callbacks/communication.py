@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.plots import lines, panels
 from matplotlib.figure import Figure
-
-from fl_lightning.report.figures import lines, panels
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from fl_lightning.callbacks.figures import Arrays, RoundFigure
+from fl_lightning.callbacks.plots import panels
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError
-from fl_lightning.report.figures import panels
+from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator

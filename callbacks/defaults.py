@@ -14,8 +14,8 @@ from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
 from lightning.pytorch.callbacks import Callback
 
+from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.engines.client_callbacks import refused
-from fl_lightning.errors import ConfigError, check_positive
 
 
 def with_defaults(callbacks: Sequence[RoundCallback], every: int, keep: int) -> list[RoundCallback]:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import bars, panels
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Tensors
-from fl_lightning.report.figures import bars, panels
-from fl_lightning.state import flatten
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state import flatten
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.callbacks.monitor import ACCURACIES, LOSSES, Monitor, round_metrics
 
-from fl_lightning.errors import ConfigError, check_positive
+from fl_lightning.core.errors import ConfigError, check_positive
 
 if TYPE_CHECKING:
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

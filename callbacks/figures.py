@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
+from fl_lightning.callbacks.plots import png
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.base import OWN
-from fl_lightning.errors import ConfigError, check_positive
-from fl_lightning.files import write_atomically
-from fl_lightning.report.figures import png
+from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.files import write_atomically
 
 if TYPE_CHECKING:
+    from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result
-    from fl_lightning.message import Tensors
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 Arrays = dict[str, np.ndarray]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import panels
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,10 +17,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 from fl_lightning.algorithms.global_model.fedskc import local_knowledge
-from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import class_sums_over
-from fl_lightning.message import Tensors
-from fl_lightning.report.figures import panels
+from fl_lightning.client.knowledge import class_sums_over
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result

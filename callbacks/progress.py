@@ -14,7 +14,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from fl_lightning.callbacks.figures import Arrays, RoundFigure, trained_model
+from fl_lightning.callbacks.plots import heat_maps
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.personalized.cwfedavg import class_layer, class_layer_name, class_models
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Tensors
-from fl_lightning.report.figures import heat_maps
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
 
 if TYPE_CHECKING:
     from fl_lightning.engines import Result
-    from fl_lightning.metrics import Row
+    from fl_lightning.evaluation.metrics import Row
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 

@@ -22,9 +22,11 @@ WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
 PLACES = WHOLE | EXAMPLES  # a file of the repository, and its page
 
-CORE = ("evaluation", "graphs", "metrics", "state")  # shown beside the modules that have what `fl_lightning` exports
+ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs"))
+"""Packages of which only the modules are shown that have what `fl_lightning` exports, and `ALSO`."""
+ALSO = {"fl_lightning.core.state", "fl_lightning.evaluation.metrics"}
 PACKAGES = (
-    "fl_lightning",
+    *ROOMS,
     "fl_lightning.algorithms",
     "fl_lightning.algorithms.global_model",
     "fl_lightning.algorithms.personalized",
@@ -98,12 +100,15 @@ def reference() -> dict[str, str]:
     loader.resolve_aliases()
     packages = {name: loader.modules_collection[name] for name in PACKAGES}
     exported = {name: whole[name] for name in sorted(fl_lightning.__all__, key=str.lower)}
-    homes = {path.split(".")[1] for path in (thing.canonical_path for thing in exported.values())}
+    homes = ALSO | {thing.canonical_path.rpartition(".")[0] for thing in exported.values()}
     shown = {
-        name: sorted(one for one, module in package.modules.items() if not module.is_init_module)
+        name: sorted(
+            one
+            for one, module in package.modules.items()
+            if not module.is_init_module and (name not in ROOMS or f"{name}.{one}" in homes)
+        )
         for name, package in packages.items()
     }
-    shown["fl_lightning"] = [one for one in shown["fl_lightning"] if one in homes.union(CORE)]
     rows = [f"| [`{name}`]({name}.md) | {told(package)} |" for name, package in packages.items()]
     names = [f"| {linked(name, thing)} | {told(thing)} |" for name, thing in exported.items()]
     overview = [

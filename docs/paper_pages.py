@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from fl_lightning.study.table import PaperTable, PaperValue, read_table
+from fl_lightning.analysis.study.table import PaperTable, PaperValue, read_table
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {  # the beginning of its files' names, and where its method is told about

@@ -1,7 +1,7 @@
 """FairProx, made up for this page: stay near the shared model, and let the clients that do worst count most."""
 
 from fl_lightning import Aggregator, Algorithm, LossTerm, Message
-from fl_lightning.state import weighted_mean
+from fl_lightning.core.state import weighted_mean
 
 
 class Anchor(LossTerm):

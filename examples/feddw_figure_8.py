@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from fl_lightning.callbacks import ClassRelations
+from fl_lightning.callbacks.plots import heat_maps, write_png
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import Algorithm, FedAvg, FedDW
 from fl_lightning.data import IID, Digits, Dirichlet, FashionMNIST, Partition, Scenario
 from fl_lightning.models import MLP, Head, LeNet
-from fl_lightning.report.figures import heat_maps, write_png
 
 
 def final_matrices(

@@ -2,56 +2,56 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.lazy import load
+from fl_lightning.core.lazy import load
 
 if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning import runs as runs
     from fl_lightning.algorithms import *
     from fl_lightning.callbacks import *
     from fl_lightning.callbacks import RoundFigure as RoundFigure
-    from fl_lightning.client import ClientModule as ClientModule
-    from fl_lightning.client import LossTerm as LossTerm
-    from fl_lightning.client import Step as Step
+    from fl_lightning.cli.experiment import open_run as open_run
+    from fl_lightning.client.knowledge import SharedKnowledge as SharedKnowledge
+    from fl_lightning.client.module import ClientModule as ClientModule
+    from fl_lightning.client.module import LossTerm as LossTerm
+    from fl_lightning.client.module import Step as Step
+    from fl_lightning.core.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from fl_lightning.core.errors import (
+        ClientFailure as ClientFailure,
+    )
+    from fl_lightning.core.errors import (
+        ConfigError as ConfigError,
+    )
+    from fl_lightning.core.errors import (
+        FLError as FLError,
+    )
+    from fl_lightning.core.errors import (
+        Interrupted as Interrupted,
+    )
+    from fl_lightning.core.errors import (
+        NonFiniteError as NonFiniteError,
+    )
+    from fl_lightning.core.errors import (
+        TooFewClients as TooFewClients,
+    )
+    from fl_lightning.core.message import Message as Message
+    from fl_lightning.core.message import Upload as Upload
+    from fl_lightning.core.objectives import *
+    from fl_lightning.core.state import weighted_mean as weighted_mean
     from fl_lightning.data import *
     from fl_lightning.data.transforms import CropFlip as CropFlip
     from fl_lightning.data.transforms import Normalize as Normalize
     from fl_lightning.engines import *
-    from fl_lightning.errors import (
-        CheckpointError as CheckpointError,
-    )
-    from fl_lightning.errors import (
-        ClientFailure as ClientFailure,
-    )
-    from fl_lightning.errors import (
-        ConfigError as ConfigError,
-    )
-    from fl_lightning.errors import (
-        FLError as FLError,
-    )
-    from fl_lightning.errors import (
-        Interrupted as Interrupted,
-    )
-    from fl_lightning.errors import (
-        NonFiniteError as NonFiniteError,
-    )
-    from fl_lightning.errors import (
-        TooFewClients as TooFewClients,
-    )
-    from fl_lightning.evaluation import Evaluation as Evaluation
-    from fl_lightning.evaluation import Score as Score
-    from fl_lightning.experiment import open_run as open_run
-    from fl_lightning.file_loggers import CSVLogger as CSVLogger
-    from fl_lightning.file_loggers import MLFlowLogger as MLFlowLogger
-    from fl_lightning.file_loggers import TensorBoardLogger as TensorBoardLogger
-    from fl_lightning.knowledge import SharedKnowledge as SharedKnowledge
-    from fl_lightning.message import Message as Message
-    from fl_lightning.message import Upload as Upload
+    from fl_lightning.evaluation.evaluation import Evaluation as Evaluation
+    from fl_lightning.evaluation.evaluation import Score as Score
+    from fl_lightning.loggers.files import CSVLogger as CSVLogger
+    from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
+    from fl_lightning.loggers.files import TensorBoardLogger as TensorBoardLogger
+    from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
     from fl_lightning.models import *
-    from fl_lightning.objectives import *
     from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator
-    from fl_lightning.runs import Run as Run
-    from fl_lightning.state import weighted_mean as weighted_mean
-    from fl_lightning.wandb_logger import WandbRoundLogger as WandbRoundLogger
+    from fl_lightning.runs.reader import Run as Run
 
 __version__ = "0.1.0"
 
@@ -71,7 +71,7 @@ _NAMES = {
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
     """,
-    "client": "ClientModule LossTerm Step",
+    "client.module": "ClientModule LossTerm Step",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
         FederatedData FEMNIST FewShot Given HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition PathMNIST
@@ -83,23 +83,26 @@ _NAMES = {
         AutoEngine Engine engine_of EngineName ProcessesEngine RayEngine Result SequentialEngine StackedEngine Task
         Worker
     """,
-    "errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
-    "evaluation": "Evaluation Score",
-    "experiment": "open_run",
-    "file_loggers": "CSVLogger MLFlowLogger TensorBoardLogger",
-    "knowledge": "SharedKnowledge",
-    "message": "Message Upload",
+    "core.errors": "CheckpointError ClientFailure ConfigError FLError Interrupted NonFiniteError TooFewClients",
+    "evaluation.evaluation": "Evaluation Score",
+    "cli.experiment": "open_run",
+    "loggers.files": "CSVLogger MLFlowLogger TensorBoardLogger",
+    "client.knowledge": "SharedKnowledge",
+    "core.message": "Message Upload",
     "models": """
         Backbone BiLSTM classification_layer CNN CNN4 CosineLinear FastText FromModule frozen_encoder Head LeNet MLP
         MobileNetV2 ModelFactory ResNet18 ResNet50 ResNet8 ShuffleNetV2 TextCNN VGG11 with_encoder
     """,
-    "objectives": "Classification MultiLabel Objective Regression",
+    "core.objectives": "Classification MultiLabel Objective Regression",
     "orchestrator": "FederatedOrchestrator",
-    "runs": "Run",
-    "state": "weighted_mean",
-    "wandb_logger": "WandbRoundLogger",
+    "runs.reader": "Run",
+    "core.state": "weighted_mean",
+    "loggers.wandb": "WandbRoundLogger",
 }
 """What can be imported from here, by the module that has it."""
+
+MOVED = {"file_loggers": "loggers.files", "objectives": "core.objectives", "wandb_logger": "loggers.wandb"}
+"""Modules by the names that configs of runs have for them, and where they are now."""
 
 HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 """The module that each public name is imported from when it is first used: torch takes seconds."""
@@ -109,8 +112,8 @@ __all__ = sorted({"runs", *HOMES})
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module that has some, imported when it is first used."""
-    if name in _NAMES:
-        return load(f"{__name__}.{name}")
+    if name in _NAMES or name in MOVED:
+        return load(f"{__name__}.{MOVED.get(name, name)}")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(load(f"{__name__}.{HOMES[name]}"), name)

@@ -8,6 +8,6 @@ with suppress(FileNotFoundError):  # there is no working folder any more, which 
     if sys.path[0] in ("", os.getcwd()):  # `-m` puts it first, where anybody may have put a numpy.py
         del sys.path[0]
 
-from fl_lightning.cli import run
+from fl_lightning.cli.main import run
 
 run()

@@ -17,31 +17,31 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning import trial
 from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
-from fl_lightning.checkpoint import Checkpoint
-from fl_lightning.client import ClientModule
+from fl_lightning.cli import trial
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
+from fl_lightning.core.interrupt import DeferredSignals
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.scoring import untrained
 from fl_lightning.engines.trainer import cheap_collections
-from fl_lightning.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
-from fl_lightning.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
-from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.loggers import Loggers
-from fl_lightning.message import Message, Upload
-from fl_lightning.metrics import Row
+from fl_lightning.evaluation.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
+from fl_lightning.evaluation.metrics import Row
+from fl_lightning.loggers.base import Labels, RoundLogger
+from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory
-from fl_lightning.optimizers import LRScales
-from fl_lightning.record import Keep, Record
-from fl_lightning.round_logger import Labels, RoundLogger
-from fl_lightning.run_folder import alone, fresh, missing, refuse_occupied, undone_on_failure
-from fl_lightning.runs import Figures, Run
-from fl_lightning.seeding import Stream, generator
+from fl_lightning.runs.checkpoint import Checkpoint
+from fl_lightning.runs.folder import alone, fresh, missing, refuse_occupied, undone_on_failure
+from fl_lightning.runs.reader import Figures, Run
+from fl_lightning.runs.record import Keep, Record
 
 
 class FederatedOrchestrator:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
 
 TINY = """# FedSKC on digits, in a second.
 rounds: 3

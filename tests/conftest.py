@@ -18,9 +18,9 @@ import pytest
 import sklearn.datasets
 import torch
 
+from fl_lightning.core.state import widened
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import ProcessesEngine, trainer
-from fl_lightning.state import widened
 
 BASE_SEED = int(os.environ.get("FL_LIGHTNING_TEST_SEED", "0"))
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.core.message import Message
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task
-from fl_lightning.message import Message
 from fl_lightning.models import MLP, Backbone
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -45,12 +45,12 @@ import yaml
 from commands import Outcome, run, untimed_rows
 from methods import elements
 
-from fl_lightning.checkpoint import CheckpointFolder
-from fl_lightning.config import flatten
+from fl_lightning.core.config import flatten
+from fl_lightning.core.errors import CheckpointError
 from fl_lightning.engines import trainer
-from fl_lightning.errors import CheckpointError
 from fl_lightning.orchestrator import FederatedOrchestrator
-from fl_lightning.record import Record
+from fl_lightning.runs.checkpoint import CheckpointFolder
+from fl_lightning.runs.record import Record
 
 PATIENCE = 60.0  # seconds a case
 KILLED_IN = 4
@@ -80,7 +80,7 @@ RUNS = {
         "--callbacks=[{class_path: AggregationWeights, init_args: {every: 2}}]",
         "--optimizer_state=kept",
     ],
-    "W&B": ["--logger=fl_lightning.wandb_logger.WandbRoundLogger", "--optimizer_state=kept"],
+    "W&B": ["--logger=fl_lightning.loggers.wandb.WandbRoundLogger", "--optimizer_state=kept"],
 }
 
 
@@ -225,7 +225,7 @@ def each_apart(work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], j
     took too long.
     """
     context: Any = get_context("forkserver")
-    context.set_forkserver_preload(["fl_lightning.commands.fit", __name__])
+    context.set_forkserver_preload(["fl_lightning.cli.commands.fit", __name__])
     results: list[Any] = [None] * len(arguments)
 
     def one_after_another(first: int) -> None:

@@ -26,7 +26,7 @@ from fl_lightning.algorithms import (
     WeightedMean,
 )
 from fl_lightning.data import Digits, Dirichlet, FewShot, Scenario
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))

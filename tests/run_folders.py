@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.metrics import summarize
+from fl_lightning.evaluation.metrics import summarize
 
 CONFIG: dict[str, Any] = {
     "scenario": {

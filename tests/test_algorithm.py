@@ -12,10 +12,10 @@ from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import Shard
 from fl_lightning.engines import SequentialEngine, StackedEngine
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.seeding import Stream, generator
+from fl_lightning.evaluation.evaluation import Evaluation
 
 
 class OwnHead(FedAvg):

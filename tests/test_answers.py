@@ -15,10 +15,13 @@ from commands import run
 from lightning.pytorch import loggers
 
 import fl_lightning
-from fl_lightning import catalogue, cli, help, indexing, wandb_logger
-from fl_lightning.commands import completion, fit
+from fl_lightning.cli import help, indexing
+from fl_lightning.cli import main as cli
+from fl_lightning.cli.commands import completion, fit
+from fl_lightning.cli.experiment import TRAINER_KEYS
+from fl_lightning.core import catalogue
 from fl_lightning.engines.trainer import quiet_trainer
-from fl_lightning.experiment import TRAINER_KEYS
+from fl_lightning.loggers import wandb as wandb_logger
 
 SLOW = (
     "torch",
@@ -83,7 +86,7 @@ ANSWERED = {
 def test_it_is_answered_without_what_takes_seconds_to_import(line):
     source = f"""
 import sys
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
 code = main(sys.argv[1:])
 print()
 print(code, sorted(sys.modules.keys() & {SLOW}))
@@ -94,7 +97,7 @@ print(code, sorted(sys.modules.keys() & {SLOW}))
 def test_a_shell_that_asks_is_answered_without_what_takes_seconds_to_import():
     source = f"""
 import sys
-from fl_lightning.commands import completion
+from fl_lightning.cli.commands import completion
 completion.everything(["fit", "--config", "digits_fedskc.yaml"])
 print(sorted(sys.modules.keys() & {SLOW}))
 """
@@ -122,8 +125,8 @@ def test_no_word_at_all_is_a_question_for_help():
 
 def test_the_index_is_what_making_it_now_gives():
     assert indexing.PATH.read_text(encoding="utf-8") == indexing.made(), (
-        "what a config can name has changed since fl_lightning/index.json was made; make it anew: "
-        "python -m fl_lightning.indexing"
+        "what a config can name has changed since fl_lightning/core/index.json was made; make it anew: "
+        "python -m fl_lightning.cli.indexing"
     )
 
 
@@ -269,7 +272,7 @@ def test_help_fits_the_terminal(columns, monkeypatch):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_of_a_command_tells_of_all_that_it_takes(command):
     text = run(command, "--help").out
-    parser = fl_lightning.cli.load(f"fl_lightning.commands.{command}").parser()
+    parser = fl_lightning.cli.main.load(f"fl_lightning.cli.commands.{command}").parser()
     assert cli.COMMANDS[command] in text
     for action in parser._actions:
         if action.help != "==SUPPRESS==" and not action.dest.endswith("help"):
@@ -442,8 +445,8 @@ def test_a_process_of_its_own_does_not_look_for_garbage_in_what_it_imported():
     """In somebody else's process all stays as it is."""
     source = """
 import gc, sys
-from fl_lightning import cli
-from fl_lightning.commands import list as command
+from fl_lightning.cli import main as cli
+from fl_lightning.cli.commands import list as command
 command.main = lambda *_: print(gc.get_freeze_count() > 1000) or 0
 cli.main(["list"])
 sys.argv = ["fl-lightning", "list"]

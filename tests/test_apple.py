@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
 from fl_lightning.algorithms.decentralized.peers import restored, unbundle
 from fl_lightning.algorithms.personalized import apple
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines import StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message, Upload
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 RECEIVED = {"evaluation": Evaluation(clients="received")}

@@ -8,9 +8,9 @@ from fl_lightning.callbacks import RoundProgress
 from rich.console import Console
 
 from fl_lightning.algorithms import UAPDFL, FedSiamDA
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
 from fl_lightning.engines.pool import Lost
-from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP, Head
 
 

@@ -34,6 +34,7 @@ from layouts import (
 )
 from PIL import Image
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import (
     CIFAR10,
     CIFAR100,
@@ -64,7 +65,6 @@ from fl_lightning.data import (
     TinyImageNet,
 )
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError
 
 SECONDS = 20
 """What hangs is told apart from what is slow by this."""

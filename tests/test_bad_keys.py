@@ -10,7 +10,7 @@ import yaml
 from commands import TINY, run
 
 from fl_lightning import FederatedOrchestrator
-from fl_lightning.commands import fit
+from fl_lightning.cli.commands import fit
 
 CONFIG = yaml.safe_load("""
 rounds: 3

@@ -19,10 +19,10 @@ from layouts import images, table, write_csv, write_hugging_face, write_image_fo
 from PIL import Image
 from test_own_data import Pairs, save_arrays
 
-from fl_lightning import files
+from fl_lightning.core import files
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, pictures
 from fl_lightning.data.reading import CHECKSUM_BYTES
-from fl_lightning.errors import ConfigError
 
 SECONDS = 20
 """What hangs is told apart from what is slow by this."""

@@ -12,11 +12,11 @@ from commands import TINY, contents, run
 from experiments import digits, experiment
 from torch.optim import lr_scheduler
 
-from fl_lightning.catalogue import classes
+from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.catalogue import classes
+from fl_lightning.core.errors import ConfigError, blame, check_number, check_positive
 from fl_lightning.engines import SequentialEngine, StackedEngine
-from fl_lightning.errors import ConfigError, blame, check_number, check_positive
 from fl_lightning.models import CNN
-from fl_lightning.optimizers import LRScales
 
 SHAPES = {"BiLSTM": (12,), "FastText": (12,), "TextCNN": (12,)}
 REQUIRED = {"Splits": {"eps1": 0.4, "eps2": 1.6, "min_rounds": 20, "min_size": 2, "weighting": "uniform"}}

@@ -33,12 +33,12 @@ from torch import nn
 
 from fl_lightning.algorithms import CFL, FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
 from fl_lightning.algorithms.base import WeightedMean
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.loggers import WandbRoundLogger
+from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.loggers.collection import WandbRoundLogger
+from fl_lightning.loggers.wandb import NOTE, Labels, sealed
 from fl_lightning.models import Backbone
-from fl_lightning.wandb_logger import NOTE, Labels, sealed
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]
 WANDB = [*FIT, "--logger", "WandbRoundLogger"]
@@ -648,7 +648,7 @@ def test_what_wandb_refuses_when_it_begins_leaves_nothing_of_it(tmp_path, monkey
         with pytest.raises(wandb.errors.CommError):
             WandbRoundLogger().attach(tmp_path, {}, LABELS)
     assert list(tmp_path.glob("wandb*")) == []
-    monkeypatch.setattr("fl_lightning.wandb_logger.write_atomically", lambda *given: 1 / 0)
+    monkeypatch.setattr("fl_lightning.loggers.wandb.write_atomically", lambda *given: 1 / 0)
     logger = WandbRoundLogger()
     with pytest.raises(ZeroDivisionError):
         logger.attach(tmp_path, {}, LABELS)

@@ -10,8 +10,8 @@ import yaml
 from commands import TINY, contents, run
 from jsonargparse import ArgumentParser
 
-from fl_lightning.config import load_yaml, read_yaml, strict
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.config import load_yaml, read_yaml, strict
+from fl_lightning.core.errors import ConfigError
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 11))

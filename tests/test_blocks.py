@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
 from fl_lightning.engines.blocks import BlockOptimizer
 from fl_lightning.engines.stacked import OPTIMIZERS
-from fl_lightning.optimizers import load_optimizer_tensors, optimizer_tensors
 
 pytestmark = pytest.mark.numeric
 

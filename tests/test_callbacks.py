@@ -9,7 +9,7 @@ from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
 from rich.console import Console
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 
 def test_the_meter_counts_every_message_and_goes_on_after_a_resume(tmp_path):

@@ -12,8 +12,8 @@ from test_stacked import compare
 
 from fl_lightning.algorithms import CFL, FedAvg, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, update
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning.checkpoint import Checkpoint, CheckpointFolder, Damaged
-from fl_lightning.errors import CheckpointError
-from fl_lightning.files import write_atomically
-from fl_lightning.interrupt import DeferredSignals
-from fl_lightning.seal import Seal
+from fl_lightning.core.errors import CheckpointError, Damaged
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.interrupt import DeferredSignals
+from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
+from fl_lightning.runs.seal import Seal
 
 STATE: dict[str, Any] = {
     "round": 3,
@@ -353,7 +353,7 @@ KILLED_AT_EVERY_STEP = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.runs.checkpoint import CheckpointFolder
 
 steps = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 armed, left = False, 0

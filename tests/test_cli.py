@@ -14,11 +14,13 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, cli, data, engines, models, objectives
-from fl_lightning.catalogue import FAMILIES
+from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, data, engines, models
+from fl_lightning.cli import main as cli
+from fl_lightning.cli.experiment import open_run
+from fl_lightning.core import objectives
+from fl_lightning.core.catalogue import FAMILIES
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
-from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import open_run
 
 RICH = """# Everything nested that a config can hold.
 rounds: 2

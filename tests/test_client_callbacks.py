@@ -15,11 +15,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedProx
-from fl_lightning.catalogue import names
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.catalogue import names
+from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.engines import AutoEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease
-from fl_lightning.errors import ClientFailure, ConfigError
 
 CPU = {"accelerator": "cpu"}
 

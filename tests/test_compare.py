@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
-from fl_lightning.commands.compare import short
-from fl_lightning.errors import ConfigError
-from fl_lightning.report.comparison import comparable, compare, holm, paired, spread, text
-from fl_lightning.report.sheet import Sheet
-from fl_lightning.runs import open_runs
+from fl_lightning.analysis.report.comparison import comparable, compare, holm, paired, spread, text
+from fl_lightning.analysis.report.sheet import Sheet
+from fl_lightning.cli.commands.compare import short
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.reader import open_runs
 
 PATHS = "fl_lightning.algorithms"
 
@@ -690,7 +690,7 @@ def test_twenty_long_runs_are_compared_in_two_seconds_without_torch(tmp_path):
         for algorithm in ("FedAvg", "FedDW", "FedSKC", "MOON"):
             write(tmp_path, algorithm, seed, np.linspace(0.1, 0.9 - seed / 100, 200).tolist())
     code = (
-        "import sys, time; from fl_lightning.cli import main; code = main(sys.argv[1:]);"
+        "import sys, time; from fl_lightning.cli.main import main; code = main(sys.argv[1:]);"
         "there = {'torch', 'lightning', 'pandas', 'wandb', 'scipy.stats'} & set(sys.modules);"
         "print(code, *there, time.process_time())"
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli import main
-from fl_lightning.config import config_path, flatten
-from fl_lightning.experiment import by_home, experiment_parser, plain_config
+from fl_lightning.cli.experiment import by_home, experiment_parser, plain_config
+from fl_lightning.cli.main import main
+from fl_lightning.core.config import config_path, flatten
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

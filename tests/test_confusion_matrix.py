@@ -15,10 +15,10 @@ from matplotlib.image import imread
 from sklearn.metrics import confusion_matrix
 
 from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.objectives import MultiLabel, Regression
 from fl_lightning.data import Scenario, Shard
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.objectives import MultiLabel, Regression
+from fl_lightning.evaluation.evaluation import Evaluation
 
 
 def drawn(run_dir, algorithm=None, figure=None, **options):

@@ -23,10 +23,10 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     largest_changes,
     only_entries,
 )
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines import StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

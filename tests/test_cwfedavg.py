@@ -24,12 +24,12 @@ from fl_lightning.algorithms import (
     WeightedMean,
 )
 from fl_lightning.algorithms.personalized import cwfedavg as cw
-from fl_lightning.client import ClientModule, Step
-from fl_lightning.errors import ClientFailure, ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.seeding import Stream, derive, generator
+from fl_lightning.core.state import combine
 from fl_lightning.models import MLP, Backbone, Head
-from fl_lightning.seeding import Stream, derive, generator
-from fl_lightning.state import combine
 
 pytestmark = pytest.mark.numeric
 

@@ -18,9 +18,9 @@ import torch
 import torchvision
 from sklearn.datasets import load_digits
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Arrays, Digits, FashionMNIST, PathMNIST, Scenario
 from fl_lightning.data.transforms import CropFlip
-from fl_lightning.errors import ConfigError
 
 GREY = [MNIST, FashionMNIST]
 COLOUR = [CIFAR10, CIFAR100]

@@ -11,7 +11,7 @@ from test_stacked import compare
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
-from fl_lightning.message import Message
+from fl_lightning.core.message import Message
 
 pytestmark = pytest.mark.numeric
 

@@ -18,11 +18,11 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     search_rate,
     spread,
 )
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.state import packed, unpacked
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.state import packed, unpacked
 
 PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
 SHAPES = {

@@ -11,13 +11,13 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import Ditto, FedAvg, Local
+from fl_lightning.core.errors import ClientFailure, ConfigError, NonFiniteError
+from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines import StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
-from fl_lightning.errors import ClientFailure, ConfigError, NonFiniteError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.seeding import Stream, derive
 
 RECEIVED = Evaluation(clients="received")
 SMALL = partial(MLP, hidden=(16,))

@@ -19,9 +19,9 @@ import yaml
 from markdown_it import MarkdownIt
 
 import fl_lightning
-from fl_lightning.cli import main
-from fl_lightning.commands import fit
-from fl_lightning.config import with_config_paths
+from fl_lightning.cli.commands import fit
+from fl_lightning.cli.main import main
+from fl_lightning.core.config import with_config_paths
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

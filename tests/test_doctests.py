@@ -20,4 +20,4 @@ def test_the_examples_in_docstrings_hold(name: str) -> None:
 
 def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder()
-    assert sum(len(test.examples) for test in finder.find(import_module("fl_lightning.message"))) >= 3
+    assert sum(len(test.examples) for test in finder.find(import_module("fl_lightning.core.message"))) >= 3

@@ -7,8 +7,8 @@ def ended(source, before=""):
     script = f"""
 import atexit, gc, os, sys
 {before}
-from fl_lightning import cli
-from fl_lightning.commands import list as command
+from fl_lightning.cli import main as cli
+from fl_lightning.cli.commands import list as command
 
 def main(*_):
 {"".join(f"    {line}{chr(10)}" for line in source.splitlines())}

@@ -18,11 +18,11 @@ from fl_lightning.algorithms import (
     LocalContrastive,
     UnitAlignment,
 )
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 
 
 class Backwards(Engine):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC, PeerAlgorithm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message
+from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.engines import Task
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation, Score, client_summary, evaluate
-from fl_lightning.message import Message
-from fl_lightning.metrics import best_and_last, lowest_losses, rounds_to, summarize
+from fl_lightning.evaluation.evaluation import Evaluation, Score, client_summary, evaluate
+from fl_lightning.evaluation.metrics import best_and_last, lowest_losses, rounds_to, summarize
 from fl_lightning.models import MLP, Head
-from fl_lightning.seeding import Stream, derive
 
 LOGITS = torch.randn(23, 4, generator=torch.Generator().manual_seed(0)) * 3
 TARGETS = torch.randint(0, 4, (23,), generator=torch.Generator().manual_seed(1))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from experiments import experiment
 
+from fl_lightning.core.state import RunningMean
 from fl_lightning.engines import Task
-from fl_lightning.state import RunningMean
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

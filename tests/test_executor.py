@@ -15,14 +15,14 @@ from commands import TINY, contents, rows, summary, tiny, untimed_rows
 from filelock import FileLock
 from test_processes import alive, gone
 
-from fl_lightning.errors import ConfigError
-from fl_lightning.run_folder import alone
-from fl_lightning.study import executor
-from fl_lightning.study.executor import DiskFull, Outcome, Point, carry_out, outcome_before
+from fl_lightning.analysis.study import executor
+from fl_lightning.analysis.study.executor import DiskFull, Outcome, Point, carry_out, outcome_before
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.folder import alone
 
 WITNESS = '''
 import os, torch
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
 
 class Witness(LossTerm):
     """Reports, as its loss, what it finds where it is run."""
@@ -56,9 +56,9 @@ class NoRoom(LossTerm):
 LEADER = """
 import sys
 from pathlib import Path
-from fl_lightning import cli
-from fl_lightning.errors import FLError
-from fl_lightning.study.executor import Point, carry_out
+from fl_lightning.cli import main as cli
+from fl_lightning.core.errors import FLError
+from fl_lightning.analysis.study.executor import Point, carry_out
 
 if __name__ == "__main__":
     root, config = Path(sys.argv[1]), sys.argv[2]
@@ -346,7 +346,7 @@ def test_points_end_with_the_process_that_leads(here, how):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fl_lightning.run_folder import alone
+from fl_lightning.runs.folder import alone
 
 with alone(Path(sys.argv[1])):
     print("held", flush=True)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ClientModule, open_run
-from fl_lightning.config import read_config
-from fl_lightning.errors import ConfigError
-from fl_lightning.export import FORMATS, Network, network_of, rebuilt, same_outputs, write
+from fl_lightning.analysis.export import FORMATS, Network, network_of, rebuilt, same_outputs, write
+from fl_lightning.core.config import read_config
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.objectives import Classification, Regression
 from fl_lightning.models import MLP, BiLSTM
-from fl_lightning.objectives import Classification, Regression
 
 NORMED = TINY.replace("class_path: MLP, init_args: {hidden: [8]}", "class_path: own_export.Normed").replace(
     "algorithm: FedSKC", "algorithm: {class_path: FedAvg, init_args: {buffers: local}}"

@@ -10,11 +10,11 @@ from experiments import ONE_EPOCH, NormMLP, digits, experiment, same_bytes
 from test_stacked import Spoilt
 
 from fl_lightning.algorithms import Aggregator, FedAvg
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ClientFailure, TooFewClients
+from fl_lightning.core.message import Message
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.engines import SequentialEngine, StackedEngine
-from fl_lightning.errors import ClientFailure, TooFewClients
-from fl_lightning.message import Message
 
 
 class Trouble(LossTerm):

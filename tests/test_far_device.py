@@ -25,13 +25,13 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     WeightedMean,
 )
+from fl_lightning.core.state import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
 from fl_lightning.engines.host import carried_out
 from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.worker import Worker
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.state import RunningMean, first_non_finite
 
 
 @pytest.fixture(autouse=True)

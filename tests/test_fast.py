@@ -15,13 +15,14 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from methods import METHODS, Episodes
 from torch import nn
 
-from fl_lightning import LossTerm, RoundCallback, RoundFigure, trial
+from fl_lightning import LossTerm, RoundCallback, RoundFigure
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep
 from fl_lightning.algorithms.global_model.fedskc import StructuralKnowledge
+from fl_lightning.cli import trial
+from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 
 FAST = ("fit", "--config", "tiny.yaml", "--fast")
 

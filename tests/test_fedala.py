@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedALA, FedAvg
 from fl_lightning.algorithms.personalized import fedala as ala
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
 pytestmark = pytest.mark.numeric

@@ -11,9 +11,9 @@ from test_stacked import compare
 
 from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, LastUploads, PeerAlgorithm
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
-from fl_lightning.client import Step
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.module import Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 

@@ -8,8 +8,8 @@ from servers import assert_near, mean_of, watched
 
 from fl_lightning.algorithms import FedAvg, FedAvgM, ServerMomentum, ServerStep
 from fl_lightning.algorithms.global_model.fedavgm import momentum_step
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedBABU
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, Local, LogitDistillation, MeanLogits
 from fl_lightning.algorithms.personalized import feddistill as fd
-from fl_lightning.client import Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.client.module import Step
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, Proximal, SoftLabels
 from fl_lightning.algorithms.global_model import feddw as dw
-from fl_lightning.client import ClientModule, Step
-from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import class_sums
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.knowledge import class_sums
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Head
 
 pytestmark = pytest.mark.numeric

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedFomo, Local
 from fl_lightning.algorithms.personalized import fedfomo as fomo
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message, Upload
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

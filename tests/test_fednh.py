@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedNH, PrototypeAveraging
 from fl_lightning.algorithms.global_model.fednh import class_prototypes, moved_prototypes, uniform_prototypes
-from fl_lightning.client import ClientModule
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Head
 from fl_lightning.models.heads import CosineLinear
 

@@ -11,8 +11,8 @@ from methods import assert_same_run
 from servers import assert_near, mean_of, watched
 
 from fl_lightning.algorithms import AdaptiveServer, FedAdagrad, FedAdam, FedAvg, FedYogi
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 

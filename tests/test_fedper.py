@@ -7,10 +7,10 @@ import pytest
 from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
 
 from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.state import weighted_mean
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.state import weighted_mean
 
 DEEP = partial(MLP, hidden=(16, 8))
 RECEIVED = {"evaluation": Evaluation(clients="received")}

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedProto, Local, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized import fedproto as fp
-from fl_lightning.client import Step
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.knowledge import mean_over_holders
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.knowledge import mean_over_holders
+from fl_lightning.client.module import Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

@@ -9,7 +9,7 @@ from experiments import experiment, in_float64, same_bytes, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedProx
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 pytestmark = pytest.mark.numeric
 

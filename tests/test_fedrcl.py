@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedRCL, RelaxedContrastive, WeightedMean
 from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
-from fl_lightning.client import ClientModule, LossTerm, Step, tapped
-from fl_lightning.errors import ConfigError
+from fl_lightning.client.module import ClientModule, LossTerm, Step, tapped
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import CNN, MLP, Backbone, FastText, ResNet8, ResNet18
 
 pytestmark = pytest.mark.numeric

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedRep
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.engines import StackedEngine, Task
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.seeding import Stream, seed_everything
 
 HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 

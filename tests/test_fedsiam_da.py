@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
 from fl_lightning.algorithms.global_model import fedsiam_da as siam
-from fl_lightning.client import ClientModule
-from fl_lightning.errors import ClientFailure, ConfigError
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
 
 pytestmark = pytest.mark.numeric

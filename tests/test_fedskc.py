@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
 from fl_lightning.algorithms.global_model import fedskc as skc
-from fl_lightning.client import ClientModule, Step
-from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import class_sums
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.knowledge import class_sums
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 

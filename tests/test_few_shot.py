@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC, Prototypical
-from fl_lightning.client import Step
+from fl_lightning.client.module import Step
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import FC100, FewShot
 from fl_lightning.data.few_shot import (
     SUPERCLASSES,
@@ -23,7 +24,6 @@ from fl_lightning.data.few_shot import (
     sample_episode,
 )
 from fl_lightning.engines.trainer import lightning_silenced
-from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP
 
 PARTS = ("train", "val", "test")

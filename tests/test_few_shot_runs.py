@@ -3,7 +3,7 @@ import csv
 import pytest
 from layouts import write_cifar
 
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "FedSKC"])

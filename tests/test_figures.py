@@ -21,8 +21,8 @@ from matplotlib.image import imread
 from fl_lightning.algorithms import UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
 from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
 from fl_lightning.algorithms.personalized.cwfedavg import class_models
-from fl_lightning.errors import ConfigError
-from fl_lightning.loggers import WandbRoundLogger
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.loggers.collection import WandbRoundLogger
 from fl_lightning.models import MLP, Head
 
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))

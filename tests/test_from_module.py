@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from fl_lightning import ClientModule, open_run
 from fl_lightning.algorithms import FedAvg, FedBABU, FedPer, FedProto, FedRep, FedUV
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message
+from fl_lightning.core.seeding import Stream, seed_everything
+from fl_lightning.core.state import RunningMean
 from fl_lightning.engines import StackedEngine, Task
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message
 from fl_lightning.models import FromModule, with_encoder
-from fl_lightning.seeding import Stream, seed_everything
-from fl_lightning.state import RunningMean
 
 
 class Plain(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.algorithms import Adjacency, Complete, ErdosRenyi, PeerAlgorithm, Ring, Torus
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 MATRIX = np.array([[1, 1, 0], [0, 1, 1], [1, 1, 0]])  # directed, with two links to oneself
 

@@ -14,9 +14,10 @@ from commands import run, tiny
 from jsonargparse import _typehints
 from PIL import Image
 
-from fl_lightning import catalogue, gate, runs
-from fl_lightning.errors import ConfigError, FLError
-from fl_lightning.seal import Seal
+from fl_lightning import runs
+from fl_lightning.core import catalogue, gate
+from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.runs.seal import Seal
 
 pytestmark = pytest.mark.filterwarnings("always")
 
@@ -31,7 +32,7 @@ CODE = {
     "system": "os.system",
     "look-alike": "ｅvil.Net",  # noqa: RUF001  # Python reads it as evil
     "invisible": "evil\u200b.Net",
-    "inside": "fl_lightning.trust.os.system",
+    "inside": "fl_lightning.runs.trust.os.system",
     "up": "../evil.Net",
 }
 CLASS_PLACES = (

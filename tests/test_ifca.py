@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
 from fl_lightning.algorithms.base import reinitialised
 from fl_lightning.algorithms.clustered.ifca import best_cluster, mean_loss
-from fl_lightning.client import ClientModule
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 from fl_lightning.models.heads import CosineLinear
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from layouts import same, write_cifar, write_emnist, write_mnist, write_pathmnist, write_svhn, write_tiny_imagenet
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import CIFAR100, EMNIST, MNIST, SVHN, Dataset, PathMNIST, TinyImageNet, images
-from fl_lightning.errors import ConfigError
 
 
 def refusal(dataset: Dataset) -> str:

@@ -11,10 +11,10 @@ import torch
 from commands import contents, rows, run
 from layouts import LINES, LeafUser, write_femnist, write_leaf, write_sent140, write_shakespeare
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import FEMNIST, ByClient, Dataset, Scenario, Sent140, Shakespeare
 from fl_lightning.data.leaf import LETTERS
 from fl_lightning.data.text import PADDING, UNKNOWN, words
-from fl_lightning.errors import ConfigError
 
 ROLE = "TWELFTH_NIGHT_MALVOLIO"
 PLAYS, TWEETS = (write_shakespeare, Shakespeare, "shakespeare"), (write_sent140, Sent140, "sent140")

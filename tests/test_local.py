@@ -9,11 +9,11 @@ from experiments import SGD, NormMLP, client_series, digits, experiment, same_by
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, FedAvg, Local, Proximal
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import Stream, derive, seed_everything
 from fl_lightning.data.loaders import Batches
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
-from fl_lightning.seeding import Stream, derive, seed_everything
 
 SMALL = partial(MLP, hidden=(16,))
 ALONE = {"scenario": digits(1), "clients_per_round": 1}

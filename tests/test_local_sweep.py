@@ -30,12 +30,12 @@ from optuna.storages import RDBStorage
 from scipy import stats
 from test_sweeps import SWEEPS, agent_at, loaded, points, started  # noqa: F401  # a fixture
 
-from fl_lightning.errors import ConfigError
-from fl_lightning.study import sweep as sweeps
-from fl_lightning.study.executor import FAILED, Outcome
-from fl_lightning.study.sweep import Result, Study, carry_out_sweep, ranked
-from fl_lightning.study.sweep_file import parse_sweep, read_sweep, sweep_path
-from fl_lightning.study.sweep_metric import check_metric
+from fl_lightning.analysis.study import sweep as sweeps
+from fl_lightning.analysis.study.executor import FAILED, Outcome
+from fl_lightning.analysis.study.sweep import Result, Study, carry_out_sweep, ranked
+from fl_lightning.analysis.study.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.analysis.study.sweep_metric import check_metric
+from fl_lightning.core.errors import ConfigError
 
 GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min": 2, "max": 4}, "c": {"value": True}}
 NUMBERS = {"x": {"min": 0.0, "max": 1.0}, "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1.0}}

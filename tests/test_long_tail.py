@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Arrays, Dirichlet, Scenario
 from fl_lightning.data.scenario import long_tail_sizes
-from fl_lightning.errors import ConfigError
 
 
 @pytest.fixture

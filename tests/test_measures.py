@@ -29,13 +29,13 @@ from sklearn.metrics import (
 from test_objectives import Made, made
 
 from fl_lightning.algorithms import Local
+from fl_lightning.analysis.report.comparison import compare
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.measures import measures_of, snake_case
-from fl_lightning.metrics import is_lower_better
-from fl_lightning.objectives import Classification, MultiLabel, Regression
-from fl_lightning.report.comparison import compare
+from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.evaluation.measures import measures_of, snake_case
+from fl_lightning.evaluation.metrics import is_lower_better
 
 F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.message import Message, Upload
+from fl_lightning.core.message import Message, Upload
 
 WIDTHS = {
     torch.float64: 8,

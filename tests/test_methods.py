@@ -8,9 +8,9 @@ from methods import CLASSES, METHODS, SIAMESE, assert_same_run
 from test_stacked import compare
 
 from fl_lightning.algorithms import PeerAlgorithm, WeightedMean
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import ConfigError
 
 NAMES = [name for name in CLASSES if name != "Algorithm"]
 NEEDS_PREDICTOR = ("FedSiamDA",)

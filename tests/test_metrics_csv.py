@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.checkpoint import Damaged
-from fl_lightning.loggers import MetricsCsv, split_series
-from fl_lightning.metrics import Row
+from fl_lightning.core.errors import Damaged
+from fl_lightning.evaluation.metrics import Row
+from fl_lightning.loggers.collection import MetricsCsv, split_series
 
 
 def written(path: Path, rows: list[Row]) -> MetricsCsv:

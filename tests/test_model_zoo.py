@@ -6,8 +6,8 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.text import PADDING
-from fl_lightning.errors import ConfigError
 from fl_lightning.models import (
     CNN,
     CNN4,

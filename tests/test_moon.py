@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import MOON, DistillingWeights, FedAvg, FedDW, ModelContrast
 from fl_lightning.algorithms.global_model.moon import contrastive_loss
-from fl_lightning.client import ClientModule, Step
-from fl_lightning.errors import ConfigError
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head, frozen_encoder
 
 pytestmark = pytest.mark.numeric

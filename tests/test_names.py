@@ -13,12 +13,14 @@ import pytest
 import yaml
 from commands import TINY, contents, run
 
-from fl_lightning import FederatedOrchestrator, cli, unknown_names
-from fl_lightning.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
-from fl_lightning.commands import fit
-from fl_lightning.config import nearest_file, shipped
-from fl_lightning.other_tools import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.spelling import (
+from fl_lightning import FederatedOrchestrator
+from fl_lightning.cli import main as cli
+from fl_lightning.cli import unknown_names
+from fl_lightning.cli.commands import fit
+from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
+from fl_lightning.core.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
+from fl_lightning.core.config import nearest_file, shipped
+from fl_lightning.core.spelling import (
     as_backbone,
     builders_of_torchvision,
     fold,
@@ -165,7 +167,7 @@ def test_names_are_answered_without_torch(here):
     """Its import takes seconds."""
     lines = [line for line in TYPED if line not in VALUES_OF_WRONG_KINDS]
     Path("all.py").write_text(
-        f"import shlex, sys\nfrom fl_lightning.cli import main\nfor line in {lines!r}:\n"
+        f"import shlex, sys\nfrom fl_lightning.cli.main import main\nfor line in {lines!r}:\n"
         "    code = main(shlex.split(line))\n"
         "    assert code == 2, line\n"
         "    assert not {'torch', 'lightning'} & {*sys.modules}, line\n"
@@ -401,8 +403,8 @@ def test_a_file_here_goes_before_a_shipped_one(here, configs):
 
 
 def test_a_sweep_and_a_table_need_no_ending(here, monkeypatch):
-    from fl_lightning.study.sweep_file import sweep_path
-    from fl_lightning.study.table import read_table
+    from fl_lightning.analysis.study.sweep_file import sweep_path
+    from fl_lightning.analysis.study.table import read_table
 
     assert sweep_path("digits_fedskc_tau") == sweep_path("digits_fedskc_tau.yaml")
     assert read_table("fedskc_table1") == read_table("fedskc_table1.yaml")

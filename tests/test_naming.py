@@ -5,10 +5,10 @@ import re
 import pytest
 from commands import TINY
 
-from fl_lightning.commands.fit import names
-from fl_lightning.commands.fit import parser as fit_parser
-from fl_lightning.experiment import plain_config
-from fl_lightning.naming import changes, run_names
+from fl_lightning.cli.commands.fit import names
+from fl_lightning.cli.commands.fit import parser as fit_parser
+from fl_lightning.cli.experiment import plain_config
+from fl_lightning.loggers.naming import changes, run_names
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import write_femnist
 
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import (
     FEMNIST,
     IID,
@@ -37,9 +38,7 @@ from fl_lightning.data import (
     Shares,
 )
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError
-from fl_lightning.report.counts import read_counts
-from fl_lightning.report.tables import write_counts
+from fl_lightning.runs.partition import read_counts, write_counts
 
 NAMES = np.array(["zoe", "ann", "10", "9", "Bert", "ann ", "\x1b[31mred"])
 

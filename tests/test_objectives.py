@@ -14,13 +14,13 @@ from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC, FedUV
-from fl_lightning.catalogue import classes
+from fl_lightning.core.catalogue import classes
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, objective_of
 from fl_lightning.data import IID, Dataset, Dirichlet, LoadedData, QuantitySkew, Scenario
 from fl_lightning.data.partitions import Pathological, Shards
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP, Head
-from fl_lightning.objectives import Classification, MultiLabel, Objective, Regression, objective_of
 
 DIMENSIONS, LABELS, SEED = 5, 3, 3
 WITHOUT_CLASSES = ["several labels", "one number", "three numbers"]

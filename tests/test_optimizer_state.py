@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, FedSiamDA, PeerAlgorithm
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine
-from fl_lightning.errors import ConfigError
 from fl_lightning.models import MLP, Head
-from fl_lightning.optimizers import load_optimizer_tensors, optimizer_tensors
 
 SEED, EPOCHS, BATCH, CLIENTS = 3, 2, 32, 6
 MODEL = partial(MLP, hidden=(16,))

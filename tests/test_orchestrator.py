@@ -11,11 +11,12 @@ from experiments import NormMLP, client_series, experiment, same_bytes, untimed
 from fl_lightning.callbacks import ClientDrift
 from torch.nn import functional as F
 
-from fl_lightning import loggers, orchestrator
+from fl_lightning import orchestrator
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedPer, FedSKC
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.optimizers import LRScales
+from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.loggers import collection as loggers
 
 
 def accuracy_and_loss(module, x, y):

@@ -19,9 +19,9 @@ from fl_lightning.callbacks import RoundCallback
 from test_executor import point
 from test_resume import left
 
-from fl_lightning.cli import main
-from fl_lightning.errors import ConfigError
-from fl_lightning.study.executor import Outcome, carry_out
+from fl_lightning.analysis.study.executor import Outcome, carry_out
+from fl_lightning.cli.main import main
+from fl_lightning.core.errors import ConfigError
 
 ROUNDS = 8
 LONG = TINY.replace("rounds: 3", f"rounds: {ROUNDS}")
@@ -70,7 +70,7 @@ class Command:
     def __init__(self, words, log, start=None):
         self.log = Path(log)
         context = get_context("forkserver")
-        context.set_forkserver_preload(["fl_lightning.commands.fit"])
+        context.set_forkserver_preload(["fl_lightning.cli.commands.fit"])
         self.process = context.Process(target=carried_out, args=(words, str(self.log), start), daemon=True)
         self.process.start()
         self.begun.append(self)
@@ -221,7 +221,7 @@ def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
     "more",
     [
         pytest.param(["--engine=processes"], marks=pytest.mark.slow),
-        pytest.param(["--logger=fl_lightning.wandb_logger.WandbRoundLogger"], marks=pytest.mark.slow),
+        pytest.param(["--logger=fl_lightning.loggers.wandb.WandbRoundLogger"], marks=pytest.mark.slow),
     ],
     ids=["with processes", "with W&B"],
 )

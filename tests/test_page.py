@@ -16,14 +16,15 @@ from io import BytesIO
 import numpy as np
 import pytest
 from commands import run as command
+from fl_lightning.callbacks.plots import binned
 from hypothesis import given
 from hypothesis import strategies as st
 from page_folders import write_counts, write_picture, write_run
 from PIL import Image
 
-from fl_lightning.report import page
-from fl_lightning.report.counts import binned, read_counts
-from fl_lightning.runs import open_runs
+from fl_lightning.analysis.report import page
+from fl_lightning.runs.partition import read_counts
+from fl_lightning.runs.reader import open_runs
 
 CONFIG = {
     "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},
@@ -625,7 +626,7 @@ def test_no_torch_and_none_of_a_runs_code_is_imported(tmp_path):
     (tmp_path / "evil.py").write_text("open('ran', 'w')\nclass Method: ...\n")
     write_run(tmp_path / "a", {"algorithm": {"class_path": "evil.Method"}}, METRICS)
     code = (
-        "import sys; from fl_lightning.cli import main; main(['report', 'a', '-o', 'page.html']);"
+        "import sys; from fl_lightning.cli.main import main; main(['report', 'a', '-o', 'page.html']);"
         "sys.exit(bool({'torch', 'lightning', 'matplotlib', 'pandas', 'evil'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)

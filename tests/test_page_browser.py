@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from page_folders import write_counts, write_picture, write_run
 
-from fl_lightning.report.page import write_report
-from fl_lightning.runs import open_runs
+from fl_lightning.analysis.report.page import write_report
+from fl_lightning.runs.reader import open_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'fl-lightning[browser]'")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -10,10 +10,10 @@ import yaml
 from commands import run, summary
 from reduced import reduced
 
-from fl_lightning.config import flatten, with_config_paths
-from fl_lightning.experiment import experiment_parser
-from fl_lightning.metrics import summarize
-from fl_lightning.rivals import text, with_rival
+from fl_lightning.analysis.rivals import text, with_rival
+from fl_lightning.cli.experiment import experiment_parser
+from fl_lightning.core.config import flatten, with_config_paths
+from fl_lightning.evaluation.metrics import summarize
 
 FOLDER = Path(__file__).parent.parent / "papers"
 CONFIGS = FOLDER.parent / "configs"

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import (
     IID,
     Arrays,
@@ -20,7 +21,6 @@ from fl_lightning.data import (
     Shards,
 )
 from fl_lightning.data.partitions import draw_classes, equal_sizes
-from fl_lightning.errors import ConfigError
 
 USES_ALL: dict[str, Partition] = {
     "IID": IID(),

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Dirichlet, Partition, Pathological
 from fl_lightning.data.partitions import mended
-from fl_lightning.errors import ConfigError
 
 seeds = st.integers(0, 2**32)
 

@@ -11,9 +11,9 @@ from fl_lightning.algorithms import FedProx, PeerAlgorithm, PeerCriticalFL
 from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, heard
 from fl_lightning.algorithms.decentralized.peers import publication, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
-from fl_lightning.state import parameter_names
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state import parameter_names
 
 pytestmark = pytest.mark.numeric
 

@@ -9,9 +9,9 @@ from test_peers import model_of, published
 from test_stacked import compare
 
 from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Proximal, Ring
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.state import weighted_mean
 from fl_lightning.models import MLP
-from fl_lightning.state import weighted_mean
 
 
 @pytest.mark.parametrize(

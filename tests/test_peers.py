@@ -27,13 +27,13 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.algorithms.decentralized.peers import bundle, publication, restored, stored, unbundle
 from fl_lightning.algorithms.global_model.fedskc import global_knowledge
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state import weighted_mean
 from fl_lightning.engines import Engine, Task, Worker
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.message import Message, Upload
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
-from fl_lightning.state import weighted_mean
 
 K = 6
 MODEL = partial(MLP, hidden=(16,))

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, PerFedAvg, Proximal
 from fl_lightning.algorithms.personalized import perfedavg as per
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import StackedEngine
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
+from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 ORDERS = {"first": 2, "hessian_free": 3}

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, host, pool, ray, relay
 from fl_lightning.engines.host import Host, Load, Order
 from fl_lightning.engines.parcels import ALIGNMENT, Parcel, Shelf, unpack
 from fl_lightning.engines.pool import AT_HAND, TAKEN, Lost, Member, PoolEngine
-from fl_lightning.errors import ClientFailure
-from fl_lightning.message import Message
 from fl_lightning.models import MLP
 
 

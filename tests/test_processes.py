@@ -19,12 +19,12 @@ from methods import FEW_QUICK, METHODS, assert_same_run
 from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
-from fl_lightning.cli import main
-from fl_lightning.client import LossTerm
+from fl_lightning.cli.main import main
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.engines.relay import Leg
-from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -366,7 +366,7 @@ from experiments import experiment
 from test_processes import Deadly
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.engines import ProcessesEngine, processes
-from fl_lightning.errors import Interrupted
+from fl_lightning.core.errors import Interrupted
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

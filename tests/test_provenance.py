@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 import fl_lightning
-from fl_lightning.provenance import commit_of, source
+from fl_lightning.loggers.provenance import commit_of, source
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

@@ -16,10 +16,10 @@ from experiments import experiment
 import fl_lightning
 from fl_lightning import HOMES
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
-from fl_lightning.catalogue import BASES, base, classes
-from fl_lightning.errors import ConfigError
-from fl_lightning.evaluation import Evaluation
-from fl_lightning.runs import Run, open_run_folder
+from fl_lightning.core.catalogue import BASES, base, classes
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.runs.reader import Run, open_run_folder
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")

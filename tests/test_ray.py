@@ -12,9 +12,9 @@ from test_processes import Deadly, Harmless, Witness
 from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
 
 from fl_lightning.algorithms import FedAvg, FedSKC
+from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import RayEngine
 from fl_lightning.engines.ray import places_on
-from fl_lightning.errors import ClientFailure, ConfigError, Interrupted
 
 pytest.importorskip("ray")
 pytestmark = [

@@ -17,9 +17,9 @@ from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
-from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import SequentialEngine, relay, sequential
-from fl_lightning.errors import ConfigError
 
 ALONE = SequentialEngine(seconds=0)
 CPU = {"accelerator": "cpu", "max_epochs": 2}

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fl_lightning.callbacks.plots import partition_figure
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from fl_lightning.analysis.report import tables
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.report import tables
-from fl_lightning.report.figures import partition_figure
 
 
 def cells(table: Table) -> list[list[str]]:

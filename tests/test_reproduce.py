@@ -22,17 +22,10 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.catalogue import things
-from fl_lightning.commands import reproduce
-from fl_lightning.config import with_config_paths
-from fl_lightning.data import Digits
-from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import experiment_parser, plain_config
-from fl_lightning.metrics import summarize
-from fl_lightning.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
-from fl_lightning.rivals import with_rival
-from fl_lightning.study.executor import FAILED, Outcome, finished
-from fl_lightning.study.reproduction import (
+from fl_lightning.analysis.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
+from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.analysis.study.executor import FAILED, Outcome, finished
+from fl_lightning.analysis.study.reproduction import (
     Cell,
     Reading,
     Reproduction,
@@ -41,7 +34,14 @@ from fl_lightning.study.reproduction import (
     rank_correlations,
     read,
 )
-from fl_lightning.study.table import PaperValue, read_table, runs, scaling, settings_of
+from fl_lightning.analysis.study.table import PaperValue, read_table, runs, scaling, settings_of
+from fl_lightning.cli.commands import reproduce
+from fl_lightning.cli.experiment import experiment_parser, plain_config
+from fl_lightning.core.catalogue import things
+from fl_lightning.core.config import with_config_paths
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Digits
+from fl_lightning.evaluation.metrics import summarize
 
 PAPERS = Path(__file__).parent.parent / "papers"
 CONFIG = """# tiny

@@ -20,10 +20,10 @@ from fl_lightning.callbacks import EarlyStopping
 from methods import CLASSES, elements
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
-from fl_lightning.cli import main
-from fl_lightning.client import LossTerm
+from fl_lightning.cli.main import main
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import CheckpointError, Interrupted
 from fl_lightning.engines import Engine
-from fl_lightning.errors import CheckpointError, Interrupted
 from fl_lightning.models import MLP, Head
 
 CONFIGS = Path(__file__).parent.parent / "configs"

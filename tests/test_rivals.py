@@ -9,10 +9,10 @@ import yaml
 from commands import rows, run
 
 from fl_lightning.algorithms import MOON
-from fl_lightning.commands.fit import expand
-from fl_lightning.config import with_config_paths
-from fl_lightning.experiment import experiment_parser, plain_config
-from fl_lightning.rivals import add, with_rival
+from fl_lightning.analysis.rivals import add, with_rival
+from fl_lightning.cli.commands.fit import expand
+from fl_lightning.cli.experiment import experiment_parser, plain_config
+from fl_lightning.core.config import with_config_paths
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 WITH_RIVALS = {

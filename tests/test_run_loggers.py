@@ -16,13 +16,13 @@ from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch import loggers as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from fl_lightning import file_loggers
-from fl_lightning.catalogue import names
-from fl_lightning.errors import ConfigError
-from fl_lightning.file_loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
-from fl_lightning.loggers import Loggers
-from fl_lightning.round_logger import Beginning, Labels, RoundLogger
-from fl_lightning.run_folder import WRITTEN
+from fl_lightning.core.catalogue import names
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.loggers import files as file_loggers
+from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
+from fl_lightning.loggers.collection import Loggers
+from fl_lightning.loggers.files import CSVLogger, MLFlowLogger, TensorBoardLogger
+from fl_lightning.runs.folder import WRITTEN
 
 LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
 COUNTS = np.ones((3, 2), dtype=int)

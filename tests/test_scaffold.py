@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import SCAFFOLD, ControlVariates, FedAvg, Proximal, ServerMomentum
 from fl_lightning.algorithms.global_model import scaffold
-from fl_lightning.client import ClientModule, Step
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines.trainer import quiet_trainer
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import (
     IID,
     Dataset,
@@ -24,8 +26,6 @@ from fl_lightning.data import (
 from fl_lightning.data.partitions import by_class
 from fl_lightning.data.scenario import PackedShards, apportion, stratified_sample
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError
-from fl_lightning.seeding import Stream, generator
 
 seeds = st.integers(0, 2**32)
 

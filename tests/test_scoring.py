@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import Aggregator, Algorithm, CwFedAvg, FedAvg, FedPer, FedSiamDA, WeightedMean
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.scoring import AGGREGATOR, ALGORITHM, scored, sends_one_model, untrained
-from fl_lightning.errors import ClientFailure
-from fl_lightning.evaluation import Evaluation, evaluate, evaluate_each
-from fl_lightning.measures import measures_of
+from fl_lightning.evaluation.evaluation import Evaluation, evaluate, evaluate_each
+from fl_lightning.evaluation.measures import measures_of
 from fl_lightning.models import MLP, Backbone, Head
-from fl_lightning.objectives import Classification, MultiLabel, Regression
 
 METRICS = ["AUROC", "F1Score", "MulticlassCalibrationError"]
 

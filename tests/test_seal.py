@@ -15,9 +15,10 @@ from commands import TINY, Outcome, contents, run, tiny, untimed_rows
 from experiments import experiment
 
 import fl_lightning
-from fl_lightning.errors import ConfigError
-from fl_lightning.run_folder import LEFT, alone, owner, refuse_occupied
-from fl_lightning.seal import Digest, Seal
+from fl_lightning.core.digest import Digest
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.folder import LEFT, alone, owner, refuse_occupied
+from fl_lightning.runs.seal import Seal
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 
@@ -280,7 +281,7 @@ def test_a_start_that_fails_leaves_no_folder_and_the_corrected_command_runs_ther
         raise ConfigError("logger: no")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fl_lightning.record.write_counts", fails)
+        patched.setattr("fl_lightning.runs.record.write_counts", fails)
         (tmp_path / "tiny.yaml").write_text(TINY)
         words = ("fit", "--config", tmp_path / "tiny.yaml", "--run_dir", tmp_path / "new" / "deep" / "run")
         assert run(*words).code == 2
@@ -293,7 +294,7 @@ def test_a_start_that_fails_beside_others_removes_its_own_folder_alone(tmp_path,
         (tmp_path / "new" / "other").mkdir()
         raise ConfigError("logger: no")
 
-    monkeypatch.setattr("fl_lightning.record.write_counts", fails)
+    monkeypatch.setattr("fl_lightning.runs.record.write_counts", fails)
     with pytest.raises(ConfigError, match="logger: no"):
         experiment(tmp_path / "new" / "run").fit()
     assert os.listdir(tmp_path / "new") == ["other"]
@@ -303,7 +304,7 @@ def test_a_start_for_which_the_disk_has_no_room_says_where(tmp_path, monkeypatch
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fl_lightning.record.write_counts", full)
+    monkeypatch.setattr("fl_lightning.runs.record.write_counts", full)
     with pytest.raises(ConfigError, match=rf"^run_dir: {tmp_path}/run cannot be written to: .*No space left on device"):
         experiment(tmp_path / "run").fit()
     assert os.listdir(tmp_path) == []

@@ -21,7 +21,7 @@ from fl_lightning.callbacks import (
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms import FedSKC
-from fl_lightning.errors import CheckpointError, ConfigError
+from fl_lightning.core.errors import CheckpointError, ConfigError
 
 
 def figures():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.seeding import Stream, derive, generator, seed_everything
+from fl_lightning.core.seeding import Stream, derive, generator, seed_everything
 
 
 def spawned(seed: int, *key: int) -> np.random.SeedSequence:

@@ -38,15 +38,16 @@ from fl_lightning.algorithms import (
     Prototypical,
     WeightDistribution,
 )
-from fl_lightning.client import ClientModule, LossTerm
+from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import RandomStates
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.data.transforms import CropFlip
 from fl_lightning.engines import SequentialEngine, StackedEngine, Task
 from fl_lightning.engines.stacked import OPTIMIZERS
 from fl_lightning.engines.stacking import Alike, ClientStep, Inventory
 from fl_lightning.engines.trainer import not_for_each
-from fl_lightning.errors import ConfigError
-from fl_lightning.knowledge import SharedKnowledge
 from fl_lightning.models import (
     CNN,
     CNN4,
@@ -60,7 +61,6 @@ from fl_lightning.models import (
     ShuffleNetV2,
     TextCNN,
 )
-from fl_lightning.seeding import RandomStates
 
 pytestmark = pytest.mark.numeric
 

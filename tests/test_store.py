@@ -18,12 +18,12 @@ from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
-from fl_lightning.checkpoint import CheckpointFolder
+from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError
 from fl_lightning.engines import Engine
-from fl_lightning.errors import CheckpointError, ClientFailure, ConfigError
 from fl_lightning.models import MLP, Head
-from fl_lightning.store import ClientStore
-from fl_lightning.writer import ROOM, Writer
+from fl_lightning.runs.checkpoint import CheckpointFolder
+from fl_lightning.runs.store import ClientStore
+from fl_lightning.runs.writer import ROOM, Writer
 
 PLACES = ["memory", "disk"]
 MEMORY = {
@@ -515,8 +515,8 @@ KILLED_AT_EVERY_STEP = """
 from pathlib import Path
 from typing import ClassVar
 import torch
-from fl_lightning.checkpoint import CheckpointFolder
-from fl_lightning.store import ClientStore
+from fl_lightning.runs.checkpoint import CheckpointFolder
+from fl_lightning.runs.store import ClientStore
 
 class Now:  # a writer without a thread: the step at which it dies is then the same each time
     submit = staticmethod(lambda job: job())

@@ -16,8 +16,8 @@ from reduced import reduced
 from test_wandb import Logged, of_kind, summary_of, values
 from wandb import wandb_agent
 
-from fl_lightning.config import config_path, flatten
-from fl_lightning.experiment import experiment_parser, plain_config
+from fl_lightning.cli.experiment import experiment_parser, plain_config
+from fl_lightning.core.config import config_path, flatten
 
 try:
     from wandb.apis.public.sweeps import _validate_config_and_fill_distribution as checked_by_wandb

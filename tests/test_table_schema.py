@@ -12,8 +12,8 @@ import torch
 from commands import contents, run, summary, tiny
 
 from fl_lightning import ClientModule, Table, TableSchema, open_run
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.datasets import check
-from fl_lightning.errors import ConfigError
 
 TEXT = """
 rounds: 4

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from commands import TINY
 
-from fl_lightning import temporary
-from fl_lightning.temporary import temporary_files
+from fl_lightning.core import temporary
+from fl_lightning.core.temporary import temporary_files
 
 PLAIN = ["--logger", "null"]
 WANDB = ["--logger", "WandbRoundLogger"]

@@ -5,9 +5,9 @@ import pytest
 import torch
 from layouts import write_ag_news, write_imdb_csv, write_imdb_folder
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IMDB, AGNews, Dataset, LoadedData, text
 from fl_lightning.data.text import PADDING, UNKNOWN, Vocabulary, words
-from fl_lightning.errors import ConfigError
 
 
 def refusal(dataset: Dataset) -> str:

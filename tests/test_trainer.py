@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.loops import fit_loop
 
 from fl_lightning.algorithms import FedAvg, FedBABU
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
 from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines import trainer as trainers
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer

@@ -19,12 +19,13 @@ import yaml
 from commands import TINY, contents, run, table, tiny
 from jsonargparse import _typehints
 
-from fl_lightning import catalogue, gate, trust
+from fl_lightning.cli.experiment import experiment_parser, instantiate, open_run, run_keys
+from fl_lightning.core import catalogue, gate
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import trainer
-from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import experiment_parser, instantiate, open_run, run_keys
 from fl_lightning.models import FromModule
-from fl_lightning.seal import Seal
+from fl_lightning.runs import trust
+from fl_lightning.runs.seal import Seal
 
 MARK = "import pathlib\npathlib.Path({mark!r}).write_text('it was run')\n"
 OWN = """
@@ -124,10 +125,10 @@ PATHS = [
     "torch.fx.GraphModule",
     "torchvision.models.get_model",
     "torchvision.models.nowhere",
-    "fl_lightning.cli.run",
+    "fl_lightning.cli.main.run",
     "fl_lightning.__main__.run",
-    "fl_lightning.trust.os.system",
-    "fl_lightning.errors.ConfigError",
+    "fl_lightning.runs.trust.os.system",
+    "fl_lightning.core.errors.ConfigError",
     "lightning.pytorch.loggers.MLFlowLogger",
     "evil.Net",
     "evil_installed.Net",
@@ -186,7 +187,7 @@ WATCHERS = [
     ("logger", "logger", {"class_path": "nowhere.WandbRoundLogger"}),
     ("logger", "logger", "nowhere.WandbRoundLogger"),
     ("logger", "logger", "MLFlowLogger"),
-    ("logger", "logger", {"class_path": "fl_lightning.loggers.MLFlowLogger"}),
+    ("logger", "logger", {"class_path": "fl_lightning.loggers.collection.MLFlowLogger"}),
     ("logger[1]", "logger", ["CSVLogger", "MLFlowLogger"]),
     ("logger[0]", "logger", [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}]),
     ("logger[0].offline", "logger", [{"class_path": "WandbRoundLogger", "init_args": {"offline": False}}]),
@@ -249,7 +250,7 @@ def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
 @pytest.mark.parametrize(("key", "place", "value"), [*PLACES[:3], *WATCHERS])
 def test_nor_can_one_that_goes_on(key, place, value, theirs, tmp_path):
     if key == "logger.offline" and place != "logger":
-        with_config(theirs, put("logger", {"class_path": "fl_lightning.loggers.WandbRoundLogger"}))
+        with_config(theirs, put("logger", {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"}))
     with_config(theirs, put(place, value))
     check_refused("", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
 
@@ -312,7 +313,7 @@ def import_paths():
         kinds = {name: getattr(module, name) for name in module.__all__}
         yield from (f"{module.__name__}.{n}" for n, c in kinds.items() if isinstance(c, type) and issubclass(c, bases))
     yield from (f"torchvision.models.{name}" for name in ("resnet18", "vgg11", "vit_b_16"))
-    yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.WandbRoundLogger")
+    yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.collection.WandbRoundLogger")
     yield from (f"lightning.pytorch.callbacks.{name}" for name in gate.CLIENT_CALLBACKS)
 
 
@@ -571,7 +572,7 @@ command: ["${program}", fit, --config, tiny.yaml, "${args}"]
 PLANTED = ("torch_xla", "numpy", "wandb", "ray", "optuna", "tpu", "sitecustomize", "usercustomize", "yaml", "evil")
 ALL_COMMANDS = """
 import sys
-from fl_lightning.cli import main
+from fl_lightning.cli.main import main
 for words in {commands}:
     assert main(words) == 0, words
 """

@@ -17,11 +17,11 @@ from test_peers import Watching, mean_by_hand, model_of, peers_in, published
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
 from fl_lightning.algorithms.decentralized.peers import restored, unbundle
-from fl_lightning.client import ClientModule, Step
+from fl_lightning.client.module import ClientModule, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Message, Upload
 from fl_lightning.data import MNIST, Digits, FashionMNIST, Partition, Scenario
 from fl_lightning.engines import Task
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Message, Upload
 from fl_lightning.models import CNN4, MLP
 
 pytestmark = pytest.mark.numeric

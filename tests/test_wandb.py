@@ -20,9 +20,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 import fl_lightning
 from fl_lightning.algorithms import Local
-from fl_lightning.errors import ConfigError
-from fl_lightning.loggers import Loggers, WandbRoundLogger
-from fl_lightning.wandb_logger import Labels, grouped
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.loggers.collection import Loggers, WandbRoundLogger
+from fl_lightning.loggers.wandb import Labels, grouped
 
 BLOCK = 32 * 1024
 WANDB = ["--logger", "WandbRoundLogger"]
@@ -508,7 +508,7 @@ def test_launch_is_asked_only_where_it_was_imported(launched, tmp_path):
 import sys
 from pathlib import Path
 import wandb
-from fl_lightning.wandb_logger import Labels, WandbRoundLogger
+from fl_lightning.loggers.wandb import Labels, WandbRoundLogger
 if {launched}:
     from wandb.sdk.launch.inputs import internal
     internal.StagedLaunchInputs.apply = lambda self, run: print("applied")

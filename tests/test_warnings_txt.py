@@ -9,10 +9,11 @@ from commands import contents
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
 
-from fl_lightning import loggers, orchestrator
-from fl_lightning.errors import ConfigError
-from fl_lightning.loggers import WarningsTxt
-from fl_lightning.run_folder import refuse_occupied
+from fl_lightning import orchestrator
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.loggers import collection as loggers
+from fl_lightning.loggers.collection import WarningsTxt
+from fl_lightning.runs.folder import refuse_occupied
 
 
 class Warner(RoundCallback):

@@ -31,11 +31,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fl_lightning.metrics import read_rows
-from fl_lightning.report import follow
-from fl_lightning.report.follow import Follower, GrowingCsv, Look, last_lines, last_measured
-from fl_lightning.report.watch import Pen, Screen, hours, legend, rows_of_plots
-from fl_lightning.runs import DamagedRun, Run
+from fl_lightning.analysis.report import follow
+from fl_lightning.analysis.report.follow import Follower, GrowingCsv, Look, last_lines, last_measured
+from fl_lightning.analysis.report.watch import Pen, Screen, hours, legend, rows_of_plots
+from fl_lightning.evaluation.metrics import read_rows
+from fl_lightning.runs.reader import DamagedRun, Run
 
 CONFIG = {
     "scenario": {"dataset": {"class_path": "fl_lightning.data.Digits"}, "clients": 20},
@@ -589,7 +589,7 @@ def test_of_a_folder_of_runs_the_newest_that_has_not_ended_is_shown(tmp_path, mo
 def test_it_imports_no_torch(tmp_path):
     folder = run_folder(tmp_path / "run", 3)
     code = (
-        "import sys; from fl_lightning.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from fl_lightning.cli.main import main; code = main(sys.argv[1:]);"
         "print(code, [name for name in ('torch', 'lightning', 'wandb') if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, "watch", str(folder)]

@@ -34,6 +34,7 @@ from fl_lightning.algorithms.global_model.feduv import ClassifierVariance, FedUV
 from fl_lightning.algorithms.global_model.moon import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.protonet import Prototypical
 from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
+from fl_lightning.algorithms.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 from fl_lightning.algorithms.personalized.apple import APPLE, Cores
 from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
 from fl_lightning.algorithms.personalized.ditto import Ditto
@@ -52,7 +53,6 @@ from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAli
 from fl_lightning.algorithms.personalized.fedrep import FedRep
 from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg
-from fl_lightning.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
 
 __all__ = [
     "APPLE",

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_lightning.client import ClientModule, LossTerm, unique_knowledge
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.knowledge import SharedKnowledge
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.state import RunningMean, parameter_names
+from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.module import ClientModule, LossTerm, unique_knowledge
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import RunningMean, parameter_names
 
 State = dict[str, Tensors]
 """Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own.

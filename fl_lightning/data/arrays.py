@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.reading import BadFile, is_there, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError, one_line
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 CLIENTS = ("client_train", "client_test")

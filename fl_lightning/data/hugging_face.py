@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.gate import require_trust
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.images import Augment
 from fl_lightning.data.own import (
@@ -30,8 +32,6 @@ from fl_lightning.data.pictures import Picture, PictureOptions
 from fl_lightning.data.reading import BadFile, told_of
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError, one_line
-from fl_lightning.gate import require_trust
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.io import ImageReadMode, decode_image
 
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.datasets import Dataset, FileDataset, LoadedData
 from fl_lightning.data.reading import (
     BadFile,
@@ -27,7 +28,6 @@ from fl_lightning.data.reading import (
     whole_numbers,
 )
 from fl_lightning.data.transforms import CropFlip, Normalize
-from fl_lightning.errors import ConfigError
 
 Augment = Literal["none", "per_sample", "per_batch"]
 

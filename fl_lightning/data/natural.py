@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.partitions import Partition, Shares, by_class
 from fl_lightning.data.reading import BadFile, read_json, read_npz, told_of
-from fl_lightning.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.objectives import objective_of
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.partitions import by_class
 from fl_lightning.data.reading import BadFile, is_there
@@ -18,8 +20,6 @@ from fl_lightning.data.scenario import stratified_sample
 from fl_lightning.data.schema import finite_in_float32
 from fl_lightning.data.text import PADDING, ids_of
 from fl_lightning.data.transforms import BatchTransform
-from fl_lightning.errors import ConfigError, check_number, one_line
-from fl_lightning.objectives import objective_of
 
 if TYPE_CHECKING:
     import pandas as pd

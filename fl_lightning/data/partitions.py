@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData

@@ -21,14 +21,14 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
+from fl_lightning.core.files import replacing
+from fl_lightning.core.gate import check_writable
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.images import Augment
 from fl_lightning.data.own import KEY, check_share, divided, held_out, placed
 from fl_lightning.data.reading import BadFile, files_in, is_intact, is_there, opened, read_mapped, told_of
 from fl_lightning.data.transforms import CropFlip, Normalize
-from fl_lightning.errors import ConfigError, check_number, check_positive, one_line
-from fl_lightning.files import replacing
-from fl_lightning.gate import check_writable
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 """What is opened; of Pillow's other readers one starts a program (EPS)."""

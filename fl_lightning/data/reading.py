@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import one_line
+from fl_lightning.core.errors import one_line
 
 KINDS = {
     stat.S_IFREG: "a file",

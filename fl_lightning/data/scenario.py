@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.objectives import Classification, Objective, objective_of
+from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, own_code
 from fl_lightning.data.partitions import Partition, Shares, by_class, check_shares, deal
-from fl_lightning.errors import ConfigError
-from fl_lightning.objectives import Classification, Objective, objective_of
-from fl_lightning.seeding import Stream, generator
 
 HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time: as much, and no more, may have to be copied."""

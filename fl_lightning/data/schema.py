@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.own import (
     KEY,
@@ -35,7 +36,6 @@ from fl_lightning.data.reading import BadFile, opened
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

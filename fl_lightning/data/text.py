@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
+from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.data.datasets import FileDataset, LoadedData
 from fl_lightning.data.reading import files_in, read_text, told_of
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError, blame
 
 PADDING, UNKNOWN = 0, 1
 """Ids of no word, and of a word that the vocabulary does not have."""

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as MapStyle
 
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.gate import find_object
+from fl_lightning.core.objectives import described
 from fl_lightning.data.datasets import Dataset, LoadedData, own_code
 from fl_lightning.data.own import KEY
 from fl_lightning.data.transforms import Normalize
-from fl_lightning.errors import ConfigError, one_line
-from fl_lightning.gate import find_object
-from fl_lightning.objectives import described
 
 
 class TorchDataset(Dataset):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.client import ClientModule
-from fl_lightning.message import Tensors
-from fl_lightning.optimizers import load_optimizer_tensors, optimizer_tensors
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
+from fl_lightning.core.message import Tensors
 
 COUNTS = ("step", "eta", "mu", "mu_product")
 """What torch's optimizers keep of a parameter as a whole; all else they keep of each of its numbers."""

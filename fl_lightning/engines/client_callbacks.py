@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.client import ClientModule
-from fl_lightning.errors import ConfigError, blame, one_line
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError, blame, one_line
 
 INSTEAD = {
     "Checkpoint": "the run is checkpointed, not a client's fit; use checkpoint_every, or Checkpointing under callbacks",

@@ -13,7 +13,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning.client import ClientModule, LossTerm, Step
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines.blocks import BlockOptimizer
@@ -31,10 +35,6 @@ from fl_lightning.engines.stacking import (
 from fl_lightning.engines.task import Task, interrupts
 from fl_lightning.engines.trainer import Leg, LocalWork
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Tensors
-from fl_lightning.seeding import RandomStates
-from fl_lightning.state import at_least_float32
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.message import Message, Tensors
 from fl_lightning.data import LoadedData
-from fl_lightning.message import Message, Tensors
 from fl_lightning.models import Backbone
 
 

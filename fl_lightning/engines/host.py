@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import one_line
 from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.relay import can_relay, for_a_while, relay
 from fl_lightning.engines.task import Result, failed
 from fl_lightning.engines.worker import Fit, Worker
-from fl_lightning.errors import one_line
 
 SECONDS = 1.0  # how long a member's fit takes up further clients
 

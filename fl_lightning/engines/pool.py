@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.host import Answer, Surroundings
 from fl_lightning.engines.parcels import Parcel, Shelf
 from fl_lightning.engines.task import Result, Task, failed
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError, FLError, one_line
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
 TAKEN = 2  # tasks taken at a time, times members

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.lazy import away_from_here
+from fl_lightning.core.temporary import temporary_files
 from fl_lightning.engines.host import Answer, Host, Load, Order, Request
 from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
 from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError, check_number, check_positive
-from fl_lightning.lazy import away_from_here
-from fl_lightning.temporary import temporary_files
 
 GRACE = 5.0  # seconds that a process has to end by itself
 START = 60.0  # seconds that a process has to start, where `timeout` is less: it imports torch

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.gate import require_trust
 from fl_lightning.engines.host import Answer, Host, Load, Order, Request
 from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.pool import Lost, Member, PoolEngine
 from fl_lightning.engines.worker import Worker
-from fl_lightning.errors import ConfigError, check_number, check_positive
-from fl_lightning.gate import require_trust
 
 
 class RayEngine(PoolEngine):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm, inherits
-from fl_lightning.client import ClientModule
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.seeding import RandomStates
 from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.task import Result, Task, interrupts
 from fl_lightning.engines.worker import Worker
-from fl_lightning.seeding import RandomStates
 
 ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")
 """What of an algorithm decides on the model that a client is scored with."""

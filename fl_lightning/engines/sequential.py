@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 
+from fl_lightning.core.errors import check_number
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.relay import can_relay, for_a_while, relay
 from fl_lightning.engines.task import Result, Task
 from fl_lightning.engines.worker import Fit, Worker
-from fl_lightning.errors import check_number
 
 ROOM = 1 << 26
 """Bytes of results that may wait for their fit to end."""

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fl_lightning.client import ClientModule
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Tensors
-from fl_lightning.seeding import RandomStates
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.seeding import RandomStates
 
 Rows = slice | Tensor
 """Which clients of a stack: a slice, which is a view, or indices, which are a copy."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fl_lightning.algorithms.base import State
-from fl_lightning.errors import ClientFailure, FLError, one_line, users_place
-from fl_lightning.evaluation import Score
-from fl_lightning.message import Message
+from fl_lightning.core.errors import ClientFailure, FLError, one_line, users_place
+from fl_lightning.core.message import Message
+from fl_lightning.evaluation.evaluation import Score
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError
-from fl_lightning.message import Tensors
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.message import Tensors
 
 
 class Backbone(nn.Module):

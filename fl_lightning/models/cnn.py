@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fl_lightning.errors import check_positive
+from fl_lightning.core.errors import check_positive
 from fl_lightning.models.base import Backbone
 from fl_lightning.models.heads import Head
 from fl_lightning.models.layers import image_shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.errors import ConfigError
 
 
 class Parts(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.data.text import PADDING, UNKNOWN
-from fl_lightning.errors import check_number, check_positive
 from fl_lightning.models.base import Backbone
 from fl_lightning.models.heads import Head
 

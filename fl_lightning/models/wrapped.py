@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError, one_line
-from fl_lightning.gate import find_object, require_trust
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.gate import find_object, require_trust
 from fl_lightning.models.base import Backbone, tapped
 
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}

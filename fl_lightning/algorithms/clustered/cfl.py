@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, Weighting
 from fl_lightning.algorithms.clustered.ifca import section
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import check_number
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import flatten, weighted_mean
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import flatten, weighted_mean
 
 START = "start"
 """The section of a module's notes that holds the weights it was sent."""

@@ -23,10 +23,10 @@ from fl_lightning.algorithms.base import (
     load_weights,
     reinitialised,
 )
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import RunningMean
 
 CHOICE = "choice"
 """The section of a module's notes that tells which cluster it has chosen."""

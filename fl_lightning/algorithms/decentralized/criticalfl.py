@@ -25,10 +25,10 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     largest_changes,
     only_entries,
 )
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.graphs import Graph
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import packed, parameter_names, unpacked
+from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import packed, parameter_names, unpacked
 
 CHANGED = "changed"
 """The section of a publication that says which entries of its model changed most, a bit each."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from fl_lightning.algorithms.base import Buffers, Weighting, beginnings
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.client import LossTerm
-from fl_lightning.graphs import Graph
+from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.client.module import LossTerm
 
 
 class PeerFedPer(PeerAlgorithm):

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, buffer_names
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import check_number, check_positive
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import RunningMean, at_least_float32, packed, unpacked
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import RunningMean, at_least_float32, packed, unpacked
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""

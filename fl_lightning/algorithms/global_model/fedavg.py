@@ -7,7 +7,7 @@ Data", AISTATS 2017, Algorithm 1.
 from __future__ import annotations
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
 
 
 class FedAvg(Algorithm):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.knowledge import SharedKnowledge, class_sums_over
-from fl_lightning.message import Tensors, Upload
+from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.models import classification_layer
-from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.state import at_least_float32
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------
 

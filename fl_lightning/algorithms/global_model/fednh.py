@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, to_cpu
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.knowledge import class_sums_over
-from fl_lightning.message import Message, Upload
+from fl_lightning.client.knowledge import class_sums_over
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state import RunningMean, at_least_float32
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
-from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.state import RunningMean, at_least_float32
 
 PROTOTYPES = "prototypes"
 """The section of an upload that holds a client's prototypes and its samples a class."""

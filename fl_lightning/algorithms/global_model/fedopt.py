@@ -12,9 +12,9 @@ from typing import Literal
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Algorithm, Buffers, ServerStep, Weighting
-from fl_lightning.client import LossTerm
-from fl_lightning.errors import check_number
-from fl_lightning.message import Tensors
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
 
 Rule = Literal["adagrad", "adam", "yogi"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
-from fl_lightning.message import Tensors
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
 
 
 def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError, check_number
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.models.base import with_encoder
-from fl_lightning.state import at_least_float32
 
 HARDEST = 2
 """How many samples of other classes a sample is pushed away from, the most similar ones."""

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.message import Tensors, Upload
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.optimizers import descend
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.state import flatten, weighted_mean
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
-from fl_lightning.optimizers import descend
-from fl_lightning.state import flatten, weighted_mean
 
 Aggregation = Literal["dual", "uniform", "weighted"]
 

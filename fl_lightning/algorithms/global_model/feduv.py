@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.models.base import with_features
-from fl_lightning.state import at_least_float32
 
 
 def variance_loss(probabilities: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number, check_positive
-from fl_lightning.message import Tensors
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.models import frozen_encoder, with_encoder
-from fl_lightning.state import at_least_float32
 
 
 def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.client import LossTerm, Step
+from fl_lightning.client.module import LossTerm, Step
+from fl_lightning.core.errors import check_number
 from fl_lightning.data.few_shot import prototype_logits
-from fl_lightning.errors import check_number
 
 
 class Prototypical(LossTerm):

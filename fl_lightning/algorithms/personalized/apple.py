@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, State, to_cpu
 from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
-from fl_lightning.message import Message, Tensors, Upload
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Message, Tensors, Upload
 
 Schedule = Literal["epsilon", "cosine"]
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.knowledge import SharedKnowledge
-from fl_lightning.message import Tensors, Upload
+from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Tensors, Upload
+from fl_lightning.core.state import at_least_float32, combine, stack, weighted_mean, widened
 from fl_lightning.models import classification_layer
-from fl_lightning.state import at_least_float32, combine, stack, weighted_mean, widened
 
 Distribution = Literal["weights", "true"]
 

@@ -23,12 +23,12 @@ from fl_lightning.algorithms.base import (
     to_cpu,
 )
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import NonFiniteError, check_number
-from fl_lightning.message import Message
-from fl_lightning.optimizers import descend
-from fl_lightning.seeding import RandomStates
-from fl_lightning.state import first_non_finite
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.optimizers import descend
+from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.core.message import Message
+from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.state import first_non_finite
 
 PERSONAL_MODEL = "personal_model"
 """The section of a client's memory that holds `v`."""

@@ -20,10 +20,10 @@ from fl_lightning.algorithms.base import (
     beginnings,
     require_parts,
 )
-from fl_lightning.client import ClientModule, LossTerm, fine_tune
-from fl_lightning.errors import ConfigError, check_number
-from fl_lightning.message import Tensors
-from fl_lightning.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.client.module import ClientModule, LossTerm, fine_tune
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.message import Tensors
 
 Tuned = Literal["full", "body", "head"]
 

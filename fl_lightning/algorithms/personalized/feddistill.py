@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
-from fl_lightning.knowledge import ClassMeans, SharedKnowledge
-from fl_lightning.message import Tensors
-from fl_lightning.state import at_least_float32
+from fl_lightning.client.knowledge import ClassMeans, SharedKnowledge
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.state import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:

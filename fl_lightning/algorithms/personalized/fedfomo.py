@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
 from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
-from fl_lightning.client import ClientModule, LossTerm
-from fl_lightning.errors import check_number
-from fl_lightning.evaluation import evaluate
-from fl_lightning.message import Message, Tensors, Upload
-from fl_lightning.state import flatten, weighted_mean
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import flatten, weighted_mean
+from fl_lightning.evaluation.evaluation import evaluate
 
 UPLOADED = "uploaded"
 """The section of a client's memory that holds its last upload, which is its model."""

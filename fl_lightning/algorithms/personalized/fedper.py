@@ -15,7 +15,7 @@ from fl_lightning.algorithms.base import (
     Weighting,
     beginnings,
 )
-from fl_lightning.client import LossTerm
+from fl_lightning.client.module import LossTerm
 
 
 class FedPer(Algorithm):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
-from fl_lightning.knowledge import ClassMeans, Seen, SharedKnowledge
+from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.state import at_least_float32
 from fl_lightning.models.base import with_encoder, with_features
-from fl_lightning.state import at_least_float32
 
 
 class Prototypes(ClassMeans):

@@ -12,8 +12,8 @@ from typing import Any
 
 from fl_lightning.algorithms.base import Aggregator, Batches, Buffers, Weighting
 from fl_lightning.algorithms.personalized.fedper import FedPer
-from fl_lightning.client import ClientModule, LossTerm, fine_tune, learn_only, learnable
-from fl_lightning.errors import ConfigError, check_number
+from fl_lightning.client.module import ClientModule, LossTerm, fine_tune, learn_only, learnable
+from fl_lightning.core.errors import ConfigError, check_number
 
 
 class HeadThenBody(ClientModule):

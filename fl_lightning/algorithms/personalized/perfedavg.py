@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, WeightedMean, Weighting
-from fl_lightning.client import ClientModule, LossTerm, Step
-from fl_lightning.errors import check_number
-from fl_lightning.message import Tensors
-from fl_lightning.seeding import RandomStates
+from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.core.errors import check_number
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.seeding import RandomStates
 
 Order = Literal["first", "hessian_free"]
 Batch = TypeVar("Batch")

@@ -1,0 +1,116 @@
+"""Figures, drawn without a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
+
+from fl_lightning.core.files import write_atomically
+
+MOST_BUBBLES = 200
+"""Up to how many clients have a bubble a class."""
+
+
+def binned(counts: np.ndarray) -> np.ndarray:
+    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
+    order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
+    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
+
+
+def partition_figure(counts: np.ndarray, path: Path) -> None:
+    """Draw who holds what: a bubble a client and class, its area the number of samples.
+
+    Beyond 200 clients, a heat map: clients in the order of the class they hold most of, and of how much of it, up to
+    200 columns of neighbours, each the mean of its clients.
+
+    Args:
+        counts: `(clients, C)` samples.
+        path: The PNG to write.
+    """
+    clients, classes = counts.shape
+    if clients > MOST_BUBBLES:
+        write_png(heat_maps({f"mean samples of {clients:,} clients": binned(counts)}, "class", "clients, sorted"), path)
+        return
+    figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")
+    axes = figure.subplots()
+    client, label = np.nonzero(counts)
+    area = 220 * counts[client, label] / max(counts.max(), 1)
+    axes.scatter(client, label, s=area, alpha=0.7, linewidths=0)
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
+    for axis, size in ((axes.xaxis, clients), (axes.yaxis, classes)):
+        axis.set_ticks(range(0, size, max(1, size // 20)))
+    write_png(figure, path)
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all."""
+    write_atomically(path, png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file's content: the same for the same figure."""
+    figure.savefig(picture := BytesIO(), format="png", dpi=120)
+    return picture.getvalue()
+
+
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure of so many pictures side by side."""
+    figure = Figure(figsize=(3.6 * count + 0.4, 3.4), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def heat_maps(
+    matrices: Mapping[str, np.ndarray], rows: str = "client", columns: str = "class", ids: Sequence[int] = ()
+) -> Figure:
+    """Matrices side by side, each with a colour scale of its own.
+
+    Args:
+        matrices: Title to `(n, m)` matrix.
+        rows: What a row is.
+        columns: What a column is.
+        ids: What to call the rows of matrices that have as many; 0, 1, ... otherwise.
+    """
+    figure, places = panels(len(matrices))
+    for axes, (title, matrix) in zip(places, matrices.items(), strict=True):
+        heat_map(axes, matrix, title, ids)
+        axes.set_xlabel(columns)
+    places[0].set_ylabel(rows)
+    return figure
+
+
+def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
+    """A matrix in colours; one with negative entries is centred at zero."""
+    largest = np.abs(matrix).max() if (matrix < 0).any() else None
+    limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
+    image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
+    axes.set_title(title, fontsize=9)
+    for axis, size in ((axes.xaxis, matrix.shape[1]), (axes.yaxis, len(matrix))):
+        axis.set_ticks(range(0, size, max(1, size // 10)))
+    if len(ids) == len(matrix):
+        axes.set_yticks(axes.get_yticks(), [str(ids[int(i)]) for i in axes.get_yticks()])
+    axes.figure.colorbar(image, ax=axes)
+
+
+def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:
+    """One line for each name, through its points `(x, y)`."""
+    for name, (x, y) in series.items():
+        axes.plot(x, y, label=name, marker=".")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(series) > 1:
+        axes.legend(fontsize=8)
+
+
+def bars(axes: Axes, labels: Sequence[int], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
+    """A bar for each label."""
+    axes.bar([str(label) for label in labels], heights)
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, fontsize=9)

@@ -1,0 +1,139 @@
+"""Who can hear whom among peers: graphs that stay as they are for a whole run."""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.files import read_file
+
+
+class Graph:
+    """A directed graph over clients."""
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """`(clients, clients)` bool: row i marks the peers that client i can collect from, itself never among them."""
+        raise NotImplementedError
+
+
+class Complete(Graph):
+    """Everybody hears everybody."""
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """All but the diagonal."""
+        return ~np.eye(clients, dtype=bool)
+
+
+class Ring(Graph):
+    """Clients in a circle, each with its nearest neighbours on either side.
+
+    Args:
+        reach: How many neighbours on each side.
+
+    Raises:
+        ConfigError: `reach` is below 1.
+
+    Example:
+        >>> Ring().links(5, np.random.default_rng(0))[0].nonzero()[0]
+        array([1, 4])
+    """
+
+    def __init__(self, reach: int = 1) -> None:
+        check_number("algorithm.graph.reach", reach, "[1, inf)")
+        self.reach = reach
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Those at most `reach` steps away."""
+        steps = np.abs(np.subtract.outer(np.arange(clients), np.arange(clients)))
+        return (np.minimum(steps, clients - steps) <= self.reach) & Complete().links(clients, rng)
+
+
+class Torus(Graph):
+    """Clients on a grid whose edges meet: four neighbours each, in rows of one length.
+
+    Args:
+        rows: Rows of the grid, a divisor of the number of clients; by default the grid is as square as can be.
+
+    Raises:
+        ConfigError: The number of clients cannot be laid out in so many rows.
+    """
+
+    def __init__(self, rows: int | None = None) -> None:
+        check_number("algorithm.graph.rows", rows, "[1, inf)")
+        self.rows = rows
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Up, down, left and right."""
+        rows = (
+            self.rows
+            if self.rows is not None
+            else max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
+        )
+        if clients % rows:
+            raise ConfigError(f"algorithm.graph.rows: {clients} clients cannot stand in {rows} rows of one length")
+        grid = np.arange(clients).reshape(rows, -1)
+        links = np.zeros((clients, clients), dtype=bool)
+        for axis in (0, 1):
+            for step in (-1, 1):
+                links[grid.ravel(), np.roll(grid, step, axis).ravel()] = True
+        return links & Complete().links(clients, rng)
+
+
+class ErdosRenyi(Graph):
+    """Each pair of clients is linked, both ways, with one probability; drawn once a run from its seed.
+
+    A client may be left with nobody; it then trains alone.
+
+    Args:
+        p: The probability, in [0, 1].
+
+    Raises:
+        ConfigError: `p` is outside [0, 1].
+    """
+
+    def __init__(self, p: float = 0.3) -> None:
+        check_number("algorithm.graph.p", p, "[0, 1]")
+        self.p = p
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """The draw."""
+        above = np.triu(rng.random((clients, clients)) < self.p, k=1)
+        return above | above.T
+
+
+class Adjacency(Graph):
+    """A graph of your own, from a file: one line a client, 0 or 1 for each peer it can collect from.
+
+    Args:
+        path: A text file of numbers, separated by spaces or commas; or a `.npy` file with a matrix.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no square matrix of zeros and ones with a row for each client.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """The file's, less its diagonal."""
+        try:
+            matrix = np.asarray(read_matrix(Path(self.path)))
+        except (OSError, EOFError, ValueError) as error:
+            raise ConfigError(f"algorithm.graph.path: {self.path} cannot be read: {error}") from error
+        if matrix.shape != (clients, clients) or not np.isin(matrix, (0, 1)).all():
+            raise ConfigError(
+                f"algorithm.graph.path: {self.path} must hold {clients} rows of {clients} zeros and ones, one a client"
+            )
+        return matrix.astype(bool) & Complete().links(clients, rng)
+
+
+def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
+    """The numbers in a file: a `.npy` file, or text with one row a line."""
+    content = read_file(path, 2**30)
+    if path.suffix == ".npy":
+        return np.load(BytesIO(content), allow_pickle=False)
+    return [[float(word) for word in line.split()] for line in content.decode().replace(",", " ").splitlines()]

@@ -1,0 +1,1 @@
+"""Many runs: comparison, report, sweeps, tables of papers, export."""

@@ -1,0 +1,175 @@
+"""A paper's table as it was run here, beside the paper's numbers: for the terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from fl_lightning.analysis.report.sheet import csv_text, escape_markdown
+from fl_lightning.analysis.study.reproduction import Cell, Reproduction, Verdict, margin_needed
+from fl_lightning.analysis.study.table import RULE, PaperTable
+
+Grid = list[list[str]]
+"""Lines of cells, the first the heading; a cell may have lines of its own."""
+
+MISSING = "-"
+LABELS = {
+    "percent": "ours\npaper (difference)\nours, mean of last 10",
+    "rounds": "ours\npaper (difference)",
+}
+CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
+COLUMNS = [
+    "column",
+    "row",
+    "metric",
+    "unit",
+    "seeds",
+    "missing",
+    "mean",
+    "std",
+    "bound",
+    "paper",
+    "paper_std",
+    "difference",
+    "last10",
+]
+
+
+def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
+    """What a table is of, and how its experiments differ from the paper's."""
+    unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
+    lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
+    if scale != 1:
+        lines.append(f"At scale {scale:g}: {RULE.format(scale)}.")
+    if overrides:
+        lines.append(f"With {', '.join(overrides)}.")
+    return lines
+
+
+def grid(reproduction: Reproduction) -> Grid:
+    """Rows by columns, ours above the paper's, and below them how far the order of rows is the paper's."""
+    table = reproduction.table
+    lines = [["", "", *table.columns]]
+    for row in table.rows:
+        lines.append([row, LABELS[table.unit], *(beside(reproduction.cells[column, row]) for column in table.columns)])
+    orders = [reproduction.order(column) for column in table.columns]
+    told = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
+    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *told]]
+
+
+def beside(cell: Cell) -> str:
+    """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
+    papers = MISSING
+    if cell.paper is not None:
+        papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
+        papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
+    last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
+    return f"{ours(cell)}\n{papers}{last10}"
+
+
+def ours(cell: Cell) -> str:
+    """Our mean and deviation, `>` before a bound; where runs are missing how many there are, and how many failed."""
+    failed = sum(bool(one.reason) for one in cell.readings.values())
+    what = f"{failed} failed" if failed else ""
+    if cell.mean is None:
+        return what or MISSING
+    number = (
+        ("" if cell.reached else "> ") + f"{cell.mean:.1f}" + (f" ± {cell.std:.1f}" if cell.std is not None else "")
+    )
+    some = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
+    notes = ", ".join(filter(None, [some, what]))
+    return number + (f" ({notes})" if notes else "")
+
+
+def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
+    """A line a claim and column that was run: the paper's margin, ours, and whether the claim holds."""
+    return [CLAIMS, *(_claim_line(verdict) for verdict in verdicts if verdict.margins)]
+
+
+def _claim_line(verdict: Verdict) -> list[str]:
+    name = f"{verdict.claim.better} > {verdict.claim.than}"
+    papers = _number(verdict.paper, "+.4g")
+    margin = f"{verdict.mean:+.1f}" + (f" ± {verdict.std:.1f}" if verdict.std is not None else "")
+    ahead = f"{verdict.ahead} of {len(verdict.margins)}"
+    how = "holds" if verdict.holds else "does not hold"
+    return [name, verdict.column, papers, margin, ahead, _number(verdict.p, ".3f"), how]
+
+
+def verdict_line(verdicts: Sequence[Verdict]) -> str:
+    """How many claims hold, how many do not, and what p is worth."""
+    counted = []
+    for holds, what in ((True, "hold"), (False, "do not")):
+        those = [verdict for verdict in verdicts if verdict.holds is holds]
+        sure = sum(verdict.p is not None and verdict.p < 0.05 for verdict in those)
+        counted.append(f"{len(those)} {what} ({sure} with p < 0.05)")
+    rest = sum(verdict.holds is None for verdict in verdicts)
+    line = f"Claims: {', '.join(counted)}, {rest} cannot be told yet."
+    seeds = max((len(verdict.margins) for verdict in verdicts), default=0)
+    if seeds < 2:
+        return line
+    return (
+        f"{line} A claim holds where the mean is ahead; p is of a paired t-test over seeds, two-sided, for each claim "
+        f"by itself. With {seeds} seeds p < 0.05 takes a margin of {margin_needed(seeds):.1f} standard deviations."
+    )
+
+
+def failures(reproduction: Reproduction) -> list[str]:
+    """A line for each reason why runs failed, with the cells that it left without a number."""
+    where: dict[str, list[str]] = {}
+    for (column, row), cell in reproduction.cells.items():
+        for seed, reading in cell.readings.items():
+            if reading.reason:
+                where.setdefault(reading.reason, []).append(f"{row} / {column} / seed {seed}")
+    return [f"failed: {'; '.join(places)}: {reason}" for reason, places in where.items()]
+
+
+def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
+    """The table and what became of the claims, for a terminal."""
+    told: list[Table | Text] = [Text(line) for line in heading(reproduction.table, scale, overrides)]
+    told.append(_rich(grid(reproduction)))
+    if any(verdict.margins for verdict in reproduction.verdicts):
+        told += [_rich(claims_grid(reproduction.verdicts)), Text(verdict_line(reproduction.verdicts))]
+    return Group(*told, *map(Text, failures(reproduction)))
+
+
+def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
+    """The same as Markdown."""
+    title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
+    told = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
+    if any(verdict.margins for verdict in reproduction.verdicts):
+        told += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
+    return "\n\n".join([*told, *map(escape_markdown, failures(reproduction))])
+
+
+def as_csv(reproduction: Reproduction) -> str:
+    """A line a cell, in full precision; claims and order can be worked out from it."""
+    table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
+    for (column, row), cell in reproduction.cells.items():
+        counts = [len(cell.values), len(cell.readings) - len(cell.values)]
+        numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
+        numbers.append(cell.last10)
+        lines.append([column, row, table.figure(column, row), table.unit, *counts, *numbers])
+    return csv_text(lines).rstrip("\n")
+
+
+def _rich(lines: Grid) -> Table:
+    head, *rest = lines
+    table = Table(show_lines="\n" in rest[0][-1])
+    for name in head:
+        table.add_column(Text(name))
+    for line in rest:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _markdown(lines: Grid) -> str:
+    rows = [["<br>".join(map(escape_markdown, cell.split("\n"))) for cell in line] for line in lines]
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
+
+
+def _number(value: float | None, form: str) -> str:
+    return MISSING if value is None else format(value, form)

@@ -1,0 +1,107 @@
+"""What a run and a scenario come to, as tables on the screen and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from fl_lightning.core.errors import one_line
+from fl_lightning.evaluation.metrics import Row, human_bytes
+
+SHADES = " ░▒▓█"
+MOST_CLIENTS, ENDS = 100, 20
+"""Up to how many clients a table shows them all, and how many at either end otherwise."""
+
+
+def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
+    """The table a run ends with: what was measured last and at best, R_acc, and bytes; below it, whose that is.
+
+    Args:
+        summary: The run's figures, as `summarize` gives them.
+        clients: Which model stood for a client, as in `Evaluation`.
+    """
+    headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
+    table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
+    for name in (key.removesuffix("_last") for key in summary if key.endswith("_last")):
+        figures = (f"{summary[f'{name}_{what}']:.4f}" for what in ("last", "best"))
+        table.add_row(label_of(name), *figures, str(summary[f"{name}_best_round"]))
+    table.add_section()
+    whose = "global" if "global/acc_last" in summary else "client"
+    for name, value in summary.items():
+        if name.startswith("R_"):
+            table.add_row(f"{name} ({whose})", "not reached" if value is None else f"round {value}")
+    table.add_section()
+    table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))
+    table.add_row("bytes down", human_bytes(summary["comm/total_down_bytes"]))
+    model = "as trained in the round" if clients == "trained" else "as received after the round"
+    table.caption = _caption({name.partition("/")[0] for name in summary}, model)
+    return table
+
+
+def label_of(name: str) -> str:
+    """What a series of models' figures is called on a screen: `client acc, weighted` of `client/acc_weighted`."""
+    whose, _, metric = name.partition("/")
+    metric = metric.removesuffix("_mean")
+    if weighted := metric.endswith("_weighted"):
+        metric = metric.removesuffix("_weighted")
+    return f"{whose.replace('_', ' ')} {metric}{', weighted' if weighted else ''}"
+
+
+def test_table(metrics: Row, server: bool) -> Table:
+    """What `test` prints: the global model and the clients' figures; below it, which models were measured.
+
+    Args:
+        metrics: What `FederatedOrchestrator.test` gives.
+        server: Whether the method has a server that clients receive models from.
+    """
+    table = Table("metric", "value", title=f"after round {int(metrics['round'])}", caption_justify="left")
+    for name, value in metrics.items():
+        if name != "round" and not name.startswith("client_"):
+            table.add_row(name, f"{value:.4f}")
+    model = "as received after the round" if server else "as it was trained last"
+    table.caption = _caption({name.partition("/")[0] for name in metrics}, model)
+    return table
+
+
+def _caption(families: set[str], model: str) -> str:
+    """Which models were measured, and on what, a line for each family of metrics that there is."""
+    lines = {
+        "global": "global: the global model, on the global test set",
+        "client": f"client: each client's model {model}, on its own test split",
+        "personal_on_global": "personal: clients' models as trained, on the global test set",
+    }
+    return "\n".join(line for family, line in lines.items() if family in families)
+
+
+def partition_table(
+    counts: np.ndarray, test_counts: np.ndarray, client_ids: Sequence[int | str] | None = None
+) -> Table:
+    """Who holds what: training samples a client and class, shaded by their share of the largest cell.
+
+    Beyond 20 classes only the shades are shown, beyond 100 clients only the first and the last 20 of them. Clients that
+    have a name in the data have it at the end of their line.
+    """
+    wide = counts.shape[1] > 20
+    table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")
+    for label in range(counts.shape[1]):
+        table.add_column("" if wide else str(label), justify="right", no_wrap=True)
+    table.add_column(" train", justify="right", no_wrap=True)
+    table.add_column(" test", justify="right", no_wrap=True)
+    if client_ids is not None:
+        table.add_column(" id", no_wrap=True)
+    darkness = np.ceil(counts / max(counts.max(), 1) * (len(SHADES) - 1)).astype(int)
+    clients = len(counts)
+    many = clients > MOST_CLIENTS
+    for client in [*range(ENDS), *range(clients - ENDS, clients)] if many else range(clients):
+        if many and client == clients - ENDS:
+            table.add_row(f"... {clients - 2 * ENDS:,} more")
+        row = counts[client]
+        shades = (SHADES[level] for level in darkness[client])
+        cells = shades if wide else (f"{n or ''}{shade}" for n, shade in zip(row, shades, strict=True))
+        name = () if client_ids is None else (Text(f" {one_line(str(client_ids[client]))}"),)
+        table.add_row(str(client), *cells, str(row.sum()), str(test_counts[client].sum()), *name)
+    return table

@@ -1,0 +1,121 @@
+"""`fl-lightning completion`: what makes a shell complete commands, options and names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.analysis.rivals import bare
+from fl_lightning.analysis.rivals import given as values
+from fl_lightning.cli import help
+from fl_lightning.cli.main import COMMANDS
+from fl_lightning.core.catalogue import KINDS, index, kind_of, names, things
+from fl_lightning.core.config import config_path, flatten, read_config
+from fl_lightning.core.errors import ConfigError, FLError
+
+KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")
+"""Keys that take a class of this package's, whose options stand beside the keys."""
+
+
+def parser() -> ArgumentParser:
+    """Which shell."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    shell = 'Which one: eval "$(fl-lightning completion bash)", in ~/.bashrc say.'
+    parser.add_argument("shell", type=Literal["bash", "zsh"], help=shell)
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Print a script that has the shell ask `fl-lightning` for completions."""
+    print(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
+    return 0
+
+
+def argcomplete() -> ModuleType:
+    """The package that speaks with shells.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import argcomplete
+    except ImportError:
+        raise ConfigError("completion: it needs argcomplete; pip install 'fl-lightning[completion]'") from None
+    return argcomplete
+
+
+def answer() -> None:
+    """Answer a shell that asks what a word could become, and end the process; argcomplete's variables hold its line."""
+    argcomplete().autocomplete(everything(words_so_far()), always_complete_options="long")
+
+
+def words_so_far() -> list[str]:
+    """The words before the one to complete."""
+    from argcomplete.lexers import split_line
+
+    *_, words, _ = split_line(os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0)))
+    return words[1:]
+
+
+def everything(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The whole command line as argparse takes it; of the command under way, the options of its classes too."""
+    whole = argparse.ArgumentParser(prog="fl-lightning")
+    whole.add_argument("-V", "--version", action="store_true", help="Say which version this is.")
+    commands = whole.add_subparsers(dest="command")
+    for name, line in COMMANDS.items():
+        made = help.parser(name)
+        if name in words[:1]:
+            for key, option in class_options(name, words):
+                text = option["help"].replace("%", "%%")
+                made.add_argument(f"--{key}", choices=option.get("choices"), help=text)
+        for action in made._actions:
+            if not action.choices:
+                action.completer = completer(name, action.dest)  # type: ignore[attr-defined]
+        commands.add_parser(name, parents=[made], conflict_handler="resolve", help=line)
+    return whole
+
+
+def class_options(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The options of the classes that a command line names, itself or by its configs."""
+    told = chosen(words)
+    for key in set(KEYS) & index()["commands"][command].keys():
+        entry = index()["classes"][kind_of(key)].get(told.get(key), {})
+        yield from ((f"{key}.{name}", option) for name, option in entry.get("options", {}).items())
+
+
+def chosen(words: Sequence[str]) -> dict[str, str]:
+    """The classes that a command line names, by key."""
+    found: dict[str, Any] = {}
+    for _, config in values(words, "config"):
+        try:
+            found |= flatten(read_config(Path(config_path(config))))
+        except FLError:  # it is being typed
+            continue
+    found |= {key: value for key in KEYS for _, value in values(words, key)}
+    return {key: bare(value) for key, value in found.items()}
+
+
+def completer(command: str, key: str) -> Callable[..., list[str]]:
+    """What gives the words that a key can take, for argcomplete."""
+    from argcomplete.completers import FilesCompleter
+
+    def complete(prefix: str, **about: Any) -> list[str]:
+        choices = words_for(command, key)
+        return choices if choices and key != "config" else [*choices, *FilesCompleter()(prefix)]
+
+    return complete
+
+
+def words_for(command: str, key: str) -> list[str]:
+    """The words that a key of a command can take; none where any file or text will do."""
+    if key == "config" or (command, key) == ("reproduce", "table"):
+        return list(things("configs" if key == "config" else "papers"))
+    if (command, key) == ("list", "kind"):
+        return list(KINDS)
+    return [*index()["commands"][command].get(key, {}).get("choices", []), *names(key)]

@@ -1,0 +1,57 @@
+"""`fl-lightning export`: a run's model as a file that other programs open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor
+
+from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write
+from fl_lightning.cli.experiment import load_run
+from fl_lightning.core.config import read_config
+from fl_lightning.core.errors import ConfigError
+
+
+def parser() -> ArgumentParser:
+    """A run, whose model, and the file."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("run", type=str, help="Folder of the run.")
+    endings = " | ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
+    parser.add_argument("-o", "--out", type=str | None, metavar="FILE", help=f"The file to write, ending in {endings}.")
+    parser.add_argument(
+        "--client", type=int | None, metavar="K", help="The client whose model it is; the global one by default."
+    )
+    prepare = "Have it take samples as the data store them, and scale and normalise them itself."
+    parser.add_argument("--prepare", action="store_true", help=prepare)
+    parser.add_argument("--checkpoint", type=str, default="last", help="last, best, or the number of a round.")
+    parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Write the file, and say what it takes and gives."""
+    if not given.out:
+        raise ConfigError(f"-o: which file? Its ending says the format: {', '.join(FORMATS)}")
+    path = Path(given.out)
+    refuse_target(path, given.prepare)
+    run = load_run(Path(given.run), given.checkpoint, given.trust)
+    model = read_config(Path(given.run) / "config.yaml")["model"]
+    described = {"class_path": model} if isinstance(model, str) else model
+    has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
+    network = network_of(run, described, given.client, given.prepare or has_rows)
+    write(network, path)
+    whose = "the global model" if given.client is None else f"client {given.client}'s model"
+    about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
+    print(f"wrote {path} ({about}): {whose} after round {run.round}")
+    taken = "samples as they are stored" if given.prepare else "samples as scenario.dataset prepares them"
+    if network.schema:
+        where = schema_path(path) if path.suffix == ".pt" else "the file"
+        taken = f"{'raw rows' if has_rows else 'rows that TableSchema.encode returns'} (the schema is in {where})"
+    print(f"it takes {taken}, {_shape(network.samples)}, and gives {_shape(network.outputs)}")
+    return 0
+
+
+def _shape(batch: Tensor) -> str:
+    sizes = ", ".join(map(str, batch.shape[1:]))
+    return f"{str(batch.dtype).removeprefix('torch.')} (batch, {sizes})"

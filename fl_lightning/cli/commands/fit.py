@@ -1,0 +1,147 @@
+"""`fl-lightning fit`: run an experiment, or go on with one."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from fl_lightning.analysis.report.tables import summary_table
+from fl_lightning.analysis.rivals import given as values
+from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.cli.errors import plainly
+from fl_lightning.cli.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
+from fl_lightning.cli.trial import tried
+from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.spelling import spelled
+from fl_lightning.engines import EngineName
+from fl_lightning.loggers.naming import run_names
+from fl_lightning.runs.folder import fresh
+from fl_lightning.runs.seal import MAY_CHANGE
+from fl_lightning.runs.trust import let_in, run_config
+
+WORDS: dict[str, dict[str, Any]] = {
+    "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
+    "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},
+    "--fast": {"action": "store_true", "help": "Dry run: two short rounds that leave nothing."},
+}
+"""What `fit` takes beside an experiment's keys."""
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
+    words = with_engine_class(with_rival(spelled(with_config_paths(words))))
+    let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
+    return with_resumed_config(words)
+
+
+def parser() -> ArgumentParser:
+    """An experiment's keys, and the run to go on with."""
+    parser = experiment_parser()
+    for name, options in WORDS.items():
+        parser.add_argument(name, **options)
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Run an experiment, or go on with one, and print the table it ends with; or only try one out."""
+    if given.fast and given.resume:
+        raise ConfigError("--fast: a run is tried out from its start; leave out either this or --resume")
+    config = plain_config(given, parser)
+    if given.resume:
+        run_dir = Path(given.resume)
+        config_file(run_dir)
+        if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
+            raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
+    else:
+        run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
+    orchestrator = build(given, parser, run_dir)
+    if given.fast:
+        started = time.monotonic()
+        orchestrator.fit(fast=True)
+        print(tried(orchestrator, time.monotonic() - started))
+        return 0
+    name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
+    run = orchestrator.fit(bool(given.resume), config, name, group)
+    Console().print(summary_table(run.summary, orchestrator.evaluation.clients))
+    print(f"ended: {orchestrator.ending}")
+    print(f"run: {run_dir}")
+    return 0
+
+
+def with_engine_class(words: Sequence[str]) -> list[str]:
+    """Return the command line with the engine's class in place of its short name where options for it are given.
+
+    `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`; the short name may be
+    a config's, too.
+    """
+    typed = values(words, "engine")
+    stated = [read_config(Path(path)).get("engine") for _, path in values(words, "config")]
+    short = next((name for name in reversed([*stated, *(name for _, name in typed)]) if name is not None), "sequential")
+    if short not in get_args(EngineName) or not any(word.startswith("--engine.") for word in words):
+        return list(words)
+    replaced = {place + i for place, _ in typed for i in range(1 if "=" in words[place] else 2)}
+    rest = [word for place, word in enumerate(words) if place not in replaced]
+    first = next(i for i, word in enumerate(rest) if word.startswith("--engine."))
+    return [*rest[:first], "--engine", f"{short.capitalize()}Engine", *rest[first:]]
+
+
+def with_resumed_config(words: Sequence[str]) -> list[str]:
+    """The command line with the resumed run's own config, unless another is given.
+
+    Raises:
+        ConfigError: There is none, or it is somebody else's and names code of its own.
+    """
+    resumed = values(words, "resume")
+    if not resumed or values(words, "config"):
+        return list(words)
+    replaced = [key for key in WATCHERS if values(words, key)]
+    config = run_config(Path(resumed[-1][1]), run_keys(), trust="--trust" in words, without=replaced)
+    return ["--config", config, *words]
+
+
+def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
+    """What a run and its group are called."""
+    setting = setting_of(config)
+    return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
+
+
+def setting_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What runs share that differ in the seed: a config's keys, dotted, less those that do not alter the maths."""
+    apart = MAY_CHANGE - {"rounds"} | {"seed"}
+    return {key: value for key, value in flatten(config).items() if key not in apart and not below(key, apart)}
+
+
+def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
+    """The setting that the config files alone describe; of a class that the command line put in, its own defaults.
+
+    Files that are no whole config are taken to describe all there is.
+    """
+
+    def stated(*more: str) -> dict[str, Any]:
+        words = [*(f"--config={path}" for path in given.config or []), *more]
+        with plainly(parser), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said once already
+            return setting_of(plain_config(parser.parse_args(with_rival(words)), parser))
+
+    try:
+        found = stated()
+    except ConfigError:
+        return setting
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # they have keys below them
+    put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
+    with suppress(ConfigError):  # a class with arguments that must be given
+        found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found
+    return found
+
+
+def config_name(configs: Sequence[Any] | None) -> str:
+    """The name of the last config file, which a run is named after."""
+    return Path(str(configs[-1])).stem if configs else "run"

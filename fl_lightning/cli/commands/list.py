@@ -1,0 +1,27 @@
+"""`fl-lightning list`: what can be named in a config."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.core.catalogue import KINDS, groups
+from fl_lightning.core.errors import ConfigError
+
+
+def parser() -> ArgumentParser:
+    """A kind of things, or all of them."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("kind", type=str, nargs="?", help=" | ".join(KINDS))
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """One line for each thing a config can name."""
+    if given.kind not in (None, *KINDS):
+        raise ConfigError(f"list: there is no kind {given.kind!r}; there are {', '.join(KINDS)}")
+    for kind in [given.kind] if given.kind else KINDS:
+        listed = groups(kind)
+        width = max(len(name) for lines in listed.values() for name in lines)
+        for heading, lines in listed.items():
+            print(heading, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
+    return 0

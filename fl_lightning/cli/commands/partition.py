@@ -1,0 +1,54 @@
+"""`fl-lightning partition`: show and draw which client holds what."""
+
+from __future__ import annotations
+
+import os
+from argparse import SUPPRESS
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from fl_lightning.analysis.report.tables import partition_table
+from fl_lightning.callbacks.plots import partition_figure
+from fl_lightning.cli.commands.fit import WORDS, expand
+from fl_lightning.cli.experiment import experiment_parser, instantiate
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Scenario
+from fl_lightning.runs.partition import write_counts
+
+__all__ = ["expand", "main", "parser"]
+
+
+def parser() -> ArgumentParser:
+    """The keys of `fit`, whose printed config may be given, and where the picture goes."""
+    parser = experiment_parser()
+    parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
+    for name, options in WORDS.items():  # nor does what is printed besides
+        parser.add_argument(name, **options | {"help": SUPPRESS})
+    parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Print who holds what, and draw it."""
+    if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for a name that is none
+        raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
+    scenario: Scenario = instantiate(given, parser).scenario
+    data = scenario.build(given.seed)
+    if schema := data.data.schema:
+        print(schema.summary())
+    counts, test_counts = data.class_counts("train"), data.class_counts("test")
+    console = Console()
+    if not console.is_terminal:  # a file takes whole lines
+        console = Console(width=1000)
+    console.print(partition_table(counts, test_counts, data.client_ids), no_wrap=True)
+    if given.out:
+        out = Path(given.out)
+        try:
+            partition_figure(counts, out / "partition.png")
+            write_counts(out / "partition.csv", data)
+        except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
+            raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
+        print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
+    return 0

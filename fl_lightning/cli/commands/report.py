@@ -1,0 +1,35 @@
+"""`fl-lightning report`: many runs as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from fl_lightning.analysis.report.page import write_report
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.reader import open_runs
+
+
+def parser() -> ArgumentParser:
+    """The runs, and where the page goes."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="Folder of a run, or of runs at any depth.")
+    parser.add_argument("-o", "--out", type=str, default="report.html", metavar="FILE", help="The page to write.")
+    parser.add_argument(
+        "--where", type=str, nargs="+", default=[], metavar="KEY=VALUE", help="Only runs with these settings."
+    )
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Write the page."""
+    if not given.out:
+        raise ConfigError("-o: the name is empty. Name a file, such as report.html")
+    runs = open_runs(given.runs, given.where)
+    out = Path(given.out)
+    left_out = write_report(runs, out)
+    for line in left_out:
+        print(f"left out: {line}")
+    print(f"wrote {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {out.stat().st_size / 1e6:.1f} MB")
+    return 0

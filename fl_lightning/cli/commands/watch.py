@@ -1,0 +1,112 @@
+"""`fl-lightning watch`: follow a running experiment in the terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.live import Live
+
+from fl_lightning.analysis.report.follow import Follower
+from fl_lightning.analysis.report.watch import Screen
+from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.runs.reader import DamagedRun, find
+
+
+def parser() -> ArgumentParser:
+    """A run, and how often to look at it."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("run", type=str, help="Folder of the run; of a folder of runs, the newest that has not ended.")
+    parser.add_argument("--every", type=float, default=1.0, help="Seconds between looks at the folder.")
+    parser.add_argument("--once", action="store_true", help="Show it as it is and end, as without a terminal.")
+    return parser
+
+
+def main(given: Namespace, parser: ArgumentParser) -> int:
+    """Show a run until it has ended, or `q` or Ctrl-C is pressed; that is no failure, so the exit code is 0."""
+    check_number("--every", given.every, "[0, 86400]")
+    follower, console = Follower(chosen(Path(given.run))), Console()
+    if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
+        follow(follower, console, given.every)
+    console.print(Screen(follower.look()))
+    return 0
+
+
+def chosen(path: Path) -> Path:
+    """The run's folder, or among the runs below a folder the one written to last that has not ended.
+
+    Raises:
+        ConfigError: There is no run.
+    """
+    found = find([path])
+    if found == [path]:
+        return path
+    ended = []
+    for folder in sorted(found, key=written, reverse=True):
+        try:
+            if not Follower(folder).look().ended:
+                return folder
+            ended.append(folder)
+        except DamagedRun as error:
+            warnings.warn(f"{error}; left out", stacklevel=2)
+    if not ended:
+        raise ConfigError(f"{path}: no run there")
+    return ended[0]
+
+
+def written(folder: Path) -> float:
+    """When a run's metrics were written last; of one that waits for its first round, its config."""
+    return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
+
+
+def follow(follower: Follower, console: Console, every: float) -> None:
+    """Show a run on a screen of its own until it has ended or the user has seen enough."""
+    with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
+        while True:
+            look = follower.look()
+            live.update(Screen(look, console.height), refresh=True)
+            if look.ended or pressed(every) == "q":
+                return
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end what is inside, and the terminal be as it was."""
+    both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: a shell lets what it puts in the background ignore it
+    before = [signal.signal(one, signal.default_int_handler) for one in both]
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for one, handler in zip(both, before, strict=True):
+            signal.signal(one, handler)
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key, and tells which it was; without a keyboard it only waits."""
+    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select(keyboard, [], [], seconds)
+        return os.read(ready[0], 1).decode(errors="replace") or "q" if ready else ""  # nothing: the terminal is gone
+
+    before = [termios.tcgetattr(one) for one in keyboard]
+    try:
+        for one in keyboard:
+            tty.setcbreak(one)
+        yield pressed
+    finally:
+        for one, settings in zip(keyboard, before, strict=True):
+            termios.tcsetattr(one, termios.TCSADRAIN, settings)

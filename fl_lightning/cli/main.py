@@ -1,0 +1,197 @@
+"""The command line: which command is meant, and one line for whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import sys
+import traceback
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextvars import copy_context
+from types import FrameType
+from typing import Any
+
+from fl_lightning import __version__
+from fl_lightning.cli.ending import end_quickly
+from fl_lightning.core.errors import ConfigError, FLError, one_line, users_place
+from fl_lightning.core.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
+from fl_lightning.core.lazy import load
+from fl_lightning.core.terminal import forget_stdout, prepare, tell
+
+# A module of fl_lightning.cli.commands each, imported when it is asked for: some need torch, which takes seconds.
+COMMANDS = {
+    "fit": "Run an experiment, or go on with one.",
+    "test": "Evaluate a run's checkpoint again.",
+    "watch": "Follow a running experiment in the terminal.",
+    "partition": "Show and draw which client holds what.",
+    "compare": "Set groups of runs side by side.",
+    "report": "Draw runs as one HTML page.",
+    "export": "Write a run's model to a file.",
+    "sweep": "Carry a W&B sweep file out here, without a server.",
+    "reproduce": "Run a paper's table, and show it beside the paper's.",
+    "list": "List what can be named in a config.",
+    "completion": "Print what makes a shell complete commands, options and names.",
+}
+
+LONGEST_LINE = 360
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell wants a word completed
+        load("fl_lightning.cli.commands.completion").answer()
+    end_quickly()
+    die_of_interrupts()
+    if complaint := prepare():
+        tell(f"error: {complaint}")
+        sys.exit(2)
+    sys.exit(main())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        args: The command line less the program's name; `sys.argv` by default, when the process is the command's own.
+
+    Returns:
+        The exit code: 0, 2 for bad input, 1 for a run that failed, 128 + n for signal n.
+
+    Raises:
+        SystemExit: `--help` or `--print_config` has shown what it was asked for.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = copy_context().run(_dispatch, words, own_process=args is None)  # what it trusts ends with it
+        sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
+        return code
+    except BaseException as error:
+        ended: BaseException = error
+        try:
+            sys.stdout.flush()
+        except OSError as refused:
+            forget_stdout()
+            ended = refused if _has_shown(error) or isinstance(error, OSError) else error
+            refused.filename = "stdout"
+        else:
+            if isinstance(error, BrokenPipeError):
+                forget_stdout()
+        if _has_shown(ended):
+            raise
+        code, message = _ended_by(ended)
+        if debug and message:
+            if isinstance(error, Exception):
+                raise
+            traceback.print_exception(error)  # a SystemExit would end Python, with the code that it brings
+        if message:
+            tell(f"error: {_brief(message)}")
+        return code
+
+
+def _ended_by(error: BaseException) -> tuple[int, str]:
+    """The exit code that an error stands for, and what to say about it; nothing where the user knows."""
+    if isinstance(error, FLError):
+        cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
+        place = users_place(cause) if cause else getattr(error, "place", "")
+        return error.exit_code, f"{one_line(error)}{place}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return 2, f"{one_line(str(error.filename))}: {error.strerror}"
+    chain = list(_chain(error))
+    if stopped := [each for each in chain if isinstance(each, Stopped)]:
+        return 128 + stopped[0].number, ""
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # `| head` has seen enough
+        return 128 + signal.SIGPIPE, ""
+    if isinstance(error, Exception):
+        return 1, f"{type(error).__name__}: {one_line(error)}{users_place(error)}; --debug shows where"
+    first = next(each for each in reversed(chain) if not isinstance(each, Exception))  # Lightning ends a fit in its own
+    frame, line = _raised_in(first)
+    where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"
+    return 1, f"{one_line(repr(first))} was raised in {where} before the command had come to its end"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised in the course of."""
+    while error:
+        yield error
+        error = error.__context__
+
+
+def _has_shown(error: BaseException) -> bool:
+    """Whether argparse ends the command because it has shown what it was asked for: `--help`, `--print_config`."""
+    if not isinstance(error, SystemExit) or error.code != 0:
+        return False
+    return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _raised_in(error: BaseException) -> tuple[FrameType, int]:
+    """The frame and the line that an error was raised in; W&B puts a `sys.exit` of its own in Python's place."""
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, place = (
+        (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
+    )
+    return place
+
+
+def _brief(line: str) -> str:
+    """A line that fits a screen: of a longer one the beginning and the end, where the mend is."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+
+
+def _dispatch(words: list[str], own_process: bool) -> int:
+    name, *words = words or ["--help"]
+    if name in ("-h", "--help", "-V", "--version"):
+        print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name!r}; {_command_meant(name, words)}")
+    if text := load("fl_lightning.cli.help").asked_for(name, words):
+        print(text.rstrip("\n"))
+        return 0
+    load("fl_lightning.cli.unknown_names").check(name, words)
+    command = load(f"fl_lightning.cli.commands.{name}")
+    if own_process:
+        gc.freeze()  # what was imported is no garbage, and to look at it takes a second
+    parser = command.parser()
+    parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
+    plainly = load("fl_lightning.cli.errors").plainly
+    with plainly(parser):
+        words = getattr(command, "expand", list)(words)
+    with plainly(parser, words):
+        given = parser.parse_args(words)
+    with stopped_by_interrupts():
+        return command.main(given, parser)
+
+
+def _command_meant(name: str, words: Sequence[str]) -> str:
+    from fl_lightning.cli.other_tools import COMMANDS as OTHERS
+    from fl_lightning.core.spelling import fold, nearest
+
+    if name.startswith("-"):
+        return f"did you mean: fl-lightning fit {name} {' '.join(words)}".rstrip() + "?"
+    near = OTHERS.get(fold(name)) or nearest(name, COMMANDS)
+    return f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
+
+
+def usage() -> str:
+    """What `fl-lightning --help` prints."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: fl-lightning COMMAND [options]\n\n"
+        "Federated learning with non-IID clients on PyTorch Lightning.\n\n"
+        f"commands:\n{commands}\n\n"
+        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks;\n"
+        "--version says which version this is."
+    )
+
+
+def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+    tell(f"warning: {one_line(message)}")

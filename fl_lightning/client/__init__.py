@@ -1,0 +1,1 @@
+"""A client: its module and loss terms, what clients share, their optimizers."""

@@ -1,0 +1,410 @@
+"""A client's LightningModule, and the loss terms that papers add to it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, descend, load_optimizer_tensors
+from fl_lightning.core.errors import ConfigError, NonFiniteError
+from fl_lightning.core.lazy import load
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.objectives import Classification, Objective
+from fl_lightning.core.state import at_least_float32
+from fl_lightning.models import Backbone
+from fl_lightning.models.base import tapped
+
+
+@dataclass
+class Step:
+    """What one training step computed; a loss term takes from it what it needs.
+
+    Args:
+        logits: `(B, C)` outputs of the head.
+        targets: `(B,)` class indices; what the client's objective takes where it is not classification.
+        features: `(B, d)` outputs of the encoder, where the model has one.
+        inputs: The batch itself.
+        backbone: The network that is being trained, for terms on its weights.
+        taps: What went into the layers that a term named in its `taps`, by their names.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    features: Tensor | None = None
+    inputs: Tensor | None = None
+    backbone: nn.Module | None = None
+    taps: Tensors = field(default_factory=dict)
+
+
+class LossTerm(nn.Module):
+    """One scalar to add to a client's loss, already multiplied by its coefficient.
+
+    Usable alone, in anybody's LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses
+    override `forward`, `begin` where they need the weights that training starts from, and `remember` and `recall`
+    where a client keeps something from one of its rounds to the next.
+
+    Attributes:
+        name: The term's name in logs, from the class name unless set.
+        knowledge: The shared knowledge the term reads, which then travels with the weights.
+        active: Whether the term counts in this fit; an inactive one is skipped, not multiplied by zero.
+        needs_classes: Whether it takes a target for one of `C` classes, and so is for no other objective.
+        taps: Layers of the backbone, by name, of which the term wants to see the inputs in `Step.taps`.
+    """
+
+    name: str = ""
+    active: bool = True
+    needs_classes: bool = False
+    taps: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @property
+    def knowledge(self) -> tuple[SharedKnowledge, ...]:
+        """Shared knowledge that must travel for this term."""
+        return ()
+
+    def begin(self, module: ClientModule) -> None:
+        """Called when a fit starts, with the received weights and knowledge loaded, on the training device.
+
+        Called once before round 1 too, with the initial weights: what it refuses is then refused at once. The module's
+        `trainer` has the fit's options.
+        """
+
+    def begin_epoch(self, module: ClientModule) -> None:
+        """Called when an epoch of the fit starts."""
+
+    def remember(self, module: ClientModule) -> Tensors:
+        """After the fit: what the client keeps for the term until its next round."""
+        return {}
+
+    def recall(self, kept: Tensors) -> None:
+        """Before a fit: what `remember` gave in the client's last round; empty in its first."""
+
+    def forward(self, step: Step) -> Tensor:
+        """The scalar to add to the loss."""
+        raise NotImplementedError
+
+
+class ClientModule(L.LightningModule):
+    """A backbone, its objective's loss, and a list of extra loss terms: what one client trains.
+
+    Works under a plain `Trainer.fit` with no orchestrator, and logs there `train_<term>` once an epoch, `val_*` and
+    `test_*`.
+
+    Args:
+        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`. Or what a checkpoint
+            of `fl-lightning export` says of it, from which it is built: `load_from_checkpoint(path)` is all it takes.
+        loss_terms: Terms added to the objective's loss, each with a name of its own.
+        knowledge: Shared knowledge that must travel beside what the terms ask for.
+        optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
+        lr_scheduler: Builds a scheduler from the optimizer, stepped once an epoch of the local fit.
+        objective: What the outputs are for; classification by default, and so cross-entropy. Or what such a checkpoint
+            says of it.
+
+    Attributes:
+        round: The round, from 1; terms that change over rounds read it.
+        lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
+        batch_size: Samples a training batch of the fit, for methods that train outside of it too.
+        class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
+            leaves the client.
+        optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
+        notes: What a method notes for the rest of the client's round: in `receive` or `prepare`, to be read in
+            `prepare`, `upload` or `remember`. Training steps do not look at it.
+        logged: What callbacks have logged in the client's fit.
+        stays: Whether the weights it uploads stay on its device, where the server averages them.
+        spent: Whether nobody needs the module after its upload, which may then be its own tensors and no copies.
+
+    Raises:
+        ConfigError: Two loss terms have one name, or a checkpoint names a network of somebody's own.
+
+    Example:
+        >>> from fl_lightning.models import MLP
+        >>> module = ClientModule(MLP(in_shape=(1, 8, 8), num_classes=10))
+        >>> module(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module | Mapping[str, Any],
+        loss_terms: Sequence[LossTerm] = (),
+        knowledge: Sequence[SharedKnowledge] = (),
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        objective: Objective | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        names = [term.name for term in loss_terms]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
+        self.backbone = (
+            backbone if isinstance(backbone, nn.Module) else load("fl_lightning.analysis.export").rebuilt(backbone)
+        )
+        self.loss_terms = nn.ModuleList(loss_terms)
+        self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
+        self.optimizer_factory = optimizer
+        self.scheduler_factory = lr_scheduler
+        self.objective: Objective = Classification()
+        if isinstance(objective, Mapping):
+            self.objective = load("fl_lightning.analysis.export").rebuilt_objective(objective)
+        elif objective:
+            self.objective = objective
+        self.round = 1
+        self.lr_scale = 1.0
+        self.batch_size = 64
+        self.class_counts: Tensor | None = None
+        self.optimizer_state: Tensors = {}
+        self.notes: dict[str, Tensors] = {}
+        self.logged: dict[str, float] = {}
+        self.stays = self.spent = False
+        self._losses = LossRecord()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; Lightning notes the current hook in one, ten times a step, which is no module or tensor."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs `(B, C)` of a batch: logits, where it is classes or labels."""
+        return cast(Tensor, self.backbone(x))
+
+    def check_fit(self) -> None:
+        """Refuse a trainer that the method cannot work with; `self.trainer` has the fit's options.
+
+        Called before round 1, and when a fit starts.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+
+    def on_fit_start(self) -> None:
+        """Start the loss record afresh and let each term look at the weights it starts from."""
+        self.check_fit()
+        self._losses = LossRecord()
+        for term in self.terms():
+            term.begin(self)
+
+    def on_train_epoch_start(self) -> None:
+        """Tell each term that an epoch starts."""
+        for term in self.terms():
+            term.begin_epoch(self)
+
+    def terms(self) -> Iterator[LossTerm]:
+        """The loss terms, active or not."""
+        return (cast(LossTerm, term) for term in self.loss_terms)
+
+    def pieces(self) -> Iterator[SharedKnowledge]:
+        """The shared knowledge that travels with the module's weights."""
+        return (cast(SharedKnowledge, piece) for piece in self.knowledge)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Step:
+        """Run the backbone on a batch, and note what the active terms want to see of it."""
+        x, y = batch
+        with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
+            if isinstance(self.backbone, Backbone):
+                features, logits = self.backbone.features_and_logits(x)
+                return Step(logits, y, features, x, self.backbone, taps)
+            return Step(self(x), y, None, x, self.backbone, taps)
+
+    def losses(self, step: Step) -> dict[str, Tensor]:
+        """The objective's loss, cross-entropy as `ce` say, then each active term under its name."""
+        losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
+        losses |= {term.name: term(step) for term in self.terms() if term.active}
+        return losses
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Sum of the objective's loss and the terms, each recorded."""
+        step = self.step(batch)
+        losses = self.losses(step)
+        self.note(step, losses)
+        return functools.reduce(torch.add, losses.values())
+
+    def note(self, step: Step, losses: dict[str, Tensor]) -> None:
+        """Record a step's losses, and let the shared knowledge that observes training see the step."""
+        self._losses.add(losses)
+        for piece in self.pieces():
+            if piece.observes:
+                piece.observe(step, self.current_epoch)
+
+    def record(self, names: list[str], values: Tensor) -> None:
+        """Record one step's losses, `(T,)`, for whoever trains the module in another way than by itself."""
+        self._losses.add_values(names, values)
+
+    def on_train_epoch_end(self) -> None:
+        """Stop at a loss that is not finite; log the epoch's means where somebody listens."""
+        means = self._losses.settle()
+        if self.trainer.loggers:
+            self.log_dict({f"train_{name}": value for name, value in means.items()})
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Names that `losses` gives, in every step or in some."""
+        return [self.objective.term, *(term.name for term in self.terms() if term.active)]
+
+    @property
+    def steps(self) -> int:
+        """Training steps (batches) of this fit so far."""
+        return self._losses.steps
+
+    def train_losses(self) -> dict[str, float]:
+        """Mean over this fit's steps of the objective's loss (`ce`, say), each term and their sum (`loss`)."""
+        return self._losses.means()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log what the objective measures: `val_loss`, and `val_acc` of classes."""
+        self._log_evaluation("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log what the objective measures: `test_loss`, and `test_acc` of classes."""
+        self._log_evaluation("test", batch)
+
+    def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        sums = self.objective.sums(self(x).float(), y)
+        self.log_dict({f"{stage}_{name}": value / len(y) for name, value in sums.items()}, batch_size=len(y))
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over the `trainables`, at this round's learning rate, and its scheduler."""
+        optimizer = self.optimizer_for(self.trainables())
+        if self.optimizer_state:
+            load_optimizer_tensors(optimizer, self.optimizer_state)
+        if self.scheduler_factory is None:
+            return optimizer
+        return [optimizer], [self.scheduler_factory(optimizer)]
+
+    def trainables(self) -> Iterable[Any]:
+        """What the fit's optimizer is over, parameters or groups of them: the backbone's."""
+        return self.backbone.parameters()
+
+    def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """An optimizer like the client's own, at this round's learning rate, for other parameters."""
+        optimizer = (
+            self.optimizer_factory(parameters) if self.optimizer_factory else torch.optim.SGD(parameters, lr=0.01)
+        )
+        for group in optimizer.param_groups:
+            group["lr"] *= self.lr_scale
+        return optimizer
+
+
+def learnable(backbone: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have gradients."""
+    return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
+
+
+def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
+    """Let some of a backbone's parameters learn; the rest is frozen, and its layers in eval mode.
+
+    Args:
+        backbone: It is changed in place.
+        learns: Whether a name is that of something that learns; a layer's name ends with a dot.
+        among: Names of the parameters that can learn at all.
+    """
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(name in among and learns(name))
+    for name, layer in backbone.named_modules():
+        layer.training = not name or learns(f"{name}.")
+
+
+def fine_tune(
+    module: ClientModule,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    epochs: int,
+    learns: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Train a client's module outside of its fit, by its objective's loss, in such batches, shuffled each epoch.
+
+    Args:
+        module: It is changed in place, and left in eval mode.
+        batches: The client's training data.
+        epochs: Passes over it, by an optimizer like the fit's.
+        learns: Whether the parameter, or layer, of a name learns; the rest is frozen, and in eval mode.
+    """
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    among = learnable(module.backbone)
+    learn_only(module.backbone, learns, among)
+    normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
+    optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for chosen in torch.randperm(len(y)).split(module.batch_size):
+                if len(chosen) > normed:  # BatchNorm has no variance of one
+                    descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
+    learn_only(module.backbone, lambda name: True, among)
+    module.eval()
+
+
+class LossRecord:
+    """One fit's losses; they stay on the device for an epoch, so that no training step waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._pending: list[Tensor] = []
+        self._sums = torch.zeros(0, dtype=torch.float64)
+        self._steps = 0
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        """Add one step's losses."""
+        self.add_values(list(losses), torch.stack([at_least_float32(value.detach()) for value in losses.values()]))
+
+    def add_values(self, names: list[str], values: Tensor) -> None:
+        """Add one step's losses, `(T,)`, in the order of their names."""
+        self._names = names
+        self._pending.append(values)
+
+    def settle(self) -> dict[str, float]:
+        """Fold the steps since the last call into the sums.
+
+        Returns:
+            What `means` would be of those steps alone.
+
+        Raises:
+            NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
+        """
+        if not self._pending:
+            return {}
+        steps = torch.stack(self._pending).cpu().double()
+        self._pending = []
+        sums = steps.sum(dim=0)
+        if not bool(sums.isfinite().all()):
+            bad = ~steps.isfinite()
+            term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
+            raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
+        self._sums = sums + (self._sums if self._steps else 0)
+        self._steps += len(steps)
+        return self._named(sums / len(steps))
+
+    @property
+    def steps(self) -> int:
+        """How many steps were added."""
+        return self._steps + len(self._pending)
+
+    def means(self) -> dict[str, float]:
+        """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
+        self.settle()
+        return self._named(self._sums / self._steps) if self._steps else {}
+
+    def _named(self, means: Tensor) -> dict[str, float]:
+        values = means.tolist()
+        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
+
+
+def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
+    """Each piece of shared knowledge once, by name, in the order first met."""
+    by_name: dict[str, SharedKnowledge] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, piece)
+    return list(by_name.values())

@@ -1,0 +1,124 @@
+"""Optimizers and their schedules: what the user's factories build, what is kept of it, and what it will make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from fl_lightning.core.errors import ConfigError, blame, check_number
+from fl_lightning.core.message import Tensors
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+LOOK_AHEAD = 10_000
+"""Epochs or rounds of a schedule that are looked at before round 1."""
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, clip: Callable[[torch.optim.Optimizer], None] | None = None
+) -> None:
+    """One step of an optimizer beside the trainer's own.
+
+    Args:
+        optimizer: The optimizer.
+        loss: What it descends.
+        clip: Clips the gradients of the optimizer's parameters.
+    """
+    optimizer.zero_grad()
+    loss.backward()
+    if clip:
+        clip(optimizer)
+    optimizer.step()
+    torch.clear_autocast_cache()  # it may hold the weights from before the step
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
+    """What an optimizer keeps from step to step, momentum say, as `<number of the parameter>/<name>`.
+
+    Raises:
+        ConfigError: It keeps something that is no tensor.
+    """
+    kept: Tensors = {}
+    for number, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                kept[f"{number}/{name}"] = value
+            elif value is not None:
+                what = f"{type(optimizer).__name__}'s {name!r} is of type {type(value).__name__}"
+                raise ConfigError(f"optimizer_state: {what}, and only tensors can be kept; set fresh")
+    return kept
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
+    """Go on from what `optimizer_tensors` gave; learning rates and other options stay as they are."""
+    state: dict[int, Tensors] = {}
+    for key, value in kept.items():
+        number, _, name = key.partition("/")
+        state.setdefault(int(number), {})[name] = value.clone()  # a step writes into it
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: SchedulerFactory) -> Iterator[float]:
+    """What a scheduler makes of an optimizer's learning rate, epoch after epoch or round after round, without end.
+
+    Args:
+        key: The config key that names the scheduler.
+        optimizer: Its first group's learning rate is looked at; it steps, without gradients.
+        scheduler: Builds the scheduler.
+
+    Raises:
+        ConfigError: There can be no such schedule, it has an end, or it makes something else than a learning rate.
+    """
+    with blame(key):
+        schedule = scheduler(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(f"{key}: {type(schedule).__name__} needs a metric to watch, and there is none; take another")
+    while True:
+        rate = float(optimizer.param_groups[0]["lr"])
+        check_number(f"{key}: the learning rate it makes", rate, "[0, inf)")
+        yield rate
+        with blame(key):
+            optimizer.step(lambda: 0.0)
+            schedule.step()
+
+
+class LRScales:
+    """What a scheduler over rounds makes of a learning rate of 1, worked out as the rounds come.
+
+    Args:
+        scheduler: Builds the scheduler; without one the learning rate stays 1.
+        rounds: How many rounds there will be; the first 10,000 are looked at at once.
+
+    Raises:
+        ConfigError: There can be no such schedule, or it ends before the rounds do.
+
+    Example:
+        >>> LRScales(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), rounds=10**18).of(3)
+        0.25
+    """
+
+    def __init__(self, scheduler: SchedulerFactory | None, rounds: int) -> None:
+        self._scheduler, self._round = scheduler, 0
+        if scheduler:
+            self._begin(scheduler)
+            self.of(min(rounds, LOOK_AHEAD))
+
+    def of(self, round: int) -> float:
+        """The factor on learning rates in a round, counted from 1."""
+        if not self._scheduler:
+            return 1.0
+        if round < self._round:
+            self._begin(self._scheduler)
+        for _ in range(self._round, round):
+            self._scale = next(self._rates)
+        self._round = round
+        return self._scale
+
+    def _begin(self, scheduler: SchedulerFactory) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        self._rates, self._round = learning_rates("round_lr_scheduler", optimizer, scheduler), 0

@@ -1,0 +1,1 @@
+"""What every room needs: errors, files, messages, seeding, config files, state dicts, names."""

@@ -1,0 +1,167 @@
+"""What a config can name, and what the commands take: from a file that is made beforehand, so that it needs no torch.
+
+The file is `index.json`, beside this one; `python -m fl_lightning.cli.indexing` makes it anew, which is due when a
+class or an option came or went, or its docstring changed; a test tells.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# Each kind's base class, the module that lists its classes, both below this package, and the config key that takes one.
+BASES: dict[str, tuple[str, str, str]] = {
+    "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
+    "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
+    "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
+    "graphs": ("algorithms.graphs.Graph", "algorithms", "algorithm.graph"),
+    "datasets": ("data.Dataset", "data", "scenario.dataset"),
+    "models": ("models.Backbone", "models", "model"),
+    "partitions": ("data.Partition", "data", "scenario.partition"),
+    "objectives": ("core.objectives.Objective", "core.objectives", "scenario.objective"),
+    "engines": ("engines.Engine", "engines", "engine"),
+    "callbacks": ("callbacks.RoundCallback", "callbacks", "callbacks"),
+}
+FILES = ("configs", "papers")
+KINDS = (*BASES, *FILES)
+FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
+
+_SCHEDULERS = (
+    *("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR"),
+    *("MultiStepLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "StepLR"),
+)
+OTHERS: dict[str, tuple[str, ...]] = {
+    "optimizer": (
+        *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    ),
+    "lr_scheduler": _SCHEDULERS,
+    "round_lr_scheduler": _SCHEDULERS,
+    "logger": ("CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"),
+    "client_callbacks": (
+        *("DeviceStatsMonitor", "EarlyStopping", "EMAWeightAveraging", "LambdaCallback", "LearningRateMonitor"),
+        *("ModelPruning", "ThroughputMonitor", "Timer", "WeightAveraging"),
+    ),
+}
+"""Keys that take classes which are mostly not ours, and the usual ones of those."""
+CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
+"""Keys that take a class, or a list of them."""
+
+_SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
+SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
+    "optimizer": (("torch", "optim/*.py"),),
+    "lr_scheduler": _SCHEDULER_SOURCES,
+    "round_lr_scheduler": _SCHEDULER_SOURCES,
+    "logger": (("fl_lightning.loggers", "*.py"), ("lightning", "pytorch/loggers/*.py")),
+    "callbacks": (("lightning", "pytorch/callbacks/**/*.py"),),
+    "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
+    "model": (("torchvision", "models/*.py"),),
+}
+"""Packages whose classes a key takes or might be given, and the files that define those."""
+
+
+@cache
+def index() -> dict[str, Any]:
+    """What `index.json` holds: `classes` by kind and name, and the options of `commands`."""
+    return json.loads(files("fl_lightning.core").joinpath("index.json").read_text(encoding="utf-8"))
+
+
+def things(kind: str) -> dict[str, str]:
+    """Names and one-line descriptions of a kind, from the docstrings; of files, from their first line."""
+    if kind in FILES:
+        folder = files(f"fl_lightning.{kind}")
+        paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
+        return {path.name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in paths}
+    return {name: entry["line"] for name, entry in index()["classes"][kind].items()}
+
+
+def groups(kind: str) -> dict[str, dict[str, str]]:
+    """What `things` gives, in groups with a heading each: algorithms by family, any other kind under its own name."""
+    if kind != "algorithms":
+        return {kind: things(kind)}
+    entries = index()["classes"][kind]
+    return {
+        f"{kind}, {one.replace('_', ' ')}": {
+            name: entry["line"] for name, entry in entries.items() if entry["family"] == one
+        }
+        for one in FAMILIES
+    }
+
+
+def kind_of(key: str) -> str | None:
+    """The kind of what a config key takes, `algorithms` for `algorithm`; None where it is none of `BASES`."""
+    return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
+
+
+def names(key: str) -> list[str]:
+    """The classes that a config key may name, without their modules; none where it takes no class."""
+    kind = kind_of(key)
+    return list(index()["classes"][kind]) if kind else list(OTHERS.get(key, ()))
+
+
+# --- Other packages' classes, from their source, as importing it takes seconds ---------------------------------------
+
+
+def arguments(key: str, path: str) -> list[str] | None:
+    """Return the names of the arguments that a class takes; None where only an import can tell.
+
+    Args:
+        key: The key that names the class.
+        path: Its name or import path.
+    """
+    module, _, name = path.rpartition(".")
+    entry = index()["classes"].get(kind_of(key), {}).get(name)
+    if entry and module in ("", "fl_lightning", entry["module"], f"fl_lightning.{BASES[kind_of(key) or ''][1]}"):
+        return list(entry["options"])
+    if key == "engine" and not module:
+        return arguments(key, f"fl_lightning.engines.{name.capitalize()}Engine")
+    homes = {"", *(package.partition(".")[0] for package, _ in SOURCES.get(key, ()))}
+    return _arguments_in_source(key, name) if module.partition(".")[0] in homes and name in names(key) else None
+
+
+def is_in_source(key: str, name: str) -> bool:
+    """Return whether a package whose classes a key may be given defines one, or a function, of that name."""
+    return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
+
+
+@cache
+def _arguments_in_source(key: str, name: str) -> list[str] | None:
+    found = (re.search(rf"^class {name}\b.*\n(?:[\s#)].*\n|\n)*", text, re.MULTILINE) for text in _sources(key))
+    for part in filter(None, found):
+        for one in ast.walk(ast.parse(part[0])):
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__" and not one.args.kwarg:
+                return [argument.arg for argument in (*one.args.args[1:], *one.args.kwonlyargs)]
+    return None
+
+
+def _sources(key: str) -> Iterator[str]:
+    for package, pattern in SOURCES.get(key, ()):
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).glob(pattern)):
+                yield path.read_text(encoding="utf-8")
+
+
+# --- The classes themselves, which need torch ------------------------------------------------------------------------
+
+
+def base(kind: str) -> type:
+    """The class that all of a kind are."""
+    module, _, name = f"fl_lightning.{BASES[kind][0]}".rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def classes(kind: str) -> list[Any]:
+    """The classes of a kind as the package exports them, by name; not its base class."""
+    module = import_module(f"fl_lightning.{BASES[kind][1]}")
+    members = (getattr(module, name) for name in module.__all__)
+    found = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]
+    return sorted(found, key=lambda cls: cls.__name__.lower())

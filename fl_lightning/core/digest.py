@@ -1,0 +1,30 @@
+"""A digest of rows of figures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+
+class Digest:
+    """A running SHA-256 over rows of names and cells; blank cells and the order of columns do not count."""
+
+    def __init__(self) -> None:
+        self._sum = hashlib.sha256()
+
+    @classmethod
+    def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
+        """That of all these rows."""
+        digest = cls()
+        for row in rows:
+            digest.add(row)
+        return digest
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Add one row."""
+        cells = sorted((name, str(value)) for name, value in row.items() if value not in ("", None))
+        self._sum.update(json.dumps(cells).encode() + b"\n")
+
+    def __str__(self) -> str:
+        return f"sha256:{self._sum.hexdigest()}"

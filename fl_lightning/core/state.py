@@ -1,0 +1,251 @@
+"""Algebra on state dicts: what the aggregators of several papers share.
+
+Means run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
+weights bit for bit, and half-precision training does not cost the average its digits. Integer entries (BatchNorm's
+`num_batches_tracked`) cannot be averaged; the largest is kept.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.message import Tensors
+
+PIECE = 1 << 17
+"""Numbers that are averaged at a time: in float64 a megabyte."""
+
+
+class RunningMean:
+    """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
+
+    It is kept as a sum in float64, where the product of a float32 and a number of samples is exact: a mean that lies
+    half way between two float32 is rounded as one worked out by hand is. It is worked out where the first state dict
+    is, on a GPU say.
+
+    Example:
+        >>> mean = RunningMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, 1)
+        >>> mean.add({"w": torch.tensor([5.0])}, 3)
+        >>> mean.value()["w"]
+        tensor([4.])
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensors = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._weight = 0.0
+        self._alone = True  # and so not scaled: in float64 n w / n need not be w
+
+    def add(self, state: Tensors, weight: float) -> None:
+        """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1.
+
+        Raises:
+            ValueError: It has other entries than the ones before it.
+        """
+        if not self._dtypes:
+            self._dtypes = {name: value.dtype for name, value in state.items()}
+        if state.keys() != self._dtypes.keys():
+            odd = sorted(state.keys() ^ self._dtypes.keys())[0]
+            raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
+        if not weight > 0:
+            return
+        if not self._weight:
+            self._sums = {name: wide_copy(value) for name, value in state.items()}
+        else:
+            self._add_further(state, weight)
+        self._weight += weight
+
+    def _add_further(self, state: Tensors, weight: float) -> None:
+        for name, value in state.items():
+            held = self._sums[name]
+            if not value.is_floating_point():
+                torch.maximum(held, value.to(held.device), out=held)
+                continue
+            if self._alone:
+                held.mul_(self._weight)
+            add_scaled(held, value, weight)
+        self._alone = False
+
+    def value(self) -> Tensors:
+        """The mean so far, on the CPU.
+
+        Raises:
+            ValueError: Nothing was added, or nothing with a positive weight.
+        """
+        if not self._weight > 0:
+            raise ValueError("the mean of nothing: no state dict with a positive weight was added")
+        whole = 1.0 if self._alone else self._weight
+        return {
+            name: (held / whole if held.is_floating_point() else held.clone()).to(self._dtypes[name]).cpu()
+            for name, held in self._sums.items()
+        }
+
+
+def wide_copy(value: Tensor) -> Tensor:
+    """A contiguous copy, in float64 unless it holds integers."""
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
+    """`held += factor · value` in place; on a CPU a piece at a time: what lies between stays in its cache.
+
+    Args:
+        held: Contiguous, in float64.
+        value: Of the same shape, on any device.
+        factor: What it counts for.
+    """
+    piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()
+    scratch = torch.empty(piece, dtype=held.dtype, device=held.device)
+    for ours, theirs in zip(held.flatten().split(piece), value.flatten().split(piece), strict=True):
+        ours.add_(scratch[: len(ours)].copy_(theirs), alpha=factor)
+
+
+class ExchangedMean:
+    """Weighted mean of state dicts of which some are exchanged for others: it costs no more than those.
+
+    It is kept as a sum in float64, which the old leaves before the new comes. Each change rounds by at most 2^-53 of
+    the sum: after t changes the mean is off by at most t 2^-53 of the largest it ever was, 10^-11 of it after 100,000,
+    and once rounded to float32 differs from a mean made anew in the last bit, if at all. The only state dict there is
+    comes back bit for bit. Integer entries keep the largest that ever was.
+
+    Args:
+        sums: What `sums` held when it was put away; empty at first. It is left as it is.
+        weight: The sum of the weights, likewise.
+
+    Example:
+        >>> mean = ExchangedMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, 1)
+        >>> mean.add({"w": torch.tensor([5.0])}, 3)
+        >>> mean.remove({"w": torch.tensor([1.0])}, 1)
+        >>> mean.add({"w": torch.tensor([9.0])}, 1)
+        >>> mean.value()["w"]
+        tensor([6.])
+    """
+
+    def __init__(self, sums: Tensors | None = None, weight: float = 0.0) -> None:
+        self.sums = {name: value.contiguous().clone() for name, value in (sums or {}).items()}
+        self.weight = weight
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, state: Tensors, weight: float) -> None:
+        """Bring in a state dict with a positive weight."""
+        self._dtypes = {name: value.dtype for name, value in state.items()}
+        self._change(state, weight)
+
+    def remove(self, state: Tensors, weight: float) -> None:
+        """Take out one that was added with this weight."""
+        self._change(state, -weight)
+
+    def _change(self, state: Tensors, weight: float) -> None:
+        self.weight += weight
+        for name, value in state.items():
+            if not value.is_floating_point():
+                self.sums[name] = torch.maximum(self.sums.get(name, value), value)
+                continue
+            if name not in self.sums:
+                self.sums[name] = torch.zeros(value.shape, dtype=torch.float64)
+            add_scaled(self.sums[name], value, weight)
+
+    def value(self) -> Tensors:
+        """The mean now, in the types of what was added last."""
+        means = {name: sum / self.weight if sum.is_floating_point() else sum for name, sum in self.sums.items()}
+        return {name: mean.to(self._dtypes[name], copy=True) for name, mean in means.items()}
+
+
+def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
+    """`Σ a_k w_k / Σ a_k` over every floating-point entry."""
+    mean = RunningMean()
+    for state, weight in zip(states, weights, strict=True):
+        mean.add(state, float(weight))
+    return mean.value()
+
+
+def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
+    """`keep · w + step · (v - w)` over every floating-point entry of `w = state`; integer entries stay `w`'s."""
+
+    def mixed(w: Tensor, v: Tensor) -> Tensor:
+        return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
+
+    return {name: mixed(w, other[name]) if w.is_floating_point() else w for name, w in state.items()}
+
+
+def stack(states: Sequence[Tensors]) -> Tensors:
+    """Each entry of K state dicts as one tensor, `(K, ...)`."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
+def at_least_float32(value: Tensor) -> Tensor:
+    """Widen half precision to float32; leave float32 and float64 as they are."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def widened(state: Tensors) -> Tensors:
+    """Floating-point entries in float64, the others as they are."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
+
+
+def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
+    """N linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
+
+    Args:
+        coefficients: `a`, `(n, K)`.
+        stacked: What `stack` makes of the K state dicts.
+        rounded: To the entries' own types; False leaves float64, for combinations that are combined again.
+
+    Returns:
+        Entries `(n, ...)`; integer ones are the largest over the K, n times.
+    """
+    a = coefficients.double()
+
+    def combined(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value.amax(dim=0).expand(len(a), *value.shape[1:]).clone()
+        exact = torch.tensordot(a, value.double(), dims=1)
+        return exact.to(value.dtype) if rounded else exact
+
+    return {name: combined(value) for name, value in stacked.items()}
+
+
+def parameter_names(state: Tensors) -> list[str]:
+    """Names of a model's parameters: every floating-point entry but BatchNorm's running statistics."""
+    return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
+
+
+def flatten(states: Sequence[Tensors]) -> Tensor:
+    """The parameters of K models as one float64 matrix, `(K, P)`.
+
+    Entries are in the first one's order in every row: what a client keeps comes back in another than it was put away.
+    """
+    names = parameter_names(states[0])
+    return torch.stack([torch.cat([state[name].double().flatten() for name in names]) for state in states])
+
+
+def _statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as it travels: 8 entries a byte, `(⌈n/8⌉,)`."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask that `packed` made bytes of."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
+
+
+def first_non_finite(tensors: Tensors) -> str | None:
+    """Name of the first entry that holds NaN or Inf, or None; a GPU is waited for once, if all is well."""
+    # A finite sum has finite terms, and costs a quarter of looking at each; a sum can overflow without.
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            sums.setdefault(value.device, {})[name] = value.sum().isfinite()
+    finite: dict[str, bool] = {}
+    for own in sums.values():
+        finite |= zip(own, torch.stack([*own.values()]).tolist(), strict=True)
+    suspects = (name for name in tensors if not finite.get(name, True))
+    return next((name for name in suspects if not bool(tensors[name].isfinite().all())), None)

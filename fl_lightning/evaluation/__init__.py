@@ -1,0 +1,1 @@
+"""What is measured: accuracy and loss, torchmetrics by name, a run's history and summary."""

@@ -1,0 +1,268 @@
+"""Metrics of torchmetrics by name, with the number of classes filled in: `evaluation.metrics`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torchmetrics.classification
+import torchmetrics.regression
+from torch import Tensor
+from torchmetrics import Metric
+
+from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.gate import find_object
+from fl_lightning.core.objectives import Objective
+from fl_lightning.core.spelling import nearest, same
+from fl_lightning.evaluation.metrics import is_lower_better
+
+KEY = "evaluation.metrics"
+
+TASKS = ("Multiclass", "Multilabel", "Binary")
+"""What names of torchmetrics begin with, by the kind of labels."""
+
+ALIASES = {"sensitivity": "Recall"}
+"""Other names of metrics that torchmetrics has."""
+
+TAKEN = {"acc", "loss", "mae"}
+"""Names of what is measured as it is."""
+
+ALL_TAKE = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
+"""Options of every metric, which no signature has."""
+
+AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
+BINARY_AUROC = torchmetrics.classification.BinaryAUROC
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric that is measured beside what the objective measures.
+
+    Args:
+        name: What it is called: `f1_score`, as in `global/f1_score`.
+        make: Makes the metric afresh.
+        positive: The positive class of a binary metric; None for a metric that takes all classes.
+    """
+
+    name: str
+    make: Callable[[], Metric]
+    positive: int | None = None
+
+    def begun(self) -> Running:
+        """The metric before it has seen anything."""
+        metric = self.make()
+        over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
+        kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
+        return kind(self.name, metric, self.positive)
+
+
+class Running:
+    """A metric that sees one batch after another.
+
+    Args:
+        name: What it is called.
+        metric: The metric.
+        positive: The positive class of a binary metric; it is given that class's probabilities alone.
+    """
+
+    def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
+        self.name, self._metric, self._positive = name, metric, positive
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """See a batch, on whatever device it is."""
+        if self._positive is not None:
+            predictions, targets = predictions[:, self._positive], (targets == self._positive).long()
+        self._see(predictions, targets)
+
+    def _see(self, predictions: Tensor, targets: Tensor) -> None:
+        with _torchmetrics(self.name):
+            self._metric.to(predictions.device).update(predictions, targets)
+
+    def value(self) -> float:
+        """What it comes to; NaN where it is not defined. Of several outputs, their mean.
+
+        Raises:
+            ConfigError: It is no single number.
+        """
+        with _torchmetrics(self.name):
+            value = self._metric.compute()
+        of_outputs = (getattr(self._metric, "num_outputs", 1),)
+        if not isinstance(value, Tensor) or (value.numel() != 1 and value.shape != of_outputs):
+            kind = type(self._metric).__name__
+            raise ConfigError(f"{KEY}: {kind} gives no single number; {_mend_for(kind)}")
+        return float(value.double().mean())
+
+
+class RunningAUROC(Running):
+    """AUROC over the classes, or labels, of which there are samples and others: to torchmetrics it is 0 for the rest.
+
+    A client's few samples often lack a class, of which nothing can be said.
+    """
+
+    def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
+        super().__init__(name, metric, positive)
+        self._weighted = False
+        if positive is None:
+            self._weighted, metric.average = metric.average == "weighted", "none"
+        self._held: Tensor | int = 0
+        self._n = 0
+
+    def _see(self, predictions: Tensor, targets: Tensor) -> None:
+        super()._see(predictions, targets)
+        classes = predictions.shape[1] if predictions.ndim == 2 else 2
+        held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=classes)
+        self._held, self._n = self._held + held, self._n + len(targets)
+
+    def value(self) -> float:
+        """The mean over the classes that have one; NaN where none has."""
+        assert isinstance(self._held, Tensor)
+        with _torchmetrics(self.name):
+            by_class = self._metric.compute().double()
+        weights = (self._held if self._weighted else 1) * ((self._held > 0) & (self._held < self._n)).double()
+        return float((by_class * weights).sum() / weights.sum())
+
+
+def _mend_for(kind: str) -> str:
+    if kind.endswith("ConfusionMatrix"):
+        return "the callback ConfusionMatrix draws one"
+    return "set an average of it, as macro, or take another metric"
+
+
+@contextmanager
+def _torchmetrics(name: str) -> Iterator[None]:
+    """Put what goes wrong in a metric down to it; that a class is missing from a client's data is no news."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except FLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{KEY}: {name}: {one_line(error)}") from error
+
+
+def measures_of(
+    specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int, positive_class: int = 1
+) -> list[Measure]:
+    """The metrics that a config names.
+
+    Args:
+        specs: Names, or mappings of `class_path` and `init_args`, or of a name of one's own to either.
+        objective: What the outputs are for.
+        outputs: How many outputs, and so classes or labels, there are.
+        positive_class: Of two classes, the one that binary metrics count as positive.
+
+    Raises:
+        ConfigError: One is none, cannot be made with these arguments, or has a name that cannot be taken; or a positive
+            class is given where there are not two classes.
+    """
+    if positive_class != 1 and not _is_binary_task(objective, outputs):
+        raise ConfigError(f"evaluation.positive_class: only two-class tasks have one ({positive_class}). Leave it out.")
+    measures = [_measure(spec, objective, outputs, positive_class) for spec in specs]
+    names = [measure.name for measure in measures]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{KEY}: {twice[0]!r} is there twice; give one of them another name")
+    return measures
+
+
+def _is_binary_task(objective: Objective, outputs: int) -> bool:
+    return objective.kind == "Multiclass" and outputs == 2
+
+
+def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int, positive_class: int) -> Measure:
+    name = None
+    if isinstance(spec, Mapping) and "class_path" not in spec and len(spec) == 1:
+        ((name, spec),) = spec.items()
+    given = spec if isinstance(spec, Mapping) else {"class_path": spec}
+    path, options = given.get("class_path"), given.get("init_args") or {}
+    if odd := set(given) - {"class_path", "init_args"}:
+        raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path and init_args")
+    if not isinstance(path, str) or not isinstance(options, Mapping):
+        raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
+    kind = _metric_class(path, objective, outputs)
+    arguments = inspect.signature(kind).parameters
+    if unknown := [option for option in options if option not in {*arguments, *ALL_TAKE}]:
+        near = nearest(str(unknown[0]), arguments)
+        mend = f"did you mean {near}?" if near else f"there are {', '.join(n for n in arguments if n != 'kwargs')}"
+        raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}; {mend}")
+    counted = {objective.count: outputs} if objective.count in arguments else {}
+    make = partial(kind, **counted | dict(options))
+    with _torchmetrics(kind.__name__):
+        higher = make().higher_is_better
+    binary = next((one.__name__ for one in kind.__mro__ if _is_torchmetrics_binary(one)), None)
+    if binary and not _is_binary_task(objective, outputs):
+        fitting = f"{objective.kind}{binary.removeprefix('Binary')}"
+        raise ConfigError(f"{KEY}: {kind.__name__} is for two classes, this dataset has {outputs}. Use {fitting}.")
+    return Measure(_name(kind, name, higher), make, positive_class if binary else None)
+
+
+def _is_torchmetrics_binary(kind: type) -> bool:
+    return kind.__module__.startswith("torchmetrics.") and kind.__name__.startswith("Binary")
+
+
+def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]:
+    if "." in path:
+        return _imported(path)
+    home = torchmetrics.classification if objective.kind else torchmetrics.regression
+    tasks = ("Binary", objective.kind) if _is_binary_task(objective, outputs) else (objective.kind,)
+    fitting = {name: vars(home)[name] for task in tasks for name in home.__all__ if name.startswith(task)}
+    if path in torchmetrics.classification.__all__ and path.startswith("Binary"):
+        return vars(torchmetrics.classification)[path]
+    for name in (path, *(f"{task}{ALIASES.get(path.lower(), path)}" for task in tasks)):
+        if (found := same(name, fitting)) in fitting:
+            return fitting[found]
+    near = nearest(f"{tasks[0]}{path.removeprefix(_task(path))}", fitting)
+    mend = f"did you mean {near}?" if near else f"there are {', '.join(fitting)}"
+    raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}; {mend}")
+
+
+def _task(name: str) -> str:
+    """What a metric's name says of the kind of labels, if anything."""
+    return next((task for task in TASKS if name.startswith(task)), "")
+
+
+def _imported(path: str) -> type[Metric]:
+    try:
+        kind = find_object(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{KEY}: there is no class {path!r}: {one_line(error)}") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Metric)):
+        raise ConfigError(f"{KEY}: {path} is no torchmetrics.Metric")
+    return kind
+
+
+def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
+    """Return a metric's name, from which `is_lower_better` can tell which way is better."""
+    called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
+    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
+        raise ConfigError(f"{KEY}: name: {called!r} is no name of its own, of letters, digits and _")
+    if higher_is_better is not None and is_lower_better(called) == higher_is_better:
+        better, end = ("more", "_score") if higher_is_better else ("less", "_error")
+        if name is None:
+            return f"{called}{end}"
+        raise ConfigError(f"{KEY}: {called!r} does not say that {better} of it is better; name it {called}{end}, say")
+    return called
+
+
+def snake_case(name: str) -> str:
+    """A class's name as a metric's: `f1_score` of `F1Score`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def tried(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
+    """Try metrics on one batch.
+
+    Raises:
+        ConfigError: One does not take it, or gives no single number.
+    """
+    for measure in measures:
+        running = measure.begun()
+        running.update(*objective.predictions(outputs.detach().float(), targets))
+        running.value()

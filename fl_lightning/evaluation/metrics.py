@@ -1,0 +1,193 @@
+"""A run's figures by round: how they are read back, and what is told of them all: best, last, R_acc, bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import BinaryIO, Literal
+
+from fl_lightning.core.files import open_file
+
+Row = dict[str, float]
+"""One round's metrics by name."""
+
+WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
+"""Series of what is measured of models: whose they are."""
+
+# What is measured of models, by the series that only such figures have.
+MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
+
+LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
+
+# Ends of the names of metrics that are better lower. A metric whose name contradicts torchmetrics' `higher_is_better`
+# is renamed or refused when a run begins, so whoever reads a run folder needs no torch to know.
+LOWER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
+
+# A column of `metrics.csv`: its metric, and what was computed of it over clients.
+COLUMN = re.compile(r".*/(.+?)(_mean|_weighted|_worst_decile|_std)?")
+
+_WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float either
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rounds of a `metrics.csv`, or the lines of a `clients.csv`; a line that a kill cut short comes back empty.
+
+    Raises:
+        ValueError: It is no CSV file, or names a column twice.
+    """
+    with open_file(path) as file, _text(file) as lines:
+        yield from _rows(lines)
+
+
+def parse_rows(content: bytes) -> list[Row]:
+    """The rows of such a file, or of part of one with the header before it.
+
+    Raises:
+        ValueError: It is no CSV, or names a column twice.
+    """
+    return list(_rows(io.StringIO(content.decode(errors="replace"), newline="\n")))
+
+
+def read_columns(path: Path) -> dict[str, array[float]]:
+    """The columns of a `clients.csv`, NaN where they are blank; less than a tenth of the memory that its rows take.
+
+    Raises:
+        ValueError: It is no CSV file of numbers, names a column twice, or has a line that lacks a cell.
+    """
+    with open_file(path) as file, _text(file) as text:
+        lines = _lines(text)
+        columns = {name: array("d") for name in next(lines, [])}
+        for number, cells in enumerate(lines, 2):
+            if len(cells) != len(columns):
+                raise ValueError(f"line {number} has {len(cells)} cells, its header {len(columns)}")
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(float(cell) if cell else math.nan)
+    return columns
+
+
+def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
+    """Return `best`, `best_round`, `last` and `last10` of one metric over the rounds that have it; empty if none has.
+
+    `last10` is the mean of the last ten of those rounds. With partial participation a single round is mostly noise.
+
+    Args:
+        rows: The rounds.
+        name: The metric.
+        lower: Whether the lowest is the best, as of a loss.
+    """
+    series = [(row["round"], row[name]) for row in rows if name in row]
+    if not series:
+        return {}
+    sign = -1 if lower else 1
+    best_round, best = max(series, key=lambda point: (not math.isnan(point[1]), sign * point[1], -point[0]))
+    last_ten = fmean(value for _, value in series[-10:])
+    return {"last": series[-1][1], "last10": last_ten, "best": best, "best_round": int(best_round)}
+
+
+def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
+    """The lowest value so far of each loss that the rounds have, as `<loss>_best`."""
+    found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}
+    return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
+
+
+def is_lower_better(name: str) -> bool:
+    """Return whether lower values of a metric, or of a column of `metrics.csv`, are better.
+
+    Example:
+        >>> is_lower_better("client/mae_worst_decile"), is_lower_better("r2_score")
+        (True, False)
+    """
+    column = COLUMN.fullmatch(name)
+    metric, figure = column.groups() if column else (name, None)
+    return figure == "_std" or name.startswith("client/train_") or re.fullmatch(LOWER, metric) is not None
+
+
+def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
+    """Return how a column of `metrics.csv`, or a figure of `summary.json`, gets better; None where that is unknown."""
+    column = re.sub(r"_(best|last|last10)$", "", name)
+    if is_lower_better(column) or re.match("R_[0-9]", name):
+        return "minimize"
+    return "maximize" if MODELS.fullmatch(column) else None
+
+
+def measured(rows: Sequence[Row]) -> list[str]:
+    """Names of what was measured of models over a run, `acc` first; not the losses."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = [MODELS.fullmatch(name) for name in names]
+    metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
+    return sorted(metrics.keys() - {"loss", "acc_interval"}, key=lambda name: (name != "acc", name))
+
+
+def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
+    """R_acc: the first round in which a metric reached a target, or None; with `lower` from above."""
+    values = ((row["round"], row.get(name, math.nan)) for row in rows)
+    return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
+
+
+def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float | int | None]:
+    """Return a run's figures: best, last and mean of the last ten of each metric, R_acc for each target, total bytes.
+
+    R_acc is the global model's or, for methods without one, that of the clients' mean.
+    """
+    summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
+    for metric in measured(rows):
+        for name in (series.format(metric) for series in WHOSE):
+            figures = best_and_last(rows, name, lower=is_lower_better(metric))
+            summary |= {f"{name}_{what}": value for what, value in figures.items()}
+    judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
+    for target in targets if "acc" in measured(rows) or not measured(rows) else ():
+        summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
+    for way in ("up", "down"):
+        summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
+    return summary
+
+
+def human_bytes(count: float) -> str:
+    """A byte count with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _text(file: BinaryIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
+
+
+def _rows(file: Iterable[str]) -> Iterator[Row]:
+    lines = _lines(file)
+    names = next(lines, [])
+    for cells in lines:
+        yield _parse(names, cells)
+
+
+def _lines(file: Iterable[str]) -> Iterator[list[str]]:
+    """A CSV file's lines, its header first; without one that a kill cut short."""
+    lines = csv.reader(line for line in file if line.endswith("\n"))
+    try:
+        names = next(lines, [])
+        if len(set(names)) < len(names):
+            raise ValueError("it names a column twice")
+        yield names
+        yield from lines
+    except csv.Error as error:
+        raise ValueError(f"line {lines.line_num}: {error}") from error
+
+
+def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
+    """A row of numbers; one that a kill cut short comes back empty."""
+    try:
+        return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
+    except ValueError:
+        return {}
+
+
+def _number(text: str) -> float:
+    return int(text) if _WHOLE(text) else float(text)

@@ -1,0 +1,47 @@
+"""`partition.csv`: which client holds what."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+from fl_lightning.core.errors import one_line
+from fl_lightning.core.files import open_file, write_atomically
+from fl_lightning.data import FederatedData
+
+
+def write_counts(path: Path, data: FederatedData) -> None:
+    """Write who holds what as CSV: client, split, a column a class, or `samples`, and what it is called in the data."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
+    ids = [[]] * len(data.shards) if data.client_ids is None else [[one_line(str(name))] for name in data.client_ids]
+    writer.writerow(["client", "split", *names, *["id"] * (data.client_ids is not None)])
+    for split in ("train", "test"):
+        for client, (row, name) in enumerate(zip(data.class_counts(split).tolist(), ids, strict=True)):
+            writer.writerow([client, split, *row, *name])
+    write_atomically(path, text.getvalue())
+
+
+def read_counts(path: Path, split: str = "train") -> np.ndarray:
+    """What `partition.csv` holds of a split: `(clients, C)` samples.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    try:
+        with open_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as file:
+            header, *lines = [*csv.reader(file)] or [[]]
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    if header[-1:] == ["id"]:  # what the client is called in the data
+        header, lines = header[:-1], [cells[:-1] for cells in lines]
+    if header[:2] != ["client", "split"] or len(header) < 3:
+        raise ValueError("it does not begin with client, split and a column a class")
+    counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
+    if not counts or any(len(row) != len(header) - 2 or min(row) < 0 for row in counts):
+        raise ValueError(f"it does not hold a whole line for each client's {split} split")
+    return np.array(counts)

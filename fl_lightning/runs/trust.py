@@ -1,0 +1,195 @@
+"""Whose run it is: how a run's own config is loaded, and how its author is known.
+
+A run's own config is trusted if the user signed it or says `--trust`; any other passes `fl_lightning.core.gate`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.config import config_file, parse_config
+from fl_lightning.core.errors import one_line
+from fl_lightning.core.files import open_file, read_file, write_atomically
+from fl_lightning.core.gate import Untrusted, begin, is_untrusted
+from fl_lightning.runs.folder import SIGNATURE
+
+TO_TRUST = "If you trust whoever made it, say --trust (in Python trust=True)"
+NO_PATH = f"#{' ' * 256}\n"
+"""Begins text that jsonargparse must not take for a file's path: no file has so long a name."""
+
+KEY_BYTES = 32
+PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
+"""How an import path looks; the colon is `pkgutil.resolve_name`'s."""
+
+
+# --- A run's own config ---
+
+
+def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, without: Collection[str] = ()) -> str:
+    """Return a run's own config as text that jsonargparse takes for `--config`.
+
+    Unless it is trusted, the gate applies from here on in the calling context. The file is read once, so what is parsed
+    is what was verified.
+
+    Args:
+        run_dir: The run's folder.
+        keys: The keys that a run's config can hold.
+        trust: Take it as it is.
+        without: Keys to leave out.
+
+    Raises:
+        ConfigError: There is no config, or it cannot be read.
+    """
+    path = Path(config_file(run_dir))
+    content = read_file(path)
+    config = parse_config(content, str(path))
+    rest = {key: value for key, value in config.items() if key not in without}
+    if trust or not (reason := _why_not_own(run_dir, content, config)):
+        let_in(rest)
+    else:
+        untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir)
+        begin(untrusted)
+        if unknown := sorted(map(str, rest.keys() - set(keys))):
+            raise untrusted.refuse("a key that no run writes", unknown[0])
+    return NO_PATH + yaml.safe_dump(rest, sort_keys=False)
+
+
+# --- Where modules lie ---
+
+
+def let_in(value: Any) -> None:
+    """Let modules be imported from the working folder if a text in the user's own config names one there.
+
+    Until then the working folder is not looked into: others may have put a `torch_xla.py` there, which Lightning tries
+    to import.
+
+    Args:
+        value: A config, or words of a command line, that the user vouches for.
+    """
+    here = os.getcwd()
+    if here not in sys.path and local_modules(value):
+        sys.path.append(here)
+
+
+def local_modules(value: Any) -> list[str]:
+    """Return the files of the modules in the working folder that the texts of a config name."""
+    here = os.getcwd()
+    found = ((_origin(path, [here]), _origin(path)) for path in _paths(value))
+    return sorted({os.path.realpath(file) for file, other in found if file and other in (None, file)})
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """Yield what looks like an import path in the texts of a config."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _paths(each)
+    elif isinstance(value, str):
+        yield from PATH.findall(value)
+
+
+def _origin(path: str, places: list[str] | None = None) -> str | None:
+    """Return the file of the package or module that an import path leads into; nothing is imported.
+
+    Args:
+        path: The import path.
+        places: Folders to look into; `sys.path` by default.
+    """
+    root, *parts = re.split("[.:]", path)
+    spec = PathFinder.find_spec(root, places)
+    while spec and spec.origin is None and parts:  # a folder without a file of its own
+        spec = PathFinder.find_spec(parts.pop(0), spec.submodule_search_locations)
+    return spec.origin if spec else None
+
+
+# --- What is the user's own ---
+
+
+def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
+    """Sign the config of a run that the user starts or resumes, unless it is somebody else's.
+
+    The signature covers every byte of the config and where the user's own modules lie. It moves with the folder.
+
+    Args:
+        run_dir: The run's folder.
+        content: What `config.yaml` will hold.
+        config: The same as a mapping.
+    """
+    if is_untrusted():
+        return
+    try:
+        write_atomically(run_dir / SIGNATURE, _signature(content.encode(), config, _key(make=True)) + "\n")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = f"{one_line(error)}; to test this run, or to go on with it, --trust may be needed"
+        warnings.warn(f"config.yaml cannot be signed as yours: {reason}", stacklevel=2)
+
+
+def _why_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
+    """Return why a run does not count as the user's own; None if it does."""
+    try:
+        given, _ = _read(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
+        own = hmac.compare_digest(given.strip(), _signature(content, config, _key(make=False)).encode())
+        return None if own else "The run was signed by somebody else, its config was edited or its modules moved"
+    except FileNotFoundError:
+        return "The run is not signed as yours"
+    except (OSError, ValueError, RuntimeError) as error:
+        return f"Whether the run is yours cannot be checked ({one_line(error)})"
+
+
+def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
+    return hmac.new(key, content + json.dumps(local_modules(config)).encode(), "sha256").hexdigest()
+
+
+def _key(make: bool) -> bytes:
+    """Return the user's secret, made when it is first needed.
+
+    Raises:
+        OSError: It is not there, or cannot be read or made.
+        ValueError: Others can read it or write to it, or it is damaged.
+        RuntimeError: There is no home.
+    """
+    configs = os.environ.get("XDG_CONFIG_HOME", "")
+    path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
+    if make and not path.exists():
+        _make(path)
+    key, about = _read(path, KEY_BYTES)
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise ValueError(f"{path} is not yours alone; remove it, and a new one is made")
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"{path} is damaged; remove it, and a new one is made")
+    return key
+
+
+def _make(path: Path) -> None:
+    """Write a new key, whole or not at all; of several processes that do so at once, the first one's stays."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".key-{secrets.token_hex(8)}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(KEY_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+
+
+def _read(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+    """Return a small file's content and status; links are not followed."""
+    with open_file(path, links=False) as file:
+        return file.read(most + 1), os.fstat(file.fileno())

@@ -1,0 +1,89 @@
+"""A room of the package imports only those before it; what does not yet is listed, and the list only gets shorter."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = (
+    *("core", "evaluation", "data", "models", "client", "algorithms", "engines", "loggers", "runs", "callbacks"),
+    *("orchestrator", "analysis", "cli"),
+)
+BACKWARDS = {
+    "analysis.export -> cli.errors",
+    "analysis.study.executor -> cli.main",
+    "analysis.study.sweep_metric -> cli.commands.fit",
+    "analysis.study.sweep_metric -> cli.experiment",
+    "analysis.study.executor -> cli.commands.fit",
+    "client.module -> analysis.export",
+    "core.catalogue -> callbacks",
+    "core.catalogue -> loggers",
+    "core.gate -> loggers.collection",
+    "data.few_shot -> models",
+    "evaluation.evaluation -> engines",
+    "orchestrator -> cli.trial",
+}
+"""Imports of later rooms that are still to be cut; callbacks, which name the orchestrator as a type, are not listed."""
+
+
+def modules():
+    """Each module of the package less `fl_lightning`, and its file."""
+    for folder, prefix in ((ROOT / "fl_lightning", ""), (ROOT / "callbacks", "callbacks.")):
+        for path in sorted(folder.rglob("*.py")):
+            name = ".".join(path.relative_to(folder).with_suffix("").parts)
+            yield f"{prefix}{name}".removesuffix("__init__").rstrip("."), path
+
+
+def imports(text):
+    """The modules of the package that a source imports, at any depth, for its types and by `load` alike."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fl_lightning."):
+            inside = {f"{node.module}.{one.name}" for one in node.names} & KNOWN
+            yield from inside or {node.module}
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names if one.name.startswith("fl_lightning."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in KNOWN:
+            yield node.value
+
+
+KNOWN = {f"fl_lightning.{name}" for name, _ in modules() if name}
+
+
+def backwards(name, text):
+    """What a module imports of rooms that come after its own."""
+    room = ROOMS.index(name.partition(".")[0])
+    found = {one.removeprefix("fl_lightning.") for one in imports(text)}
+    return {f"{name} -> {one}" for one in found if ROOMS.index(one.partition(".")[0]) > room}
+
+
+def test_nothing_lies_loose_beside_the_rooms():
+    loose = {path.stem for path in (ROOT / "fl_lightning").glob("*.py")}
+    assert loose == {"__init__", "__main__", "orchestrator"}
+    folders = {path.parent.name for path in (ROOT / "fl_lightning").glob("*/__init__.py")}
+    assert folders | {"orchestrator", "callbacks"} == {*ROOMS}
+
+
+def test_a_room_imports_only_those_before_it():
+    found = set()
+    for name, path in modules():
+        if name not in ("", "__main__"):
+            found |= backwards(name, path.read_text())
+    typed = {one for one in found if re.fullmatch(r"callbacks\S* -> orchestrator", one)}
+    assert found - typed == BACKWARDS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from fl_lightning.cli import main",
+        "from fl_lightning.cli.main import run",
+        "import fl_lightning.cli.main",
+        "def f():\n    from fl_lightning.cli import main",
+        "if TYPE_CHECKING:\n    from fl_lightning.cli import main",
+        "load('fl_lightning.cli.main')",
+    ],
+)
+def test_an_import_of_a_later_room_is_found(line):
+    assert backwards("core.files", line) == {"core.files -> cli.main"}
