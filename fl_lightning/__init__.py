@@ -95,7 +95,7 @@ _NAMES = {
     """,
     "core.objectives": "Classification MultiLabel Objective Regression",
     "orchestrator": "FederatedOrchestrator",
-    "runs.reader": "Run",
+    "runs": "Run",
     "core.state": "weighted_mean",
     "loggers.wandb": "WandbRoundLogger",
 }

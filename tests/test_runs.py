@@ -493,11 +493,11 @@ def test_a_runs_own_files_are_read(tmp_path):
 def test_runs_come_with_the_package_and_bring_neither_torch_nor_pandas(tmp_path):
     write_run(tmp_path / "run")
     code = (
-        "import sys, fl_lightning; opened = fl_lightning.runs.reader.open_runs(sys.argv[1]);"
+        "import sys, fl_lightning; opened = fl_lightning.runs.open_runs(sys.argv[1]);"
         "opened[0].settings; opened[0].summary;"
         "print(*({'torch', 'lightning', 'pandas'} & set(sys.modules)), 'none');"
         "fl_lightning.runs.load(sys.argv[1]); print(*({'torch', 'lightning'} & set(sys.modules)), 'none')"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["none", "none"]
-    assert fl_lightning.runs.reader is runs
+    assert fl_lightning.runs is runs

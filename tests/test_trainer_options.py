@@ -15,7 +15,7 @@ from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines.trainer_options import TRAINER_KEYS, TRAINER_MENDS
+from fl_lightning.core.trainer_options import TRAINER_KEYS, TRAINER_MENDS
 
 OPTIONS = set(inspect.signature(L.Trainer).parameters)
 

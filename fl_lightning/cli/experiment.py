@@ -16,7 +16,7 @@ from fl_lightning import HOMES, MOVED
 from fl_lightning.cli.errors import plainly, refuse_nulls
 from fl_lightning.core.config import strict
 from fl_lightning.core.errors import CheckpointError, ConfigError
-from fl_lightning.engines.trainer_options import TRAINER_KEYS
+from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config

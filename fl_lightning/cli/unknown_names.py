@@ -19,7 +19,7 @@ from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, wi
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.spelling import as_backbone, builders_of_torchvision, fold, nearest, spelled
-from fl_lightning.engines.trainer_options import TRAINER_MENDS, refused
+from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

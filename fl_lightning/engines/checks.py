@@ -15,8 +15,8 @@ import torch
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.trainer_options import TRAINER_KEYS, refused
 from fl_lightning.engines.trainer import DEFAULTS
-from fl_lightning.engines.trainer_options import TRAINER_KEYS, refused
 
 MOST = 10**9
 """Epochs, steps or batches of a client's fit, at most."""
