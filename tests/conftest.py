@@ -1,5 +1,6 @@
 """Every test draws from its own name and one base seed, `FL_LIGHTNING_TEST_SEED`: never from what ran before it."""
 
+import ctypes
 import functools
 import gc
 import os
@@ -71,6 +72,15 @@ def _quick_collections() -> Iterator[None]:
         patch.setattr(trainer, "gc", SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None))
         yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_given_back() -> Iterator[None]:
+    """After a file of tests, free memory goes back to the system: glibc would keep it, a gigabyte in the end."""
+    yield
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
