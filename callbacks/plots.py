@@ -13,15 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-
-MOST_BUBBLES = 200
-"""Up to how many clients have a bubble a class."""
-
-
-def binned(counts: np.ndarray) -> np.ndarray:
-    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
-    order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
-    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
+from fl_lightning.runs.partition import MOST_BUBBLES, binned
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:

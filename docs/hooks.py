@@ -22,7 +22,7 @@ WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
 PLACES = WHOLE | EXAMPLES  # a file of the repository, and its page
 
-ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs"))
+ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
 """Packages of which only the modules are shown that have what `fl_lightning` exports, and `ALSO`."""
 ALSO = {"fl_lightning.core.state", "fl_lightning.evaluation.metrics"}
 PACKAGES = (
@@ -137,7 +137,7 @@ def package_page(name: str, package: griffe.Module, modules: list[str]) -> str:
 
 def linked(name: str, thing: griffe.Object | griffe.Alias) -> str:
     """A name that leads to where it is told about."""
-    return f"[`{name}`][{thing.canonical_path}]"
+    return f"[`{name}`]({thing.canonical_path}.md)" if thing.is_module else f"[`{name}`][{thing.canonical_path}]"
 
 
 def told(thing: griffe.Object | griffe.Alias) -> str:

@@ -222,7 +222,7 @@ def test_nothing_crosses_in_a_step(tmp_path: Path, engine: str) -> None:
     for epochs in (1, 3):
         options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
         _, there = transfers(tmp_path / str(epochs), FedDW, **options)
-        losses = there.fetched.pop("client.settle")  # all of an epoch's at its end
+        losses = there.fetched.pop("module.settle")  # all of an epoch's at its end
         assert there.sent.pop("loaders.indices")  # the order of an epoch
         counts.append((losses / epochs, there.fetched, there.sent))
     assert counts[0] == counts[1]

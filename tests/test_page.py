@@ -16,14 +16,13 @@ from io import BytesIO
 import numpy as np
 import pytest
 from commands import run as command
-from fl_lightning.callbacks.plots import binned
 from hypothesis import given
 from hypothesis import strategies as st
 from page_folders import write_counts, write_picture, write_run
 from PIL import Image
 
 from fl_lightning.analysis.report import page
-from fl_lightning.runs.partition import read_counts
+from fl_lightning.runs.partition import binned, read_counts
 from fl_lightning.runs.reader import open_runs
 
 CONFIG = {

@@ -15,6 +15,7 @@ from rich.table import Table
 from fl_lightning.analysis.report import tables
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
+from fl_lightning.runs.partition import write_counts
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -122,7 +123,7 @@ def test_who_holds_what_as_csv(tmp_path: Path) -> None:
     loaded = LoadedData(torch.zeros(6, 1), y, torch.zeros(1, 1), y[:1], 4, Normalize())
     shards = [Shard(torch.tensor([1, 2, 3]), torch.tensor([5])), Shard(torch.tensor([0]), torch.tensor([4]))]
     path = tmp_path / "made" / "partition.csv"
-    tables.write_counts(path, FederatedData(loaded, shards))
+    write_counts(path, FederatedData(loaded, shards))
     assert list(csv.reader(path.read_text().splitlines())) == [
         ["client", "split", "class_0", "class_1", "class_2", "class_3"],
         ["0", "train", "0", "1", "2", "0"],

@@ -711,7 +711,7 @@ def test_bars_and_brackets_in_names_stay_what_they_are(here):
 
 def test_show_runs_nothing_and_needs_no_torch(here):
     code = (
-        "import sys; from fl_lightning import cli; assert cli.main(['reproduce', 'table.yaml', '--show']) == 0; "
+        "import sys; from fl_lightning.cli.main import main; assert main(['reproduce', 'table.yaml', '--show']) == 0; "
         "assert 'torch' not in sys.modules; assert 'lightning' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -641,7 +641,7 @@ def test_a_run_without_it_neither_imports_it_nor_leaves_temporary_files(tmp_path
     """Importing wandb makes two temporary folders, which a run that is killed would leave."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    code = "import sys; from fl_lightning import cli; sys.exit(cli.main(sys.argv[1:]) or 'wandb' in sys.modules)"
+    code = "import sys; from fl_lightning.cli.main import main; sys.exit(main(sys.argv[1:]) or 'wandb' in sys.modules)"
     words = ["fit", "--config=digits_fedavg", "--rounds=1", "--engine=sequential", "--logger=null"]
     environment = os.environ | {"TMPDIR": str(temporary)}
     subprocess.run([sys.executable, "-c", code, *words, f"--run_dir={tmp_path / 'run'}"], env=environment, check=True)

@@ -17,8 +17,13 @@ ROOT = Path(__file__).parent.parent
 def environment(tmp_path_factory):
     """A fresh environment with the wheel in it; the dependencies are this environment's own, by path."""
     folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "data.npz")
-    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "data.npz")
+    at_top = shutil.ignore_patterns("runs", "build", "dist")
+
+    def left_out(place, names):
+        return ignored(place, names) | (at_top(place, names) if Path(place) == ROOT else set())
+
+    shutil.copytree(ROOT, folder / "source", ignore=left_out)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source")]
     subprocess.run([*pip, *build], check=True)
@@ -50,9 +55,10 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
         here, there = ROOT / name, own / "fl_lightning" / name
         shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
         assert shipped == written
-    pages = {path.name for path in (ROOT / "fl_lightning" / "report" / "page").iterdir()}
-    assert pages == {path.name for path in (own / "fl_lightning" / "report" / "page").iterdir()}
+    pages = {path.name for path in (ROOT / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
+    assert pages == {path.name for path in (own / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
     assert (own / "fl_lightning" / "py.typed").exists()
+    assert (own / "fl_lightning" / "core" / "index.json").exists()
     assert "FedSKC" in run(environment, "fl-lightning", "list", "algorithms", cwd=tmp_path)
 
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file, write_atomically
-from fl_lightning.data import FederatedData
+
+if TYPE_CHECKING:
+    from fl_lightning.data import FederatedData
+
+
+MOST_BUBBLES = 200
+"""Up to how many clients have a bubble a class."""
+
+
+def binned(counts: np.ndarray) -> np.ndarray:
+    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
+    order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
+    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
 
 
 def write_counts(path: Path, data: FederatedData) -> None:

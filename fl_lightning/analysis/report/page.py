@@ -28,11 +28,10 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from fl_lightning.analysis.report.comparison import Group, compare, spread, text
-from fl_lightning.callbacks.plots import MOST_BUBBLES, binned
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.metrics import read_columns
-from fl_lightning.runs.partition import read_counts
+from fl_lightning.runs.partition import MOST_BUBBLES, binned, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
