@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 ROOMS = (
     *("core", "evaluation", "data", "models", "client", "algorithms", "engines", "loggers", "runs", "callbacks"),
     *("orchestrator", "analysis", "cli"),

@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.runs.reader import Run, open_run_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("algorithms", "callbacks", "data", "engines", "models")
 
 

@@ -1,6 +1,6 @@
 """Runs that were killed half-way, harmed in one place each and then resumed: what becomes of them.
 
-    python tests/fuzzing.py --cases 400 --truncations 10 --seed 0 --jobs 2
+    python tests/helpers/fuzzing.py --cases 400 --truncations 10 --seed 0 --jobs 2
 
 Small runs of several methods are killed in their fourth round of five. Then, each time in a fresh copy, a random bit of
 one of their files or of their data is flipped, or a file is cut off, emptied, removed, made longer, or replaced by a

@@ -264,7 +264,7 @@ def test_a_failed_download_keeps_folders_that_were_there_or_hold_something(
 
 
 def test_the_dataset_that_the_docs_write_can_be_dealt_out() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "scenarios.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], names := {"__name__": "my_module"})
     data = Scenario(names["Signs"](), IID(), clients=4).build(0)
     assert data.class_counts("train").sum() + data.class_counts("test").sum() == 800

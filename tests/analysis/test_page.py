@@ -1,4 +1,4 @@
-"""The report's data, what may get into its page, and what may not; how it looks is tests/test_page_browser.py's."""
+"""The report's data, what may get into its page, and what may not; how it looks is test_page_browser.py's."""
 
 import base64
 import gzip

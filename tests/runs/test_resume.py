@@ -26,7 +26,7 @@ from fl_lightning.core.errors import CheckpointError, Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
 FIRST_ROUND = "checkpoints/round-000001"
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))

@@ -14,7 +14,7 @@ from fl_lightning.core.catalogue import things
 from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 
-PAGE = (Path(__file__).parent.parent / "docs" / "your-data.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "your-data.md").read_text()
 BLOCKS = re.findall(r"```(bash|python|yaml)\n(.*?)```", PAGE, re.S)
 QUICK = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--logger=null"]
 QUICK += ["--scenario.clients=2", "--rounds=1"]

@@ -23,7 +23,7 @@ from fl_lightning.cli.commands import fit
 from fl_lightning.cli.main import main
 from fl_lightning.core.config import with_config_paths
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

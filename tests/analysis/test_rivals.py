@@ -14,7 +14,7 @@ from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 WITH_RIVALS = {
     path: yaml.safe_load(path.read_text())["rivals"]
     for path in sorted(CONFIGS.glob("*.yaml"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import TEST_FOLDERS
 from experiments import experiment
 from methods import FEW_QUICK, METHODS, assert_same_run
 from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
@@ -360,7 +361,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from functools import partial
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import torch
 from experiments import experiment
 from test_processes import Deadly
@@ -388,7 +389,7 @@ if __name__ == "__main__":
 def script(tmp_path):
     """A run in a process group of its own, in its third round or later; its process, and its workers' ids."""
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    path.write_text(SCRIPT.format(tests=TEST_FOLDERS, folder=str(tmp_path)))
     process = subprocess.Popen(
         [sys.executable, str(path)],
         stdout=subprocess.PIPE,
@@ -428,7 +429,7 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
 UNGUARDED = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from experiments import experiment
 from fl_lightning.engines import ProcessesEngine, processes
 
@@ -439,7 +440,7 @@ experiment(Path({folder!r}) / "run", engine=ProcessesEngine(1)).fit()
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text(UNGUARDED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    path.write_text(UNGUARDED.format(tests=TEST_FOLDERS, folder=str(tmp_path)))
     process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
     assert "engine: 3 workers ended before they could begin" in process.stderr
     assert '`if __name__ == "__main__":`' in process.stderr

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from fl_lightning.cli.main import main
 
+TEST_FOLDERS = sorted(str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir())
+"""Where scripts that tests start find the tests' own modules."""
+
 TINY = """# FedSKC on digits, in a second.
 rounds: 3
 batch_size: 16

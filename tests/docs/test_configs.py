@@ -12,7 +12,7 @@ from fl_lightning.cli.experiment import by_home, experiment_parser, plain_config
 from fl_lightning.cli.main import main
 from fl_lightning.core.config import config_path, flatten
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 # What the papers say of all of a method's experiments, by the keys of the resolved config.
 PAPERS = {

@@ -15,7 +15,7 @@ from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten, with_config_paths
 from fl_lightning.evaluation.metrics import summarize
 
-FOLDER = Path(__file__).parent.parent / "papers"
+FOLDER = Path(__file__).parents[2] / "papers"
 CONFIGS = FOLDER.parent / "configs"
 TABLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 

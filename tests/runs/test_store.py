@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from commands import TEST_FOLDERS
 from experiments import NormMLP, experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
@@ -579,7 +580,7 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
 
 
 RUN_KILLED_AT_SOME_STEPS = """
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 from test_store import small
 
 step, stride = int(sys.argv[4]), int(sys.argv[5])
@@ -598,7 +599,7 @@ while True:
 
 
 def kill_a_run(folder, where, start, stride):
-    words = [str(Path(__file__).parent), str(folder), where, str(start), str(stride)]
+    words = [os.pathsep.join(TEST_FOLDERS), str(folder), where, str(start), str(stride)]
     subprocess.run([sys.executable, "-W", "ignore", "-c", KILL_SWITCH + RUN_KILLED_AT_SOME_STEPS, *words], check=True)
     whole = small(folder / "whole")
     whole.fit()

@@ -8,7 +8,7 @@ import matplotlib
 import pytest
 import torch
 
-PAGE = Path(__file__).parent.parent / "docs" / "notebook.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
 
 
 def shown(cell, namespace):

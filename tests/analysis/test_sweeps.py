@@ -26,7 +26,7 @@ except ImportError:  # W&B before 0.30
 
     checked_by_wandb = Api._validate_config_and_fill_distribution
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 FOR_ANY = {"FL_CONFIG": "digits_fedskc.yaml"}  # what a sweep over a config of the agent's choice is given here
 KEYS = {"program", "project", "name", "command", "method", "metric", "parameters"}

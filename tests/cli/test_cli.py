@@ -190,7 +190,7 @@ def test_list_shows_algorithms_by_family():
 def test_list_names_the_shipped_configs_with_their_first_line():
     code, out, _ = run("list", "configs")
     assert code == 0
-    shipped = (Path(__file__).parent.parent / "configs").glob("*.yaml")
+    shipped = (Path(__file__).parents[2] / "configs").glob("*.yaml")
     lines = {path.name: path.read_text().splitlines()[0].removeprefix("# ") for path in shipped}
     assert listed(out)["configs"] == lines
     assert "digits_fedskc.yaml" in lines

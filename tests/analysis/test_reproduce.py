@@ -43,7 +43,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits
 from fl_lightning.evaluation.metrics import summarize
 
-PAPERS = Path(__file__).parent.parent / "papers"
+PAPERS = Path(__file__).parents[2] / "papers"
 CONFIG = """# tiny
 rounds: 2
 batch_size: 32

@@ -13,7 +13,7 @@ from experiments import experiment
 from fl_lightning.core.state import RunningMean
 from fl_lightning.engines import Task
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(name):
