@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from fl_lightning.callbacks.base import RoundCallback, is_own
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
-from fl_lightning.evaluation.evaluation import Score, client_summary, own_series, personal_means, train_metrics
+from fl_lightning.evaluation.evaluation import client_summary, own_series, personal_means, train_metrics
 from fl_lightning.evaluation.metrics import COLUMN, is_lower_better
 
 if TYPE_CHECKING:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning.core.message import Upload as Upload
     from fl_lightning.core.objectives import *
     from fl_lightning.core.state import weighted_mean as weighted_mean
+    from fl_lightning.core.task import Score as Score
     from fl_lightning.data import *
     from fl_lightning.data.transforms import CropFlip as CropFlip
     from fl_lightning.data.transforms import Normalize as Normalize
     from fl_lightning.engines import *
     from fl_lightning.evaluation.evaluation import Evaluation as Evaluation
-    from fl_lightning.evaluation.evaluation import Score as Score
     from fl_lightning.loggers.files import CSVLogger as CSVLogger
     from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
     from fl_lightning.loggers.files import TensorBoardLogger as TensorBoardLogger

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.algorithms.base import Algorithm, OptimizerState, State
+from fl_lightning.algorithms.base import Algorithm, OptimizerState
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
@@ -28,12 +28,14 @@ from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, bl
 from fl_lightning.core.interrupt import DeferredSignals
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.core.state import State
+from fl_lightning.core.task import Score
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.scoring import untrained
 from fl_lightning.engines.trainer import cheap_collections
-from fl_lightning.evaluation.evaluation import Evaluation, Score, logged_metrics, measured, train_metrics
+from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, measured, train_metrics
 from fl_lightning.evaluation.metrics import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers

@@ -22,7 +22,6 @@ BACKWARDS = {
     "core.catalogue -> loggers",
     "core.gate -> loggers.collection",
     "data.few_shot -> models",
-    "evaluation.evaluation -> engines",
     "orchestrator -> cli.trial",
 }
 """Imports of later rooms that are still to be cut; callbacks, which name the orchestrator as a type, are not listed."""

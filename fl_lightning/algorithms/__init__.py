@@ -1,6 +1,7 @@
 """One method, one file, in a folder a family; `base` holds what they share."""
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, ServerStep, State, WeightedMean
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, WeightedMean
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.clustered.cfl import CFL, Splits
 from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
 from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL
@@ -53,6 +54,7 @@ from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAli
 from fl_lightning.algorithms.personalized.fedrep import FedRep
 from fl_lightning.algorithms.personalized.local import Local
 from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg
+from fl_lightning.core.state import State
 
 __all__ = [
     "APPLE",

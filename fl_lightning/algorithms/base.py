@@ -1,4 +1,4 @@
-"""`Algorithm` and `Aggregator`: what a method is made of.
+"""`Algorithm`: a federated method.
 
 A method is a list of loss terms (what clients add to their loss), the shared knowledge those terms and the aggregator
 ask for, and an aggregator (how uploads become the next shared state). Most methods are a constructor that puts such
@@ -8,179 +8,28 @@ parts together; `Algorithm`'s methods are overridden only where a paper changes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import getattr_static
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.module import ClientModule, LossTerm, unique_knowledge
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
+from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.client.weights import buffer_names, detached, inherits, load_weights, require_parts, to_cpu
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean, parameter_names
-
-State = dict[str, Tensors]
-"""Tensors in named sections: `model` holds the shared weights, each shared knowledge has a section of its own.
-
-`weights`, where an aggregator leaves it, tells what each client counted for: its ids, `client` `(K,)`, and `value`
-`(K,)` or, where it counts by class, `(K, C)`.
-"""
+from fl_lightning.core.state import State
 
 OWN = "personal"
 """The section of a client's memory that holds the part of the model which never leaves it."""
 
-PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 Batches = Iterable[tuple[Tensor, Tensor]]
-Weighting = Literal["samples", "uniform"]
 Buffers = Literal["average", "local", "drop"]
 OptimizerState = Literal["fresh", "kept"]
-
-
-class Aggregator:
-    """Turns a round's uploads into the next shared state, in two steps.
-
-    `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
-    `finish` knows the merged shared knowledge too. What must last from round to round goes into a section of the
-    state that `finish` returns; the object itself keeps nothing.
-
-    Attributes:
-        leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
-        needs_classes: Whether what it tells apart is classes.
-    """
-
-    leaves: tuple[str, ...] = ()
-    needs_classes: bool = False
-
-    @property
-    def only_averages(self) -> bool:
-        """Whether all it does with uploads' weights is to average them as they come, by `RunningMean`.
-
-        They then stay on the GPU that trained them, and their mean alone leaves it. Others are handed them on the CPU,
-        where there is room for a round's.
-        """
-        return False
-
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Shared knowledge that must travel for this aggregator."""
-        return ()
-
-    def initial(self, model: Tensors, num_classes: int) -> State:
-        """The aggregator's sections of the state before round 1, beside `model`."""
-        return {}
-
-    def model_for(self, state: State, client: int) -> Tensors:
-        """The weights that a client is sent; the shared model, unless each client has its own."""
-        return state["model"]
-
-    def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """For each client in turn, the state to ask for its start with; the state itself, unless told otherwise.
-
-        An aggregator for which several starts are cheaper than so many times one adds them here, and `model_for` looks
-        first whether the client's is there. It must be the same to the bit, whoever is asked for beside the client.
-        """
-        return (state for _ in clients)
-
-    def fold(self, uploads: Iterable[Upload]) -> Any:
-        """Consume the uploads; return what `finish` needs of them."""
-        raise NotImplementedError
-
-    def finish(self, folded: Any, before: State, knowledge: State) -> State:
-        """The sections of the next state that the aggregator decides, `model` among them.
-
-        Args:
-            folded: What `fold` returned.
-            before: The state this round started from.
-            knowledge: This round's merged shared knowledge, a section a piece.
-        """
-        raise NotImplementedError
-
-
-class WeightedMean(Aggregator):
-    """FedAvg's weighted mean of the clients' weights, folded as they arrive.
-
-    Args:
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
-    """
-
-    def __init__(self, weighting: Weighting = "samples") -> None:
-        self.weighting = weighting
-
-    @property
-    def only_averages(self) -> bool:
-        """True, unless a subclass folds in its own way."""
-        return inherits(self, WeightedMean, ("fold",))
-
-    def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Add each client's weights to a running mean."""
-        mean = RunningMean()
-        for upload in uploads:
-            mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
-        return mean
-
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """The mean."""
-        return {"model": folded.value()}
-
-
-class ServerStep(WeightedMean):
-    """The server steps from the old weights towards the clients' mean: `w + server_lr · u(Δ)`, `Δ` the mean less `w`.
-
-    Here `u(Δ) = Δ`. Subclasses make it another direction, and may keep moments of `Δ` from round to round: each is a
-    section of the state. Only parameters step; BatchNorm's statistics become the mean.
-
-    Args:
-        server_lr: η_s, above 0; 1 goes all the way.
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
-
-    Raises:
-        ConfigError: `server_lr` is not above 0.
-
-    Attributes:
-        moments: What is kept of each parameter, and what its numbers start from.
-    """
-
-    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
-        super().__init__(weighting)
-        check_number("algorithm.server_lr", server_lr, "(0, inf)", "1 goes all the way to the mean")
-        self.server_lr = server_lr
-        self.moments: dict[str, float] = {}
-
-    def initial(self, model: Tensors, num_classes: int) -> State:
-        """The moments before round 1."""
-        names = parameter_names(model)
-        return {
-            moment: {name: torch.full_like(model[name], start) for name in names}
-            for moment, start in self.moments.items()
-        }
-
-    def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """What one parameter moves along, and its new moments; elementwise, in float64.
-
-        Args:
-            change: `Δ`, the clients' mean less the old weights.
-            moments: What is kept of it, by the names in `moments`.
-        """
-        return change, {}
-
-    def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """The step, and the new moments."""
-        model, old = folded.value(), before["model"]
-        kept: State = {moment: {} for moment in self.moments}
-        for name in parameter_names(model):
-            start, dtype = old[name].double(), model[name].dtype
-            held = {moment: before[moment][name].double() for moment in self.moments}
-            direction, moments = self.direction(model[name].double() - start, held)
-            model[name] = (start + self.server_lr * direction).to(dtype)
-            for moment, value in moments.items():
-                kept[moment][name] = value.to(dtype)
-        return {"model": model} | kept
 
 
 class Algorithm:
@@ -416,105 +265,3 @@ def recall(module: ClientModule, memory: State) -> None:
     """Give each loss term back what it kept from the client's last round."""
     for term in module.terms():
         term.recall(memory.get(term_section(term), {}))
-
-
-def load_weights(backbone: nn.Module, weights: Tensors) -> None:
-    """Load what was shared; entries that are not shared stay as they are.
-
-    Raises:
-        ValueError: An entry is none of this backbone's.
-    """
-    strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
-    if strangers:
-        raise ValueError(f"{strangers[0]!r} is no entry of this model")
-
-
-def loads_plainly(backbone: nn.Module) -> bool:
-    """Whether `load_weights` only writes over entries: no part of the network has hooks or a way of its own to load."""
-
-    def plain(part: nn.Module) -> bool:
-        hooked = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
-        return type(part)._load_from_state_dict in PLAIN_LOADING and not hooked
-
-    return type(backbone).load_state_dict is nn.Module.load_state_dict and all(map(plain, backbone.modules()))
-
-
-def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """What the entries of parts of a backbone begin with: `head.` for the part `head`."""
-    return tuple(f"{part}." for part in parts)
-
-
-def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
-    """Refuse a part of a backbone that has no entry.
-
-    Args:
-        key: The option that names the parts.
-        parts: As `beginnings` gives them.
-        backbone: The backbone.
-
-    Raises:
-        ConfigError: Names the first that has none.
-    """
-    for part in parts:
-        if not any(name.startswith(part) for name in backbone.state_dict()):
-            getattr(backbone, part.partition(".")[0], None)  # `FromModule` says why it has no head or encoder
-            there = ", ".join(dict.fromkeys(name.partition(".")[0] for name in backbone.state_dict()))
-            raise ConfigError(
-                f"algorithm.{key}: {part.removesuffix('.')!r} is no part of {type(backbone).__name__} with weights; "
-                f"it has {there}, and what is in them, as encoder.1"
-            )
-
-
-def buffer_names(backbone: nn.Module) -> set[str]:
-    """Names of a state dict's entries that are no parameters: BatchNorm's statistics."""
-    return set(backbone.state_dict()) - {name for name, _ in backbone.named_parameters()}
-
-
-def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
-    """The entries of a backbone with other random weights: what its layers' own `reset_parameters` draw.
-
-    What belongs to no layer that has one stays as it is. Neither the backbone nor torch's generators are moved.
-    """
-    other = copy.deepcopy(backbone)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(rng.integers(2**63)))
-        for layer in other.modules():
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
-    return other.state_dict()
-
-
-def inherits(part: object, base: type, names: Iterable[str]) -> bool:
-    """Whether an object has these methods from a class, and none of its own in their place."""
-    return all(getattr_static(part, name) is getattr_static(base, name) for name in names)
-
-
-def to_cpu(sections: Mapping[str, Tensors]) -> State:
-    """Detached copies on the CPU, contiguous, half precision widened to float32, free of the module they came from."""
-    return detached(sections, "cpu")
-
-
-def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
-    """Detached copies, contiguous, half precision widened to float32, free of the module they came from.
-
-    Args:
-        sections: Tensors of a module, by section and name.
-        device: Where the copies are to be; where the tensors are if None.
-        copy: False where nobody needs the module any more: what has its memory to itself is then given up as it is.
-    """
-    taken: set[int] = set()
-
-    def shared(value: Tensor) -> bool:
-        memory = value.untyped_storage()
-        others = memory.data_ptr() in taken
-        taken.add(memory.data_ptr())
-        return others or memory.nbytes() > value.nbytes
-
-    def widened(value: Tensor) -> Tensor:
-        half = value.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half else value.dtype
-        own = copy or shared(value)
-        where = value.device if device is None else device
-        return value.detach().to(where, dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
-
-    return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}

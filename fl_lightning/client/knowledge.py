@@ -165,3 +165,11 @@ class ClassMeans(SharedKnowledge):
             values = torch.where(known[:, None], values, previous["values"])
             known = known | previous["known"]
         return {"values": values, "known": known}
+
+
+def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
+    """Each piece of shared knowledge once, by name, in the order first met."""
+    by_name: dict[str, SharedKnowledge] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, piece)
+    return list(by_name.values())

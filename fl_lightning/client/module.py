@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, descend, load_optimizer_tensors
-from fl_lightning.core.errors import ConfigError, NonFiniteError
+from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
+from fl_lightning.client.loss_record import LossRecord
+from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.lazy import load
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
-from fl_lightning.core.state import at_least_float32
 from fl_lightning.models import Backbone
 from fl_lightning.models.base import tapped
 
@@ -298,113 +297,3 @@ class ClientModule(L.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         return optimizer
-
-
-def learnable(backbone: nn.Module) -> frozenset[str]:
-    """Names of the parameters that have gradients."""
-    return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
-
-
-def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
-    """Let some of a backbone's parameters learn; the rest is frozen, and its layers in eval mode.
-
-    Args:
-        backbone: It is changed in place.
-        learns: Whether a name is that of something that learns; a layer's name ends with a dot.
-        among: Names of the parameters that can learn at all.
-    """
-    for name, parameter in backbone.named_parameters():
-        parameter.requires_grad_(name in among and learns(name))
-    for name, layer in backbone.named_modules():
-        layer.training = not name or learns(f"{name}.")
-
-
-def fine_tune(
-    module: ClientModule,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    epochs: int,
-    learns: Callable[[str], bool] = lambda name: True,
-) -> None:
-    """Train a client's module outside of its fit, by its objective's loss, in such batches, shuffled each epoch.
-
-    Args:
-        module: It is changed in place, and left in eval mode.
-        batches: The client's training data.
-        epochs: Passes over it, by an optimizer like the fit's.
-        learns: Whether the parameter, or layer, of a name learns; the rest is frozen, and in eval mode.
-    """
-    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-    among = learnable(module.backbone)
-    learn_only(module.backbone, learns, among)
-    normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
-    optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
-    with torch.enable_grad():
-        for _ in range(epochs):
-            for chosen in torch.randperm(len(y)).split(module.batch_size):
-                if len(chosen) > normed:  # BatchNorm has no variance of one
-                    descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
-    learn_only(module.backbone, lambda name: True, among)
-    module.eval()
-
-
-class LossRecord:
-    """One fit's losses; they stay on the device for an epoch, so that no training step waits for the GPU."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._pending: list[Tensor] = []
-        self._sums = torch.zeros(0, dtype=torch.float64)
-        self._steps = 0
-
-    def add(self, losses: dict[str, Tensor]) -> None:
-        """Add one step's losses."""
-        self.add_values(list(losses), torch.stack([at_least_float32(value.detach()) for value in losses.values()]))
-
-    def add_values(self, names: list[str], values: Tensor) -> None:
-        """Add one step's losses, `(T,)`, in the order of their names."""
-        self._names = names
-        self._pending.append(values)
-
-    def settle(self) -> dict[str, float]:
-        """Fold the steps since the last call into the sums.
-
-        Returns:
-            What `means` would be of those steps alone.
-
-        Raises:
-            NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
-        """
-        if not self._pending:
-            return {}
-        steps = torch.stack(self._pending).cpu().double()
-        self._pending = []
-        sums = steps.sum(dim=0)
-        if not bool(sums.isfinite().all()):
-            bad = ~steps.isfinite()
-            term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
-            raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
-        self._sums = sums + (self._sums if self._steps else 0)
-        self._steps += len(steps)
-        return self._named(sums / len(steps))
-
-    @property
-    def steps(self) -> int:
-        """How many steps were added."""
-        return self._steps + len(self._pending)
-
-    def means(self) -> dict[str, float]:
-        """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
-        self.settle()
-        return self._named(self._sums / self._steps) if self._steps else {}
-
-    def _named(self, means: Tensor) -> dict[str, float]:
-        values = means.tolist()
-        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
-
-
-def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:
-    """Each piece of shared knowledge once, by name, in the order first met."""
-    by_name: dict[str, SharedKnowledge] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.name, piece)
-    return list(by_name.values())

@@ -13,6 +13,14 @@ from torch import Tensor
 
 from fl_lightning.core.message import Tensors
 
+State = dict[str, Tensors]
+"""Tensors in named sections.
+
+A run's shared state has the section `model`, the shared weights, and one section for each piece of shared knowledge.
+Where an aggregator leaves the section `weights`, it holds what each client counted for: the ids `client` `(K,)`, and
+`value`, `(K,)` or, by class, `(K, C)`.
+"""
+
 PIECE = 1 << 17
 """Numbers that are averaged at a time: in float64 a megabyte."""
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import require_trust
 from fl_lightning.core.objectives import Classification, Objective, described, objective_of
+from fl_lightning.core.task import Score
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.transforms import BatchTransform
-from fl_lightning.evaluation.evaluation import Score
 
 MOST_CLASSES = 10_000_000
 """More are a slip: the last layer of any network would fill a machine's memory."""

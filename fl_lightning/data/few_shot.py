@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.task import Score
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.partitions import by_class
 from fl_lightning.data.transforms import CropFlip, Normalize
-from fl_lightning.evaluation.evaluation import Score
 from fl_lightning.models import with_encoder
 
 # CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018; class numbers are the alphabet's.

@@ -1,12 +1,12 @@
 """How a round's client fits are carried out; an engine changes speed, never results."""
 
+from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
-from fl_lightning.engines.task import Result, Task
 from fl_lightning.engines.worker import Worker
 
 __all__ = [

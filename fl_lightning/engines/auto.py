@@ -10,12 +10,12 @@ from itertools import chain, islice
 from typing import Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.stacked import StackedEngine
-from fl_lightning.engines.task import Result, Task
 from fl_lightning.engines.worker import Worker
 
 ENGINES: dict[str, type[Engine]] = {

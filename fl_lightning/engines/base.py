@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
-from fl_lightning.engines.task import Result, Task
+from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.worker import Worker
 
 

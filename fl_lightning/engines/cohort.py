@@ -18,6 +18,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.task import Task, interrupts
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines.blocks import BlockOptimizer
@@ -32,7 +33,6 @@ from fl_lightning.engines.stacking import (
     tensors_of,
     versions,
 )
-from fl_lightning.engines.task import Task, interrupts
 from fl_lightning.engines.trainer import Leg, LocalWork
 from fl_lightning.engines.worker import Worker
 

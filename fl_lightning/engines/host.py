@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import one_line
+from fl_lightning.core.task import Result, failed
 from fl_lightning.engines.parcels import Parcel, unpack
 from fl_lightning.engines.relay import can_relay, for_a_while, relay
-from fl_lightning.engines.task import Result, failed
 from fl_lightning.engines.worker import Fit, Worker
 
 SECONDS = 1.0  # how long a member's fit takes up further clients

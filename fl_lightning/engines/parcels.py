@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.engines.task import Task
+from fl_lightning.core.task import Task
 
 ALIGNMENT = 64  # torch's own: where a matrix starts can decide how a product rounds
 HEADER = 8  # bytes that hold the pickle's length

@@ -10,10 +10,10 @@ from itertools import islice
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.task import Result, Task, failed
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.host import Answer, Surroundings
 from fl_lightning.engines.parcels import Parcel, Shelf
-from fl_lightning.engines.task import Result, Task, failed
 from fl_lightning.engines.worker import Worker
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with

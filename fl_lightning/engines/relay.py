@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.module import ClientModule
-from fl_lightning.engines.task import Task
+from fl_lightning.core.task import Task
 from fl_lightning.engines.trainer import FOR_ALL, Leg, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Fit, Worker
 

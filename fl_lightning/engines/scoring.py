@@ -8,11 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import OWN, Aggregator, Algorithm, inherits
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import OWN, Algorithm
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.weights import inherits
 from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.task import Result, Task, interrupts
 from fl_lightning.engines.base import Engine, in_client_order
-from fl_lightning.engines.task import Result, Task, interrupts
 from fl_lightning.engines.worker import Worker
 
 ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")

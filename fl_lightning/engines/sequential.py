@@ -8,9 +8,9 @@ from functools import partial
 from itertools import chain
 
 from fl_lightning.core.errors import check_number
+from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.relay import can_relay, for_a_while, relay
-from fl_lightning.engines.task import Result, Task
 from fl_lightning.engines.worker import Fit, Worker
 
 ROOM = 1 << 26

@@ -15,10 +15,10 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
+from fl_lightning.core.task import Result, Task, failed, interrupts
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.cohort import Client, Cohort
 from fl_lightning.engines.stacking import Alike, ClientStep, Inventory, difference, tensors_of
-from fl_lightning.engines.task import Result, Task, failed, interrupts
 from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
 from fl_lightning.engines.worker import Worker
 

@@ -20,21 +20,15 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.algorithms.base import (
-    Algorithm,
-    OptimizerState,
-    State,
-    inherits,
-    load_weights,
-    loads_plainly,
-    to_cpu,
-)
+from fl_lightning.algorithms.base import Algorithm, OptimizerState
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
+from fl_lightning.client.weights import inherits, load_weights, loads_plainly, to_cpu
 from fl_lightning.core.errors import ConfigError, NonFiniteError, blame
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, derive, generator, seed_everything
-from fl_lightning.core.state import first_non_finite
+from fl_lightning.core.state import State, first_non_finite
+from fl_lightning.core.task import Result, Score, Task, failed
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
 from fl_lightning.engines.blueprint import Blueprint
@@ -50,9 +44,8 @@ from fl_lightning.engines.checks import (
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
 from fl_lightning.engines.device import Sent, channels_last, compile_backbone, has_doubles, resident
-from fl_lightning.engines.task import Result, Task, failed
 from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
-from fl_lightning.evaluation.evaluation import Score, evaluate, evaluate_each
+from fl_lightning.evaluation.evaluation import evaluate, evaluate_each
 from fl_lightning.evaluation.measures import Measure, measures_of, tried
 from fl_lightning.models import ModelFactory
 

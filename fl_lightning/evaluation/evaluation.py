@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,25 +15,9 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.core.task import Result, Score
 from fl_lightning.evaluation.measures import Measure
 from fl_lightning.evaluation.metrics import Row, is_lower_better
-
-if TYPE_CHECKING:
-    from fl_lightning.engines import Result
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model's result on one set of samples.
-
-    Args:
-        n: Number of samples, or of episodes.
-        values: What was measured, by name: the `loss`, what the objective has beside it (`acc`, the share that is
-            classified correctly, or `mae`), and the metrics that were asked for and are defined on these samples.
-    """
-
-    n: int
-    values: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from fl_lightning.algorithms.base import State
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.files import flush, write_atomically
 from fl_lightning.core.message import Tensors
+from fl_lightning.core.state import State
 from fl_lightning.runs.writer import Writer
 
 FOLDER = "clients"

@@ -6,7 +6,8 @@ import pytest
 from experiments import ONE_EPOCH, digits, experiment
 from methods import CLASSES, METHODS
 
-from fl_lightning.algorithms.base import Algorithm, buffer_names
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.weights import buffer_names
 
 SENTENCE = re.compile(r"Bytes a round, each participant(, at most)?: down `([^`]+)`, up `([^`]+)`")
 

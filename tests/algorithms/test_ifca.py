@@ -12,9 +12,9 @@ from test_stacked import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg
-from fl_lightning.algorithms.base import reinitialised
 from fl_lightning.algorithms.clustered.ifca import best_cluster, mean_loss
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.weights import reinitialised
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.evaluation.evaluation import Evaluation

@@ -32,7 +32,7 @@ from methods import FEW_QUICK, METHODS
 from torch import nn
 
 from fl_lightning.algorithms import CFL, FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
-from fl_lightning.algorithms.base import WeightedMean
+from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation

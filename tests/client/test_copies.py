@@ -10,9 +10,9 @@ from methods import FEW_QUICK, METHODS
 from torch import Tensor, nn
 
 from fl_lightning.algorithms import FedAvg, FedPer
-from fl_lightning.algorithms.base import detached, loads_plainly, to_cpu
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import detached, loads_plainly, to_cpu
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, blueprint
 from fl_lightning.engines.blueprint import Blueprint, emptied

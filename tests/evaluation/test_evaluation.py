@@ -16,8 +16,9 @@ from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedSiamDA, FedSKC,
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, derive
+from fl_lightning.core.task import Score
 from fl_lightning.engines import Task
-from fl_lightning.evaluation.evaluation import Evaluation, Score, client_summary, evaluate
+from fl_lightning.evaluation.evaluation import Evaluation, client_summary, evaluate
 from fl_lightning.evaluation.metrics import best_and_last, lowest_losses, rounds_to, summarize
 from fl_lightning.models import MLP, Head
 

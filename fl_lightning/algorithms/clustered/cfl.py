@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import flatten, weighted_mean
+from fl_lightning.core.state import State, flatten, weighted_mean
 
 START = "start"
 """The section of a module's notes that holds the weights it was sent."""

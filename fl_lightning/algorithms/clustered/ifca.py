@@ -13,20 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import (
-    Aggregator,
-    Algorithm,
-    Batches,
-    Buffers,
-    State,
-    Weighting,
-    load_weights,
-    reinitialised,
-)
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_weights, reinitialised
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean
+from fl_lightning.core.state import RunningMean, State
 
 CHOICE = "choice"
 """The section of a module's notes that tells which cluster it has chosen."""

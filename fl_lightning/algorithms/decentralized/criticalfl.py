@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fl_lightning.algorithms.base import Batches, Buffers, State
+from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import (
     DETECTOR,
@@ -28,7 +28,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
 from fl_lightning.algorithms.graphs import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import packed, parameter_names, unpacked
+from fl_lightning.core.state import State, packed, parameter_names, unpacked
 
 CHANGED = "changed"
 """The section of a publication that says which entries of its model changed most, a bit each."""

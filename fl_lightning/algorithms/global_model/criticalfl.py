@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, buffer_names
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean, at_least_float32, packed, unpacked
+from fl_lightning.core.state import RunningMean, State, at_least_float32, packed, unpacked
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""

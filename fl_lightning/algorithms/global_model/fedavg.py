@@ -6,7 +6,8 @@ Data", AISTATS 2017, Algorithm 1.
 
 from __future__ import annotations
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, WeightedMean, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import LossTerm
 
 

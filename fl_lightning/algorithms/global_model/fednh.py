@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, to_cpu
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.state import RunningMean, at_least_float32
+from fl_lightning.core.state import RunningMean, State, at_least_float32
 from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from fl_lightning.algorithms.base import Algorithm, Buffers, ServerStep, Weighting
+from fl_lightning.algorithms.aggregators import ServerStep, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import flatten, weighted_mean
+from fl_lightning.core.state import State, flatten, weighted_mean
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
 
 Aggregation = Literal["dual", "uniform", "weighted"]

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State, WeightedMean, inherits
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import inherits
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import at_least_float32, extrapolate, weighted_mean
+from fl_lightning.core.state import State, at_least_float32, extrapolate, weighted_mean
 
 GdaScale = Literal["count", "share"]
 Spread = Literal["batch", "none"]

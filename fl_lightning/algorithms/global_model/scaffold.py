@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, ServerStep, State, to_cpu
+from fl_lightning.algorithms.aggregators import Aggregator, ServerStep
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean
+from fl_lightning.core.state import RunningMean, State
 
 CONTROL = "control"
 """The section of the state that holds `c`, and of an upload that holds `Δc`."""

@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, State, to_cpu
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
 from fl_lightning.client.module import ClientModule, LossTerm, Step
+from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
+from fl_lightning.core.state import State
 
 Schedule = Literal["epsilon", "cosine"]
 

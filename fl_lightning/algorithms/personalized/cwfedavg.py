@@ -17,12 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Buffers, State
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import at_least_float32, combine, stack, weighted_mean, widened
+from fl_lightning.core.state import State, at_least_float32, combine, stack, weighted_mean, widened
 from fl_lightning.models import classification_layer
 
 Distribution = Literal["weights", "true"]

@@ -11,24 +11,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import (
-    Aggregator,
-    Algorithm,
-    Batches,
-    Buffers,
-    State,
-    WeightedMean,
-    Weighting,
-    load_weights,
-    to_cpu,
-)
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.algorithms.global_model.fedprox import proximal_distance
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import descend
+from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import NonFiniteError, check_number
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state import first_non_finite
+from fl_lightning.core.state import State, first_non_finite
 
 PERSONAL_MODEL = "personal_model"
 """The section of a client's memory that holds `v`."""

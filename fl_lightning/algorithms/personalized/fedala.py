@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, State, load_weights, to_cpu
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
+from fl_lightning.core.state import State
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
 """The sections of a client's memory that hold its last model's top and the weights it was made with."""

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, State, load_weights
+from fl_lightning.algorithms.aggregators import Aggregator
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.global_model.fedprox import Proximal
 from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import flatten, weighted_mean
+from fl_lightning.core.state import State, flatten, weighted_mean
 
 UPLOADED = "uploaded"
 """The section of a client's memory that holds its last upload, which the server has too."""

@@ -10,18 +10,12 @@ from typing import Literal
 
 from torch import nn
 
-from fl_lightning.algorithms.base import (
-    Aggregator,
-    Algorithm,
-    Batches,
-    Buffers,
-    WeightedMean,
-    Weighting,
-    beginnings,
-    require_parts,
-)
-from fl_lightning.client.module import ClientModule, LossTerm, fine_tune
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
+from fl_lightning.client.fine_tuning import fine_tune
+from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
+from fl_lightning.client.weights import beginnings, require_parts
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors
 

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fl_lightning.algorithms.base import (
-    Aggregator,
-    Algorithm,
-    Buffers,
-    WeightedMean,
-    Weighting,
-    beginnings,
-)
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import LossTerm
+from fl_lightning.client.weights import beginnings
 
 
 class FedPer(Algorithm):

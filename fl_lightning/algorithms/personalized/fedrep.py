@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fl_lightning.algorithms.base import Aggregator, Batches, Buffers, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.personalized.fedper import FedPer
-from fl_lightning.client.module import ClientModule, LossTerm, fine_tune, learn_only, learnable
+from fl_lightning.client.fine_tuning import fine_tune, learn_only, learnable
+from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError, check_number
 
 

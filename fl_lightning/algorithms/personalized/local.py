@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fl_lightning.algorithms.base import Algorithm, Batches, State
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.state import State
 
 
 class Local(Algorithm):

@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fl_lightning.algorithms.base import Aggregator, Algorithm, Batches, Buffers, WeightedMean, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors

@@ -6,10 +6,23 @@ from dataclasses import dataclass, field
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fl_lightning.algorithms.base import State
 from fl_lightning.core.errors import ClientFailure, FLError, one_line, users_place
 from fl_lightning.core.message import Message
-from fl_lightning.evaluation.evaluation import Score
+from fl_lightning.core.state import State
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result on one set of samples.
+
+    Args:
+        n: Number of samples, or of episodes.
+        values: What was measured, by name: the `loss`, what the objective has beside it (`acc`, the share that is
+            classified correctly, or `mae`), and the metrics that were asked for and are defined on these samples.
+    """
+
+    n: int
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)

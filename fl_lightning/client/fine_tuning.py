@@ -1,0 +1,59 @@
+"""Training outside of a client's fit, and which parameters learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.optimizers import descend
+
+
+def learnable(backbone: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have gradients."""
+    return frozenset(name for name, parameter in backbone.named_parameters() if parameter.requires_grad)
+
+
+def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
+    """Let some of a backbone's parameters learn; the rest is frozen, and its layers in eval mode.
+
+    Args:
+        backbone: It is changed in place.
+        learns: Whether a name is that of something that learns; a layer's name ends with a dot.
+        among: Names of the parameters that can learn at all.
+    """
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(name in among and learns(name))
+    for name, layer in backbone.named_modules():
+        layer.training = not name or learns(f"{name}.")
+
+
+def fine_tune(
+    module: ClientModule,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    epochs: int,
+    learns: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Train a client's module outside of its fit, by its objective's loss, in such batches, shuffled each epoch.
+
+    Args:
+        module: It is changed in place, and left in eval mode.
+        batches: The client's training data.
+        epochs: Passes over it, by an optimizer like the fit's.
+        learns: Whether the parameter, or layer, of a name learns; the rest is frozen, and in eval mode.
+    """
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    among = learnable(module.backbone)
+    learn_only(module.backbone, learns, among)
+    normed = any(isinstance(layer, _BatchNorm) and layer.training for layer in module.backbone.modules())
+    optimizer = module.optimizer_for(p for p in module.backbone.parameters() if p.requires_grad)
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for chosen in torch.randperm(len(y)).split(module.batch_size):
+                if len(chosen) > normed:  # BatchNorm has no variance of one
+                    descend(optimizer, module.objective.loss(module(x[chosen]), y[chosen]))
+    learn_only(module.backbone, lambda name: True, among)
+    module.eval()

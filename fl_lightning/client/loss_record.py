@@ -1,0 +1,64 @@
+"""The losses of one fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import NonFiniteError
+from fl_lightning.core.state import at_least_float32
+
+
+class LossRecord:
+    """One fit's losses; they stay on the device for an epoch, so that no training step waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._pending: list[Tensor] = []
+        self._sums = torch.zeros(0, dtype=torch.float64)
+        self._steps = 0
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        """Add one step's losses."""
+        self.add_values(list(losses), torch.stack([at_least_float32(value.detach()) for value in losses.values()]))
+
+    def add_values(self, names: list[str], values: Tensor) -> None:
+        """Add one step's losses, `(T,)`, in the order of their names."""
+        self._names = names
+        self._pending.append(values)
+
+    def settle(self) -> dict[str, float]:
+        """Fold the steps since the last call into the sums.
+
+        Returns:
+            What `means` would be of those steps alone.
+
+        Raises:
+            NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
+        """
+        if not self._pending:
+            return {}
+        steps = torch.stack(self._pending).cpu().double()
+        self._pending = []
+        sums = steps.sum(dim=0)
+        if not bool(sums.isfinite().all()):
+            bad = ~steps.isfinite()
+            term = self._names[int(bad[bad.any(dim=1)][0].nonzero()[0])]
+            raise NonFiniteError(f"loss term {term!r} is NaN or Inf: lower the learning rate or the term's coefficient")
+        self._sums = sums + (self._sums if self._steps else 0)
+        self._steps += len(steps)
+        return self._named(sums / len(steps))
+
+    @property
+    def steps(self) -> int:
+        """How many steps were added."""
+        return self._steps + len(self._pending)
+
+    def means(self) -> dict[str, float]:
+        """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""
+        self.settle()
+        return self._named(self._sums / self._steps) if self._steps else {}
+
+    def _named(self, means: Tensor) -> dict[str, float]:
+        values = means.tolist()
+        return {"loss": sum(values), **dict(zip(self._names, values, strict=True))}
