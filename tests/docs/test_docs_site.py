@@ -118,13 +118,15 @@ def columns():
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
 def test_an_algorithm_of_ones_own_is_what_the_page_says(here, monkeypatch, capsys):
     session("your-algorithm.md", monkeypatch)
-    measured = ["client/train_modest" in header for header in columns()]
-    assert sorted(measured) == [False, True, True], "with the median alone, the term alone, and the method"
+    counts = Counter(name for header in columns() for name in header if name.startswith("client/train_"))
+    assert counts["client/train_loss"] == 5
+    assert counts["client/train_confidence_penalty"] == 2, "the term alone, and the method"
+    assert counts["client/train_prior_matching"] == counts["client/train_dynamic_regularizer"] == 1
     runpy.run_path("run_mine.py", run_name="__main__")
     assert Path("runs/mine/final/model.pt").is_file()
     tests = vars(importlib.import_module("test_mine"))
     names = [name for name in tests if name.startswith("test_")]
-    assert len(names) == 4
+    assert len(names) == 5
     for name in names:
         arguments = [here / name] if "tmp_path" in tests[name].__code__.co_varnames else []
         tests[name](*arguments)
