@@ -11,7 +11,7 @@ from typing import Any
 from docstring_parser import parse
 
 from fl_lightning.algorithms import Algorithm
-from fl_lightning.core.catalogue import FAMILIES, classes
+from fl_lightning.cli.catalogue import FAMILIES, classes
 
 PAGE = Path(__file__).with_name("algorithms.md")
 COMMON = ("loss_terms", "aggregator", "buffers")

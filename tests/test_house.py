@@ -12,15 +12,10 @@ ROOMS = (
     *("orchestrator", "analysis", "cli"),
 )
 BACKWARDS = {
-    "analysis.export -> cli.errors",
     "analysis.study.executor -> cli.main",
     "analysis.study.sweep_metric -> cli.commands.fit",
     "analysis.study.sweep_metric -> cli.experiment",
     "analysis.study.executor -> cli.commands.fit",
-    "client.module -> analysis.export",
-    "core.catalogue -> callbacks",
-    "core.catalogue -> loggers",
-    "core.gate -> loggers.collection",
     "data.few_shot -> models",
     "orchestrator -> cli.trial",
 }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -17,17 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
-from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 
-from fl_lightning.cli.errors import plainly
+from fl_lightning.client.exported import described_objective, rebuilt
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
-from fl_lightning.core.gate import Untrusted, untrusted
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.data.schema import TableSchema
-from fl_lightning.models import ModelFactory
 from fl_lightning.models.wrapped import original_of
 
 if TYPE_CHECKING:
@@ -296,60 +292,3 @@ def _hushed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-# --- From plain data to a network ---
-
-
-def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
-    """The network that an exported checkpoint tells of, with new weights.
-
-    Args:
-        described: What `Network.described` gave.
-        trust: Run the code that it names, whatever that is.
-
-    Raises:
-        ConfigError: It tells of none, or names code that is none of this package's or torch's.
-    """
-    if not isinstance(described, Mapping) or not {"class_path", "in_shape", "num_classes"} <= described.keys():
-        raise ConfigError(f"backbone: it needs a network (an nn.Module), got {type(described).__name__}")
-    model = {name: described[name] for name in ("class_path", "init_args") if name in described}
-    return _built(
-        "backbone",
-        model,
-        ModelFactory,
-        lambda factory: original_of(
-            factory(in_shape=tuple(described["in_shape"]), num_classes=described["num_classes"])
-        ),
-        trust,
-    )
-
-
-def described_objective(objective: Objective) -> dict[str, Any]:
-    """An objective in plain data, of which `rebuilt_objective` makes an equal one."""
-    kind = type(objective)
-    options = {
-        name: getattr(objective, name) for name in inspect.signature(kind).parameters if hasattr(objective, name)
-    }
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": options}
-
-
-def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
-    """The objective that an exported checkpoint tells of.
-
-    Args:
-        described: What `described_objective` gave.
-
-    Raises:
-        ConfigError: It names code that is none of this package's.
-    """
-    return _built("objective", dict(described), Objective, lambda objective: objective)
-
-
-def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
-    """What a class path and its arguments stand for, once they may be chosen by a file."""
-    fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{key}", type=kind)
-    with nullcontext() if trust else untrusted(Untrusted({key: spec}, "", fix)), plainly(parser):
-        return finish(parser.instantiate(parser.parse_object({key: spec}))[key])

@@ -12,11 +12,12 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
+from fl_lightning.cli.catalogue import names
+from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import Names, class_meant, classes_there_are
-from fl_lightning.core.catalogue import names
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import find_object, refusal
-from fl_lightning.core.spelling import as_backbone, nearest
+from fl_lightning.core.spelling import nearest
 
 CLASS_WANTED = "it needs the name of a class, or a class_path with its init_args"
 

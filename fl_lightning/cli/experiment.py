@@ -13,6 +13,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 
 from fl_lightning import HOMES, MOVED
+from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import plainly, refuse_nulls
 from fl_lightning.core.config import strict
 from fl_lightning.core.errors import CheckpointError, ConfigError
@@ -106,7 +107,7 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
     """Return what `open_run` does; for an untrusted run the gate applies from here on in the calling context."""
     parser = experiment_parser()
-    text = run_config(run_dir, run_keys(), trust, without=WATCHERS)
+    text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with plainly(parser):
         config = parser.parse_args(["--config", text, "--logger", "null"])
     orchestrator = build(config, parser, run_dir)

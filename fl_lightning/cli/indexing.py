@@ -13,12 +13,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
+from fl_lightning.cli.catalogue import BASES, classes
 from fl_lightning.cli.main import COMMANDS
-from fl_lightning.core.catalogue import BASES, classes
 from fl_lightning.core.lazy import load
 from fl_lightning.models import ModelFactory
 
-PATH = Path(__file__).parents[1] / "core" / "index.json"
+PATH = Path(__file__).with_name("index.json")
 NEW = "python -m fl_lightning.cli.indexing"
 
 OWN_WORDS = {

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, index, is_in_source, kind_of, names
+from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
 from fl_lightning.cli.other_tools import CLASSES, OPTIONS
-from fl_lightning.core.catalogue import BASES, CLASS_KEYS, arguments, index, is_in_source, kind_of, names
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.gate import find_object
-from fl_lightning.core.spelling import as_backbone, builders_of_torchvision, fold, nearest, spelled
+from fl_lightning.core.spelling import fold, nearest
 from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.client.exported import rebuilt, rebuilt_objective
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.lazy import load
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.models import Backbone
@@ -148,16 +148,14 @@ class ClientModule(L.LightningModule):
         names = [term.name for term in loss_terms]
         if len(set(names)) < len(names):
             raise ConfigError(f"loss terms need different names, got {', '.join(names)}: list each of them once")
-        self.backbone = (
-            backbone if isinstance(backbone, nn.Module) else load("fl_lightning.analysis.export").rebuilt(backbone)
-        )
+        self.backbone = backbone if isinstance(backbone, nn.Module) else rebuilt(backbone)
         self.loss_terms = nn.ModuleList(loss_terms)
         self.knowledge = nn.ModuleList(unique_knowledge([*(p for t in loss_terms for p in t.knowledge), *knowledge]))
         self.optimizer_factory = optimizer
         self.scheduler_factory = lr_scheduler
         self.objective: Objective = Classification()
         if isinstance(objective, Mapping):
-            self.objective = load("fl_lightning.analysis.export").rebuilt_objective(objective)
+            self.objective = rebuilt_objective(objective)
         elif objective:
             self.objective = objective
         self.round = 1

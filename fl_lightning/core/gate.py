@@ -1,14 +1,15 @@
 """The gate that everything named by an untrusted config passes: objects, paths to write to, other machines.
 
-While a config that somebody else may have written is in use, `find_object` returns only what `allowed_objects` lists,
-`check_writable` accepts only paths inside the run's folder, and `require_trust` refuses what leads to other machines.
+While a config that somebody else may have written is in use, `find_object` returns only the objects that the config is
+allowed to name, `check_writable` accepts only paths inside the run's folder, and `require_trust` refuses what leads to
+other machines.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +19,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from fl_lightning import MOVED
-from fl_lightning.core.catalogue import BASES, base
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError, one_line
-
-CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
-"""Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""
 
 
 @dataclass
@@ -36,6 +32,7 @@ class Untrusted:
         source: What to call it in messages.
         fix: What the user can do where it is refused.
         folder: The only folder that it may write to, if any.
+        allowed: Returns the objects that it may name, by import path; none by default. Called when a name is looked up.
 
     Attributes:
         refusal: What was refused last; jsonargparse may have made something else of that error.
@@ -45,6 +42,7 @@ class Untrusted:
     source: str
     fix: str
     folder: Path | None = None
+    allowed: Callable[[], Mapping[str, Any]] = dict
     refusal: ConfigError | None = None
 
     def refuse(self, value: Any, key: str | None = None) -> ConfigError:
@@ -91,7 +89,7 @@ def find_object(path: str) -> Any:
     """Return the object that an import path names; the only way from text to an object.
 
     Raises:
-        ConfigError: The config in use is untrusted and the path is not in `allowed_objects`.
+        ConfigError: The config in use is untrusted and may not name the object.
         ImportError, AttributeError: There is no such object.
     """
     config = _UNTRUSTED.get()
@@ -100,9 +98,10 @@ def find_object(path: str) -> Any:
             return resolve_name(path)
         except ValueError as error:
             raise ImportError(error) from error
-    if path not in allowed_objects():
+    allowed = config.allowed()
+    if path not in allowed:
         raise config.refuse(path)
-    return allowed_objects()[path]
+    return allowed[path]
 
 
 def check_writable(key: str, path: Path) -> None:
@@ -135,41 +134,26 @@ def require_trust(key: str, value: Any) -> None:
         raise config.refuse(value, key)
 
 
-@cache
-def allowed_objects() -> dict[str, Any]:
-    """Return all that an untrusted config may name, by import path."""
-    from lightning.pytorch import callbacks
-    from lightning.pytorch.loggers import Logger
-    from torch import nn, optim
-    from torchvision import models
+def public_classes(module: str, bases: tuple[type, ...]) -> dict[str, type]:
+    """Return the public classes of a module that derive from one of these bases, by import path.
 
-    kinds = tuple(map(base, BASES))
-    places: list[tuple[str, tuple[type, ...]]] = [
-        ("fl_lightning", (*kinds, Logger)),
-        ("fl_lightning.loggers.collection", (Logger,)),
-        *((f"fl_lightning.{home}", kinds) for _, home, _ in BASES.values()),
-        ("torch.optim", (optim.Optimizer,)),
-        ("torch.optim.lr_scheduler", (optim.lr_scheduler.LRScheduler,)),
-        ("torch.nn", (nn.Module,)),
-    ]
+    Each class is listed under the module and under the module that defines it. Classes of other packages are left out.
+    """
+    home, root = import_module(module), f"{module.partition('.')[0]}."
+    found: dict[str, type] = {}
+    for name in getattr(home, "__all__", vars(home)):
+        value = getattr(home, name)
+        if inspect.isclass(value) and issubclass(value, bases) and value.__module__.startswith(root):
+            found |= {f"{module}.{name}": value, f"{value.__module__}.{name}": value}
+    return found
+
+
+def by_import_path(values: Iterable[Any]) -> dict[str, Any]:
+    """Return functions or classes by the modules that define them, and by the packages of those modules."""
     found: dict[str, Any] = {}
-    for place, bases in places:
-        module, root = import_module(place), f"{place.partition('.')[0]}."
-        for name in getattr(module, "__all__", vars(module)):
-            value = getattr(module, name)
-            if inspect.isclass(value) and issubclass(value, bases) and value.__module__.startswith(root):
-                found |= {f"{place}.{name}": value, f"{value.__module__}.{name}": value}
-    found |= {
-        f"fl_lightning.{before}.{name}": value
-        for before, now in MOVED.items()
-        for name, value in vars(import_module(f"fl_lightning.{now}")).items()
-        if f"fl_lightning.{now}.{name}" in found
-    }
-    others = [getattr(callbacks, name) for name in CLIENT_CALLBACKS]
-    others += [models.get_model_builder(name) for name in models.list_models(models)]
-    for value in others:
-        home = ".".join(value.__module__.split(".")[:-1])
-        found |= {f"{home}.{value.__name__}": value, f"{value.__module__}.{value.__name__}": value}
+    for value in values:
+        package = value.__module__.rpartition(".")[0]
+        found |= {f"{package}.{value.__name__}": value, f"{value.__module__}.{value.__name__}": value}
     return found
 
 

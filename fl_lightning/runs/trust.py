@@ -14,7 +14,7 @@ import secrets
 import stat
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,13 @@ PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
 # --- A run's own config ---
 
 
-def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, without: Collection[str] = ()) -> str:
+def run_config(
+    run_dir: Path,
+    keys: Collection[str],
+    allowed: Callable[[], Mapping[str, Any]],
+    trust: bool = False,
+    without: Collection[str] = (),
+) -> str:
     """Return a run's own config as text that jsonargparse takes for `--config`.
 
     Unless it is trusted, the gate applies from here on in the calling context. The file is read once, so what is parsed
@@ -48,6 +54,7 @@ def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, withou
     Args:
         run_dir: The run's folder.
         keys: The keys that a run's config can hold.
+        allowed: Returns the objects that an untrusted config may name, by import path.
         trust: Take it as it is.
         without: Keys to leave out.
 
@@ -61,7 +68,7 @@ def run_config(run_dir: Path, keys: Collection[str], trust: bool = False, withou
     if trust or not (reason := _why_not_own(run_dir, content, config)):
         let_in(rest)
     else:
-        untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir)
+        untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir, allowed)
         begin(untrusted)
         if unknown := sorted(map(str, rest.keys() - set(keys))):
             raise untrusted.refuse("a key that no run writes", unknown[0])

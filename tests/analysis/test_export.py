@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ClientModule, open_run
-from fl_lightning.analysis.export import FORMATS, Network, network_of, rebuilt, same_outputs, write
+from fl_lightning.analysis.export import FORMATS, Network, network_of, same_outputs, write
+from fl_lightning.client.exported import rebuilt
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, Regression

@@ -35,9 +35,9 @@ from fl_lightning.analysis.study.reproduction import (
     read,
 )
 from fl_lightning.analysis.study.table import PaperValue, read_table, runs, scaling, settings_of
+from fl_lightning.cli.catalogue import things
 from fl_lightning.cli.commands import reproduce
 from fl_lightning.cli.experiment import experiment_parser, plain_config
-from fl_lightning.core.catalogue import things
 from fl_lightning.core.config import with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits

@@ -15,11 +15,10 @@ from commands import run
 from lightning.pytorch import loggers
 
 import fl_lightning
-from fl_lightning.cli import help, indexing
+from fl_lightning.cli import catalogue, help, indexing
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.commands import completion, fit
 from fl_lightning.cli.experiment import TRAINER_KEYS
-from fl_lightning.core import catalogue
 from fl_lightning.engines.trainer import quiet_trainer
 from fl_lightning.loggers import wandb as wandb_logger
 
@@ -125,7 +124,7 @@ def test_no_word_at_all_is_a_question_for_help():
 
 def test_the_index_is_what_making_it_now_gives():
     assert indexing.PATH.read_text(encoding="utf-8") == indexing.made(), (
-        "what a config can name has changed since fl_lightning/core/index.json was made; make it anew: "
+        "what a config can name has changed since fl_lightning/cli/index.json was made; make it anew: "
         "python -m fl_lightning.cli.indexing"
     )
 

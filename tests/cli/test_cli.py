@@ -16,9 +16,9 @@ from commands import TINY, contents, rows, run, summary, table, tiny, untimed_ro
 
 from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, data, engines, models
 from fl_lightning.cli import main as cli
+from fl_lightning.cli.catalogue import FAMILIES
 from fl_lightning.cli.experiment import open_run
 from fl_lightning.core import objectives
-from fl_lightning.core.catalogue import FAMILIES
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 

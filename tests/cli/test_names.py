@@ -16,18 +16,12 @@ from commands import TINY, contents, run
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli import main as cli
 from fl_lightning.cli import unknown_names
+from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
+from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.core.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
 from fl_lightning.core.config import nearest_file, shipped
-from fl_lightning.core.spelling import (
-    as_backbone,
-    builders_of_torchvision,
-    fold,
-    nearest,
-    same,
-    spelled,
-)
+from fl_lightning.core.spelling import fold, nearest, same
 
 FIT = "fit --config digits_fedskc.yaml --logger null"
 

@@ -14,7 +14,7 @@ from fl_lightning.callbacks import ClassRelations, EarlyStopping
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC, FedUV
-from fl_lightning.core.catalogue import classes
+from fl_lightning.cli.catalogue import classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Objective, Regression, objective_of
 from fl_lightning.data import IID, Dataset, Dirichlet, LoadedData, QuantitySkew, Scenario

@@ -12,8 +12,8 @@ from reduced import SMALL, name_of, read, reduced
 from torch import nn
 
 from fl_lightning import data
+from fl_lightning.cli.catalogue import things
 from fl_lightning.cli.main import main
-from fl_lightning.core.catalogue import things
 from fl_lightning.models import ModelFactory
 
 CONFIGS = [name for name in things("configs") if not name.startswith("digits_")]

@@ -10,7 +10,7 @@ import yaml
 from commands import rows, run
 from layouts import table, write_csv, write_image_folder, write_text_table
 
-from fl_lightning.core.catalogue import things
+from fl_lightning.cli.catalogue import things
 from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 

@@ -12,8 +12,8 @@ from commands import TINY, contents, run
 from experiments import digits, experiment
 from torch.optim import lr_scheduler
 
+from fl_lightning.cli.catalogue import classes
 from fl_lightning.client.optimizers import LRScales
-from fl_lightning.core.catalogue import classes
 from fl_lightning.core.errors import ConfigError, blame, check_number, check_positive
 from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.models import CNN

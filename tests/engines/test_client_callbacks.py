@@ -15,8 +15,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import FedAvg, FedProx
+from fl_lightning.cli.catalogue import names
 from fl_lightning.client.module import LossTerm
-from fl_lightning.core.catalogue import names
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.engines import AutoEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines.trainer import lightning_at_ease

@@ -16,7 +16,7 @@ from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch import loggers as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from fl_lightning.core.catalogue import names
+from fl_lightning.cli.catalogue import names
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import files as file_loggers
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger

@@ -16,7 +16,7 @@ from experiments import experiment
 import fl_lightning
 from fl_lightning import HOMES
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
-from fl_lightning.core.catalogue import BASES, base, classes
+from fl_lightning.cli.catalogue import BASES, base, classes
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.runs.reader import Run, open_run_folder

@@ -15,7 +15,8 @@ from jsonargparse import _typehints
 from PIL import Image
 
 from fl_lightning import runs
-from fl_lightning.core import catalogue, gate
+from fl_lightning.cli import catalogue
+from fl_lightning.core import gate
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.runs.seal import Seal
 

@@ -19,8 +19,9 @@ import yaml
 from commands import TINY, contents, run, table, tiny
 from jsonargparse import _typehints
 
+from fl_lightning.cli import allowed_objects, catalogue
 from fl_lightning.cli.experiment import experiment_parser, instantiate, open_run, run_keys
-from fl_lightning.core import catalogue, gate
+from fl_lightning.core import gate
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import trainer
 from fl_lightning.models import FromModule
@@ -279,7 +280,7 @@ def test_text_of_a_config_is_no_file(theirs):
     (theirs / "config.yaml").write_text("rounds: 3\n")
     Path("rounds: 3\n").write_text("model: evil_installed.Net\n")
     with pytest.raises(OSError, match="too long"):
-        os.stat(copy_context().run(trust.run_config, theirs, run_keys()))
+        os.stat(copy_context().run(trust.run_config, theirs, run_keys(), dict))
 
 
 def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
@@ -314,13 +315,13 @@ def import_paths():
         yield from (f"{module.__name__}.{n}" for n, c in kinds.items() if isinstance(c, type) and issubclass(c, bases))
     yield from (f"torchvision.models.{name}" for name in ("resnet18", "vgg11", "vit_b_16"))
     yield from ("torch.nn.Linear", "fl_lightning.FedSKC", "fl_lightning.loggers.collection.WandbRoundLogger")
-    yield from (f"lightning.pytorch.callbacks.{name}" for name in gate.CLIENT_CALLBACKS)
+    yield from (f"lightning.pytorch.callbacks.{name}" for name in allowed_objects.CLIENT_CALLBACKS)
 
 
 def test_all_that_can_be_named_is_known():
     paths = list(import_paths())
     assert len(paths) > 100
-    assert [path for path in paths if path not in gate.allowed_objects()] == []
+    assert [path for path in paths if path not in allowed_objects.allowed_objects()] == []
 
 
 def test_shipped_configs_pass_the_gate(monkeypatch):
@@ -329,7 +330,7 @@ def test_shipped_configs_pass_the_gate(monkeypatch):
     monkeypatch.setattr(gate, "find_object", lambda path: named.add(path) or find(path))
     configs = sorted((Path(trust.__file__).parents[2] / "configs").glob("*.yaml"))
     assert len(configs) > 50
-    with gate.untrusted(gate.Untrusted({}, "", "")):
+    with gate.untrusted(gate.Untrusted({}, "", "", allowed=allowed_objects.allowed_objects)):
         parser = experiment_parser()
         for config in configs:
             content = yaml.safe_load(config.read_text())
@@ -364,7 +365,7 @@ def test_the_author_does_not_feel_it(own, here, tmp_path):
     assert (code, err) == (0, "")
     shutil.move(own, tmp_path / "moved")
     forget(here)
-    copy_context().run(trust.run_config, tmp_path / "moved", run_keys())
+    copy_context().run(trust.run_config, tmp_path / "moved", run_keys(), dict)
     assert str(here) in sys.path
     about = key_of(tmp_path).stat()
     assert (stat.S_IMODE(about.st_mode), about.st_size) == (0o600, 32)
@@ -682,7 +683,7 @@ def test_builders_of_torchvision_need_no_trust(theirs):
         "init_args": {"module": "torchvision.models.resnet18", "module_args": {"num_classes": 10}, "head": "fc"},
     }
     config = copy.deepcopy(with_config(theirs, put("model", model)))
-    with gate.untrusted(gate.Untrusted(config, "", "")):
+    with gate.untrusted(gate.Untrusted(config, "", "", allowed=allowed_objects.allowed_objects)):
         FromModule((3, 32, 32), 10, **config["model"]["init_args"])
         with pytest.raises(ConfigError, match=r"model.module_args.weights: DEFAULT is not allowed"):
             FromModule((3, 32, 32), 10, "torchvision.models.resnet18", "fc", {"weights": "DEFAULT"})

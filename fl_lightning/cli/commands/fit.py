@@ -15,12 +15,13 @@ from rich.console import Console
 from fl_lightning.analysis.report.tables import summary_table
 from fl_lightning.analysis.rivals import given as values
 from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.cli.allowed_objects import allowed_objects
+from fl_lightning.cli.class_names import spelled
 from fl_lightning.cli.errors import plainly
 from fl_lightning.cli.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
 from fl_lightning.cli.trial import tried
 from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.spelling import spelled
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
 from fl_lightning.runs.folder import fresh
@@ -103,7 +104,7 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
     if not resumed or values(words, "config"):
         return list(words)
     replaced = [key for key in WATCHERS if values(words, key)]
-    config = run_config(Path(resumed[-1][1]), run_keys(), trust="--trust" in words, without=replaced)
+    config = run_config(Path(resumed[-1][1]), run_keys(), allowed_objects, trust="--trust" in words, without=replaced)
     return ["--config", config, *words]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.core.catalogue import KINDS, groups
+from fl_lightning.cli.catalogue import KINDS, groups
 from fl_lightning.core.errors import ConfigError
 
 

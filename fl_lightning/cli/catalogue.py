@@ -71,7 +71,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 @cache
 def index() -> dict[str, Any]:
     """What `index.json` holds: `classes` by kind and name, and the options of `commands`."""
-    return json.loads(files("fl_lightning.core").joinpath("index.json").read_text(encoding="utf-8"))
+    return json.loads(files("fl_lightning.cli").joinpath("index.json").read_text(encoding="utf-8"))
 
 
 def things(kind: str) -> dict[str, str]:

@@ -1,0 +1,42 @@
+"""Objects that a run's config may name although somebody else wrote it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from fl_lightning import MOVED
+from fl_lightning.cli.catalogue import BASES, base
+from fl_lightning.client.exported import allowed_objects as allowed_in_checkpoints
+from fl_lightning.core.gate import by_import_path, public_classes
+
+CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
+"""Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""
+
+
+@cache
+def allowed_objects() -> dict[str, Any]:
+    """Return what an untrusted config may name, by import path: classes of this package, torch and torchvision."""
+    from lightning.pytorch import callbacks
+    from lightning.pytorch.loggers import Logger
+    from torch import optim
+
+    kinds = tuple(map(base, BASES))
+    places: list[tuple[str, tuple[type, ...]]] = [
+        ("fl_lightning", (*kinds, Logger)),
+        ("fl_lightning.loggers.collection", (Logger,)),
+        *((f"fl_lightning.{home}", kinds) for _, home, _ in BASES.values()),
+        ("torch.optim", (optim.Optimizer,)),
+        ("torch.optim.lr_scheduler", (optim.lr_scheduler.LRScheduler,)),
+    ]
+    found = dict(allowed_in_checkpoints())
+    for place, bases in places:
+        found |= public_classes(place, bases)
+    found |= {
+        f"fl_lightning.{before}.{name}": value
+        for before, now in MOVED.items()
+        for name, value in vars(import_module(f"fl_lightning.{now}")).items()
+        if f"fl_lightning.{now}.{name}" in found
+    }
+    return found | by_import_path(getattr(callbacks, name) for name in CLIENT_CALLBACKS)

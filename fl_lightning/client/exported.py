@@ -1,0 +1,92 @@
+"""Networks and objectives as plain data, as `fl-lightning export` writes them into a checkpoint, and back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.gate import Untrusted, by_import_path, public_classes, refusal, untrusted
+from fl_lightning.core.objectives import Objective
+from fl_lightning.models import Backbone, ModelFactory
+from fl_lightning.models.wrapped import original_of
+
+
+def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
+    """The network that an exported checkpoint tells of, with new weights.
+
+    Args:
+        described: What `Network.described` gave.
+        trust: Run the code that it names, whatever that is.
+
+    Raises:
+        ConfigError: It tells of none, or names code that is none of this package's or torch's.
+    """
+    if not isinstance(described, Mapping) or not {"class_path", "in_shape", "num_classes"} <= described.keys():
+        raise ConfigError(f"backbone: it needs a network (an nn.Module), got {type(described).__name__}")
+    model = {name: described[name] for name in ("class_path", "init_args") if name in described}
+    return _built(
+        "backbone",
+        model,
+        ModelFactory,
+        lambda factory: original_of(
+            factory(in_shape=tuple(described["in_shape"]), num_classes=described["num_classes"])
+        ),
+        trust,
+    )
+
+
+def described_objective(objective: Objective) -> dict[str, Any]:
+    """An objective in plain data, of which `rebuilt_objective` makes an equal one."""
+    kind = type(objective)
+    options = {
+        name: getattr(objective, name) for name in inspect.signature(kind).parameters if hasattr(objective, name)
+    }
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": options}
+
+
+def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
+    """The objective that an exported checkpoint tells of.
+
+    Args:
+        described: What `described_objective` gave.
+
+    Raises:
+        ConfigError: It names code that is none of this package's.
+    """
+    return _built("objective", dict(described), Objective, lambda objective: objective)
+
+
+def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
+    """Return what a class path and its arguments stand for, if a file may choose it."""
+    from jsonargparse import ArgumentParser  # half a second
+
+    fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{key}", type=kind)
+    with nullcontext() if trust else untrusted(Untrusted({key: spec}, "", fix, allowed=allowed_objects)):
+        try:
+            return finish(parser.instantiate(parser.parse_object({key: spec}))[key])
+        except Exception as error:
+            raise refusal() or ConfigError(
+                f"{key}: cannot be built from the checkpoint ({one_line(error)}). {fix}"
+            ) from error
+
+
+@cache
+def allowed_objects() -> dict[str, Any]:
+    """Return what a checkpoint may name: our models and objectives, torch's layers and torchvision's models."""
+    from torchvision import models
+
+    return {
+        **public_classes("fl_lightning", (Backbone, Objective)),
+        **public_classes("fl_lightning.models", (Backbone,)),
+        **public_classes("fl_lightning.core.objectives", (Objective,)),
+        **public_classes("torch.nn", (nn.Module,)),
+        **by_import_path(models.get_model_builder(name) for name in models.list_models(models)),
+    }
