@@ -11,8 +11,9 @@ from fl_lightning.callbacks.plots import bars, heat_maps, panels
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class AggregationWeights(RoundFigure):
@@ -32,7 +33,7 @@ class AggregationWeights(RoundFigure):
     def __init__(self, every: int = 1) -> None:
         super().__init__(every)
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse an aggregator without weights of its own.
 
         Raises:
@@ -41,18 +42,18 @@ class AggregationWeights(RoundFigure):
         super().check(run)
         self._require_weights(run)
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Each client's weight."""
         return ["client_<id>/weight"]
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}
 
     @staticmethod
-    def _require_weights(run: FederatedOrchestrator) -> None:
+    def _require_weights(run: FederatedRun) -> None:
         owner = type(run.algorithm.aggregator if run.algorithm.server else run.algorithm).__name__
         require(run, "weights", f"callbacks: AggregationWeights: {owner} has no weights of its own; leave it out")
 

@@ -9,8 +9,9 @@ from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.core.errors import check_positive
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class Checkpointing(Monitor):
@@ -40,7 +41,7 @@ class Checkpointing(Monitor):
         self.best: float | None = None
         self.best_round: int | None = None
 
-    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
         """Write a checkpoint if one is due."""
         if run.round % self.every and not run.is_over:
             return

@@ -15,8 +15,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import classification_layer
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class ClassRelations(RoundFigure):
@@ -35,7 +36,7 @@ class ClassRelations(RoundFigure):
     name = "class_relations"
     needs_classes = True
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse what has no matrices to compare.
 
         Raises:
@@ -53,11 +54,11 @@ class ClassRelations(RoundFigure):
             what = "the model does not end with a linear layer of a row of weights a class"
             raise ConfigError(f"callbacks: ClassRelations: {what}; leave it out")
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """The distance."""
         return ["class_relations/distance"]
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`sl`, `cr` `(C, C)` and their `distance`."""
         module = run.worker.shared_module(run.state["model"])
         with run.worker.inference(module):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from fl_lightning.callbacks.base import RoundCallback, require
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class ClusterNorms(RoundCallback):
@@ -22,7 +23,7 @@ class ClusterNorms(RoundCallback):
         ConfigError: The method has no such clusters.
     """
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse a method without such clusters.
 
         Raises:
@@ -31,11 +32,11 @@ class ClusterNorms(RoundCallback):
         owner = type(run.algorithm).__name__
         require(run, "norms", f"callbacks: ClusterNorms: {owner} splits no clusters; leave it out, or use CFL")
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """The number of clusters, and each cluster's norms."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
-    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Add the round's."""
         self.check(run)
         for name in ("mean", "max"):

@@ -12,9 +12,10 @@ from fl_lightning.callbacks.plots import lines, panels
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class CommunicationMeter(RoundCallback):
@@ -26,20 +27,20 @@ class CommunicationMeter(RoundCallback):
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """The three counts."""
         return [f"comm/{what}_bytes" for what in ("up", "down", "total")]
 
-    def on_round_start(self, run: FederatedOrchestrator, participants: Sequence[int]) -> None:
+    def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
         """Start the round's count."""
         self.up = self.down = 0
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Count what the client was sent and what it sent."""
         self.down += result.download_bytes
         self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
-    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Add the round's bytes to its metrics."""
         self.total += self.up + self.down
         metrics |= {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
@@ -62,15 +63,15 @@ class BytesByRound(RoundFigure):
 
     name = "bytes"
 
-    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """The round's bytes are known at its end only."""
 
-    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
         """Draw, if the round is due."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         super().on_round_end(run, metrics)
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`up` and `down` of each round so far, `(rounds,)`."""
         return {way: np.array([row[f"comm/{way}_bytes"] for row in run.csv.rows]) for way in ("up", "down")}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fl_lightning.orchestrator import FederatedOrchestrator
+    from fl_lightning.callbacks.base import FederatedRun
 
 MOST_COUNTS = 12
 """Up to how many classes each cell has its count written in it."""
@@ -39,7 +39,7 @@ class ConfusionMatrix(RoundFigure):
     name = "confusion_matrix"
     needs_classes = True
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse data without classes, or without anything to test on.
 
         Raises:
@@ -49,7 +49,7 @@ class ConfusionMatrix(RoundFigure):
         if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in run.scored):
             raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`global` and `worst` `(C, C)`, samples by true class (row) and predicted one; the worst `client`."""
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
@@ -69,7 +69,7 @@ class ConfusionMatrix(RoundFigure):
         return arrays
 
     @staticmethod
-    def _tests_globally(run: FederatedOrchestrator) -> bool:
+    def _tests_globally(run: FederatedRun) -> bool:
         """Whether there is a global model, and the global test set is of the classes that it knows."""
         return run.algorithm.one_model and run.data.data.evaluate is None
 

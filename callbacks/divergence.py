@@ -16,9 +16,10 @@ from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_inpu
 from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class UnitDivergence(RoundFigure):
@@ -52,7 +53,7 @@ class UnitDivergence(RoundFigure):
         self.pairs, self.divergence = list(pairs or []), DIVERGENCES[divergence]
         self._seen: dict[int, Tensor] = {}
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse pairs of clients that are not there.
 
         Raises:
@@ -65,11 +66,11 @@ class UnitDivergence(RoundFigure):
                 mend = f"a pair is two different clients from 0 to {clients - 1}"
                 raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]}; {mend}")
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """The mean, and the pairs asked for."""
         return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Show one client's trained model the unit input."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
@@ -78,7 +79,7 @@ class UnitDivergence(RoundFigure):
             x, _ = next(iter(run.worker.test_batches()))
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`clients` `(K,)`, their unit representations `units` `(K, C)` and the divergence of each pair, `(K, K)`."""
         clients = sorted(self._seen)
         units = [self._seen[client] for client in clients]
@@ -87,7 +88,7 @@ class UnitDivergence(RoundFigure):
         arrays = {"clients": np.array(clients), "units": torch.stack(units).numpy(), "divergence": gaps}
         return arrays | self._history(run, self.numbers(arrays))
 
-    def _history(self, run: FederatedOrchestrator, now: Row) -> Arrays:
+    def _history(self, run: FederatedRun, now: Row) -> Arrays:
         """`rounds` measured so far `(R,)`, and of each of `names` `(L,)` the `values` `(L, R)`; NaN for none."""
         rows = [*(row for row in run.csv.rows if "divergence/mean" in row), now | {"round": run.round}]
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("divergence/")))

@@ -17,9 +17,10 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.state import flatten
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class ClientDrift(RoundFigure):
@@ -45,7 +46,7 @@ class ClientDrift(RoundFigure):
         self._updates: dict[int, Tensor] = {}
         self._before: Tensors | None = None
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse a method that aggregates no models.
 
         Raises:
@@ -56,12 +57,12 @@ class ClientDrift(RoundFigure):
             method = type(run.algorithm).__name__
             raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model to drift from; leave it out")
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Means, and each client's."""
         forms = ("drift/{}_mean", "client_<id>/drift_{}")
         return [form.format(what) for form in forms for what in ("distance", "cosine")]
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Keep one client's update."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
@@ -70,7 +71,7 @@ class ClientDrift(RoundFigure):
         _, begun, ended = flatten([shared, start, trained])
         self._before, self._updates[result.client] = shared, (ended - begun).float()
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`clients`, `distance` and `cosine`, each `(K,)`."""
         assert self._before is not None
         before, after = flatten([self._before, run.state["model"]]).float()

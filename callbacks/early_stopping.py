@@ -10,8 +10,9 @@ from fl_lightning.callbacks.monitor import ACCURACIES, LOSSES, Monitor, round_me
 from fl_lightning.core.errors import ConfigError, check_positive
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class EarlyStopping(Monitor):
@@ -43,7 +44,7 @@ class EarlyStopping(Monitor):
         self.best: float | None = None
         self.waited = 0
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse what would never stop a run: a metric that no round will have.
 
         Raises:
@@ -54,7 +55,7 @@ class EarlyStopping(Monitor):
             mend = "name another as monitor, or hold data back to test on (scenario.local_test)"
             raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}; {mend}")
 
-    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Compare an evaluated round with the best so far."""
         watched = self.watched(metrics)
         if watched is None:

@@ -18,10 +18,11 @@ from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.files import write_atomically
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 Arrays = dict[str, np.ndarray]
 
@@ -58,7 +59,7 @@ class RoundFigure(RoundCallback):
         self.every = every
         self._arrays: Arrays | None = None
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse what cannot be measured or written; warn of what was written and is no longer so.
 
         Raises:
@@ -81,11 +82,11 @@ class RoundFigure(RoundCallback):
                 raise ConfigError(f"run_dir: {place} is no folder; figures go there, move it away")
         self._verify(run)
 
-    def is_due(self, run: FederatedOrchestrator, round: int) -> bool:
+    def is_due(self, run: FederatedRun, round: int) -> bool:
         """Whether a round is measured."""
         return round == run.rounds or (self.every is not None and round % self.every == 0)
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """The arrays that numbers and picture are made of, after a round's aggregation."""
         raise NotImplementedError
 
@@ -97,13 +98,13 @@ class RoundFigure(RoundCallback):
         """The picture."""
         raise NotImplementedError
 
-    def on_round_metrics(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Measure, if the round is due."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays is not None:
             metrics |= self.numbers(self._arrays)
 
-    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
         """Write the arrays and the picture."""
         if self._arrays is None:
             return
@@ -124,7 +125,7 @@ class RoundFigure(RoundCallback):
         """Go on from files that were written."""
         self._written = state.get("written", "")
 
-    def _place(self, run: FederatedOrchestrator) -> str:
+    def _place(self, run: FederatedRun) -> str:
         """The name of the figure's folder."""
         alike = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name]
         number = alike.index(self)
@@ -134,7 +135,7 @@ class RoundFigure(RoundCallback):
         write_atomically(path, content)
         self._written += f"{checksum(content)} {path.name}\n"  # one text, which a checkpoint takes as it is
 
-    def _verify(self, run: FederatedOrchestrator) -> None:
+    def _verify(self, run: FederatedRun) -> None:
         folder = run.run_dir / "figures" / self._place(run)
         lines = self._written.splitlines()
         if lines and not folder.exists():
@@ -148,7 +149,7 @@ class RoundFigure(RoundCallback):
                 warnings.warn(f"{path} is not as it was written; it is not made again", stacklevel=2)
 
 
-def trained_model(run: FederatedOrchestrator, result: Result) -> Tensors:
+def trained_model(run: FederatedRun, result: Result) -> Tensors:
     """The model of a client that has just ended its fit, as it was trained, on the CPU.
 
     What it uploads of it, its personal part, and of what is in neither, what it started from.

@@ -22,8 +22,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 MOST_IN_LEGEND = 20
@@ -59,7 +60,7 @@ class KnowledgeMap(RoundFigure):
         self.client, self.samples = client, samples
         self._chosen: tuple[int, Tensors] | None = None
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse a client that is not there.
 
         Raises:
@@ -70,13 +71,13 @@ class KnowledgeMap(RoundFigure):
             there = f"clients are 0 to {run.clients - 1}"
             raise ConfigError(f"callbacks: KnowledgeMap.client: there is no client {self.client}; {there}")
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Keep the model of the client to show."""
         wanted = self._chosen is None or result.client == self.client
         if self.is_due(run, run.round + 1) and result.upload and wanted:
             self._chosen = result.client, trained_model(run, result)
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`points` and `labels` of the samples, `knowledge` and its `classes`, in the plane; the `client`."""
         from sklearn.manifold import TSNE  # a second to import
 

@@ -18,8 +18,9 @@ from fl_lightning.evaluation.evaluation import client_summary, own_series, perso
 from fl_lightning.evaluation.metrics import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 ACCURACIES = ("global/acc", "client/acc_mean")
 """What is watched unless another metric is named: the first that there is."""
@@ -50,7 +51,7 @@ class Monitor(RoundCallback):
         self._known = False  # whether some rounds at least are known to have the metric
         self._told = False
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse a metric that no round will have; warn of one whose worst would count as its best.
 
         Raises:
@@ -116,7 +117,7 @@ def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
     return "max" if metric in known or metric.endswith("_acc") else None
 
 
-def round_metrics(run: FederatedOrchestrator) -> list[str]:
+def round_metrics(run: FederatedRun) -> list[str]:
     """Names of the metrics that a run's rounds may have; in one, `<id>` stands for any whole number.
 
     Args:
@@ -142,7 +143,7 @@ def round_metrics(run: FederatedOrchestrator) -> list[str]:
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 
-def refuse_taken(run: FederatedOrchestrator, logged: Collection[str]) -> None:
+def refuse_taken(run: FederatedRun, logged: Collection[str]) -> None:
     """Refuse what callbacks log in clients' fits under the name of a metric that the run has without them.
 
     Args:
@@ -179,7 +180,7 @@ def mend_of(name: str, names: Sequence[str], clients: int) -> str:
     return f"did you mean {near[0]}?" if near and near[0] != name else f"there are {', '.join(forms)}"
 
 
-def adds_unknown(run: FederatedOrchestrator) -> bool:
+def adds_unknown(run: FederatedRun) -> bool:
     """Whether something of the user's own may add metrics of which it does not say the names beforehand."""
     terms = run.worker.template.terms()
     return (

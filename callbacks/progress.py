@@ -13,9 +13,10 @@ from rich.table import Column
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class RoundProgress(RoundCallback):
@@ -31,7 +32,7 @@ class RoundProgress(RoundCallback):
         self._started = 0.0
         self._first_round = 0
 
-    def on_fit_start(self, run: FederatedOrchestrator) -> None:
+    def on_fit_start(self, run: FederatedRun) -> None:
         """Put up the bars."""
         self._started, self._first_round = time.monotonic(), run.round
         if not self.console.is_terminal:
@@ -48,17 +49,17 @@ class RoundProgress(RoundCallback):
         self._clients = self._bars.add_task("clients", total=None, note="")
         self._bars.start()
 
-    def on_round_start(self, run: FederatedOrchestrator, participants: Sequence[int]) -> None:
+    def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
         """Empty the clients' bar."""
         if self._bars:
             self._bars.reset(self._clients, total=len(participants))
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """One client more."""
         if self._bars:
             self._bars.advance(self._clients)
 
-    def on_round_end(self, run: FederatedOrchestrator, metrics: Row) -> None:
+    def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
         """One round more; after the first, what the engine has to tell."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
@@ -78,7 +79,7 @@ class RoundProgress(RoundCallback):
             left = (time.monotonic() - self._started) / done * (run.rounds - run.round)
             self.console.print(f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s", soft_wrap=True)
 
-    def on_fit_end(self, run: FederatedOrchestrator) -> None:
+    def on_fit_end(self, run: FederatedRun) -> None:
         """Take the bars down."""
         if self._bars:
             self._bars.stop()

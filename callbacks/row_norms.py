@@ -15,9 +15,10 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.base import FederatedRun
+
     from fl_lightning.engines import Result
     from fl_lightning.evaluation.metrics import Row
-    from fl_lightning.orchestrator import FederatedOrchestrator
 
 
 class RowNorms(RoundFigure):
@@ -44,7 +45,7 @@ class RowNorms(RoundFigure):
         self._received: dict[int, np.ndarray] = {}
         self._trained: dict[int, np.ndarray] = {}
 
-    def check(self, run: FederatedOrchestrator) -> None:
+    def check(self, run: FederatedRun) -> None:
         """Refuse a model without rows to look at.
 
         Raises:
@@ -59,18 +60,18 @@ class RowNorms(RoundFigure):
             what = "the model has no head that ends with a row of weights a class"
             raise ConfigError(f"callbacks: RowNorms: {what}; leave it out")
 
-    def metrics(self, run: FederatedOrchestrator) -> Iterable[str]:
+    def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Gap and correlation."""
         return ["row_norms/gap", "row_norms/correlation"]
 
-    def on_client_end(self, run: FederatedOrchestrator, result: Result) -> None:
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
         """Note the norms of one client's model, before and after its fit."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         self._received[result.client] = norms(run.starting_module(result.client).backbone.state_dict())
         self._trained[result.client] = norms(trained_model(run, result))
 
-    def measure(self, run: FederatedOrchestrator) -> Arrays:
+    def measure(self, run: FederatedRun) -> Arrays:
         """`clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)` where there are some."""
         clients = sorted(self._trained)
         arrays = {

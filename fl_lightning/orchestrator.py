@@ -18,10 +18,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm, OptimizerState
-from fl_lightning.callbacks import RoundCallback
+from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
-from fl_lightning.cli import trial
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
@@ -31,6 +30,7 @@ from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.state import State
 from fl_lightning.core.task import Score
 from fl_lightning.data import Scenario
+from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.scoring import untrained
@@ -40,6 +40,7 @@ from fl_lightning.evaluation.metrics import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory
+from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
 from fl_lightning.runs.folder import alone, fresh, missing, refuse_occupied, undone_on_failure
 from fl_lightning.runs.reader import Figures, Run
@@ -212,7 +213,7 @@ class FederatedOrchestrator:
             if self._tried:
                 raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
             if fast:
-                self._lie_in(held.enter_context(trial.folder(resume)))
+                self._lie_in(held.enter_context(dry_run.temporary_run_dir(resume)))
                 self._tried, config = True, None
             held.enter_context(self.record.warned)
             if resume:
@@ -224,7 +225,7 @@ class FederatedOrchestrator:
             self._notify("check")
             self.logger.check(self.run_dir)
             if fast:
-                self._set_up(trial.cut_down(self))
+                self._shorten()
             made = missing(self.run_dir)
             if not resume:
                 held.enter_context(alone(self.run_dir))
@@ -244,6 +245,18 @@ class FederatedOrchestrator:
                     if fast and not self.is_over:
                         self._restart()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
+
+    def _shorten(self) -> None:
+        """Cut a run that was built and checked down to a dry run."""
+        self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
+        self.min_clients, self.on_client_failure = 1, "raise"
+        self.logger.mute()
+        scored = min(self.evaluation.max_clients or dry_run.CLIENTS, dry_run.CLIENTS)
+        self.evaluation = replace(self.evaluation, max_clients=scored)
+        self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpointing)]
+        samples = dry_run.train_samples(self.worker.batch_size, self.algorithm.validation)
+        data, trainer = truncate_dataset(self.data, samples), dry_run.shorten_fit(self.worker.trainer)
+        self._set_up(replace(self.worker, data=data, trainer=trainer))
 
     @property
     def is_over(self) -> bool:

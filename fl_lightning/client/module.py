@@ -19,7 +19,7 @@ from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, l
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
-from fl_lightning.models import Backbone
+from fl_lightning.models import Backbone, with_encoder
 from fl_lightning.models.base import tapped
 
 
@@ -178,6 +178,15 @@ class ClientModule(L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         """Outputs `(B, C)` of a batch: logits, where it is classes or labels."""
         return cast(Tensor, self.backbone(x))
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The backbone's encoder, which maps inputs to features.
+
+        Raises:
+            ConfigError: The backbone has no encoder and head that can be called apart.
+        """
+        return with_encoder(self.backbone).encoder
 
     def check_fit(self) -> None:
         """Refuse a trainer that the method cannot work with; `self.trainer` has the fit's options.

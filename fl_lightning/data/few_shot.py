@@ -23,7 +23,6 @@ from fl_lightning.data.images import CIFAR100, Augment
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.partitions import by_class
 from fl_lightning.data.transforms import CropFlip, Normalize
-from fl_lightning.models import with_encoder
 
 # CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018; class numbers are the alphabet's.
 SUPERCLASSES = {
@@ -93,7 +92,7 @@ class FewShot:
 
     def evaluate(self, module: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
         """Score a client module's encoder on the test episodes."""
-        return few_shot_score(with_encoder(module.backbone).encoder, batches, self)
+        return few_shot_score(module.encoder, batches, self)
 
 
 class FC100(CIFAR100):

@@ -1,6 +1,7 @@
 """`fit --fast`: everything is tried once, and nothing is left."""
 
 import os
+import re
 import tempfile
 from dataclasses import replace
 from multiprocessing.util import get_temp_dir
@@ -18,11 +19,12 @@ from torch import nn
 from fl_lightning import LossTerm, RoundCallback, RoundFigure
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedRep
 from fl_lightning.algorithms.global_model.fedskc import StructuralKnowledge
-from fl_lightning.cli import trial
 from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError, Interrupted
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
+from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import StackedEngine
 from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.runs import dry_run
 
 FAST = ("fit", "--config", "tiny.yaml", "--fast")
 
@@ -107,8 +109,9 @@ def test_all_is_well(folders):
     assert outcome.code == 0, outcome.err
     assert not outcome.err
     *_, line = outcome.out.splitlines()
-    assert line.startswith("all is well: FedSKC on Digits, 2 rounds with 2 of 4 clients and up to 2 batches each: ")
-    assert line.endswith(" s; no logger, nothing is left")
+    start = r"dry run passed in [\d.]+ s: FedSKC on Digits, 2 rounds with 2 of 4 clients and up to 2 batches each: "
+    assert re.match(start, line)
+    assert line.endswith("; nothing was logged or kept")
     assert contents(folders) == before
 
 
@@ -130,7 +133,7 @@ def test_it_is_no_way_to_go_on(folders):
     outcome = run("fit", "--resume", folders / "run", "--fast")
     assert outcome.code == 2
     assert outcome.err == (
-        "fl-lightning: error: --fast: a run is tried out from its start; leave out either this or --resume\n"
+        "fl-lightning: error: --fast: a dry run cannot resume. Leave out either --fast or --resume.\n"
     )
     assert contents(folders) == before
     assert run("fit", "--resume", folders / "run", "--rounds", "2").code == 0
@@ -169,7 +172,7 @@ def test_what_would_go_wrong_in_a_round_goes_wrong(folders):
     assert outcome.code == 1
     assert len(outcome.err.splitlines()) == 1
     assert "NaN or Inf" in outcome.err
-    assert "all is well" not in outcome.out
+    assert "dry run passed" not in outcome.out
     assert contents(folders) == before
 
 
@@ -285,7 +288,7 @@ def test_a_sorted_test_set_keeps_its_classes():
     order = loaded.y_test.argsort()
     loaded = replace(loaded, x_test=loaded.x_test[order], y_test=loaded.y_test[order])
     data = FederatedData(loaded, [Shard(torch.arange(1000), torch.arange(1000, 1003)), Shard(torch.arange(5), order)])
-    cut = trial.few(data, 64)
+    cut = truncate_dataset(data, 64)
     assert [len(shard.train) for shard in cut.shards] == [64, 5]
     assert [len(shard.test) for shard in cut.shards] == [3, 256]
     assert len(cut.data.x_test) == len(cut.data.y_test) == 256
@@ -301,14 +304,14 @@ def test_a_sorted_test_set_keeps_its_classes():
 
 def test_batches_and_scores_of_ones_own_get_all_the_data():
     data = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 3).build(0)
-    cut = trial.few(data, 4)
+    cut = truncate_dataset(data, 4)
     assert [len(shard.train) for shard in cut.shards] == [len(shard.train) for shard in data.shards]
     assert len(cut.data.x_test) == len(data.data.x_test)
 
 
 @pytest.mark.parametrize(("batch_size", "validation", "samples"), [(32, 0.0, 64), (10, 0.2, 25), (3, 0.5, 12)])
 def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, samples):
-    assert trial.enough(batch_size, validation) == samples
+    assert dry_run.train_samples(batch_size, validation) == samples
     assert samples - round(samples * validation) >= 2 * batch_size
 
 
@@ -319,7 +322,7 @@ def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, sa
      ({"max_epochs": -1, "max_steps": 7}, -1, 2)],
 )  # fmt: skip
 def test_epochs_stay_and_steps_are_two(given, epochs, steps):
-    short = trial.short({"precision": "32", "limit_train_batches": 0.5, **given})
+    short = dry_run.shorten_fit({"precision": "32", "limit_train_batches": 0.5, **given})
     assert short == {"precision": "32", "max_epochs": epochs, "max_steps": steps, "limit_train_batches": 2}
 
 
@@ -401,7 +404,7 @@ def test_what_was_tried_is_spent(tmp_path):
         with pytest.raises(ConfigError, match=r"^fast: this orchestrator was tried out"):
             made.fit(**options)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match=r"^fast: a run is tried out from its start"):
+    with pytest.raises(ConfigError, match=r"^fast: a dry run cannot resume"):
         experiment(tmp_path / "run").fit(resume=True, fast=True)
 
 

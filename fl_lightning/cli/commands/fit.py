@@ -19,11 +19,12 @@ from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import spelled
 from fl_lightning.cli.errors import plainly
 from fl_lightning.cli.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
-from fl_lightning.cli.trial import tried
 from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
+from fl_lightning.orchestrator import FederatedOrchestrator
+from fl_lightning.runs import dry_run
 from fl_lightning.runs.folder import fresh
 from fl_lightning.runs.seal import MAY_CHANGE
 from fl_lightning.runs.trust import let_in, run_config
@@ -54,7 +55,7 @@ def parser() -> ArgumentParser:
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Run an experiment, or go on with one, and print the table it ends with; or only try one out."""
     if given.fast and given.resume:
-        raise ConfigError("--fast: a run is tried out from its start; leave out either this or --resume")
+        raise ConfigError("--fast: a dry run cannot resume. Leave out either --fast or --resume.")
     config = plain_config(given, parser)
     if given.resume:
         run_dir = Path(given.resume)
@@ -67,7 +68,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if given.fast:
         started = time.monotonic()
         orchestrator.fit(fast=True)
-        print(tried(orchestrator, time.monotonic() - started))
+        print(dry_run_report(orchestrator, time.monotonic() - started))
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
@@ -146,3 +147,15 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 def config_name(configs: Sequence[Any] | None) -> str:
     """The name of the last config file, which a run is named after."""
     return Path(str(configs[-1])).stem if configs else "run"
+
+
+def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:
+    """Return what a dry run that found no error says that it did."""
+    what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
+    callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
+    clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"
+    return (
+        f"dry run passed in {seconds:.1f} s: {what}, {dry_run.ROUNDS} rounds with {clients} and up to "
+        f"{dry_run.BATCHES} batches each: download, training, upload, aggregation, evaluation, checkpoint, resume, "
+        f"{callbacks}, final model and figures; nothing was logged or kept"
+    )
