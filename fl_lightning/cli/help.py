@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fl_lightning.cli.catalogue import BASES, OTHERS, index, kind_of, things
-from fl_lightning.cli.main import COMMANDS
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import nearest, same
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentParser
 
 from fl_lightning.cli.catalogue import BASES, classes
-from fl_lightning.cli.main import COMMANDS
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.core.lazy import load
 from fl_lightning.models import ModelFactory
 

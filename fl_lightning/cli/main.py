@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from fl_lightning import __version__
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.ending import end_quickly
 from fl_lightning.core.errors import ConfigError, FLError, one_line, users_place
 from fl_lightning.core.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
@@ -23,20 +24,6 @@ from fl_lightning.core.lazy import load
 from fl_lightning.core.terminal import forget_stdout, prepare, tell
 
 # A module of fl_lightning.cli.commands each, imported when it is asked for: some need torch, which takes seconds.
-COMMANDS = {
-    "fit": "Run an experiment, or go on with one.",
-    "test": "Evaluate a run's checkpoint again.",
-    "watch": "Follow a running experiment in the terminal.",
-    "partition": "Show and draw which client holds what.",
-    "compare": "Set groups of runs side by side.",
-    "report": "Draw runs as one HTML page.",
-    "export": "Write a run's model to a file.",
-    "sweep": "Carry a W&B sweep file out here, without a server.",
-    "reproduce": "Run a paper's table, and show it beside the paper's.",
-    "list": "List what can be named in a config.",
-    "completion": "Print what makes a shell complete commands, options and names.",
-}
-
 LONGEST_LINE = 360
 
 

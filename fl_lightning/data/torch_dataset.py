@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as MapStyle
 
+from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import described
@@ -51,7 +51,7 @@ def way_for(path: str) -> str | None:
     if not inspect.isclass(found) or not issubclass(found, MapStyle):
         return None
     name = found.__name__
-    ours = f"{name}, which reads the same; or " if hasattr(import_module("fl_lightning.data"), name) else ""
+    ours = f"{name}, which reads the same; or " if HOMES.get(name) == "data" else ""
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 

@@ -15,7 +15,7 @@ from fl_lightning.analysis.rivals import bare
 from fl_lightning.analysis.rivals import given as values
 from fl_lightning.cli import help
 from fl_lightning.cli.catalogue import KINDS, index, kind_of, names, things
-from fl_lightning.cli.main import COMMANDS
+from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError
 
