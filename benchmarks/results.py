@@ -51,7 +51,7 @@ METHODS = {
     "cwFedAVG + WDR": "--algorithm CwFedAvg",
     "UA-PDFL": "--algorithm UAPDFL --algorithm.mu 0.001",
 }
-RIVALS = {  # by what they are for: the global model, the models that clients are sent, those that they have trained
+BASELINES = {  # by what they are for: the global model, the models that clients are sent, those that they have trained
     "global": {
         "FedProx": "--algorithm FedProx",
         "SCAFFOLD": "--algorithm SCAFFOLD",
@@ -92,7 +92,7 @@ RIVALS = {  # by what they are for: the global model, the models that clients ar
     },
 }
 AIMS = {"cwFedAVG + WDR": "sent", "UA-PDFL": "trained"}  # of the five papers' other methods the global model
-AT_FIRST_ALPHA = [  # the finer questions, and the rivals, are asked once
+AT_FIRST_ALPHA = [  # the finer questions, and the baselines, are asked once
     "FedSKC, LCL alone",
     "FedSKC, GDA alone",
     "FedSKC, GPR alone",
@@ -100,10 +100,10 @@ AT_FIRST_ALPHA = [  # the finer questions, and the rivals, are asked once
     "FedSKC, spread none",
     "FedDW, mu 0.1",
 ]
-for aim, rivals in RIVALS.items():
-    METHODS |= rivals
-    AIMS |= dict.fromkeys(rivals, aim)
-    AT_FIRST_ALPHA += rivals
+for aim, baselines in BASELINES.items():
+    METHODS |= baselines
+    AIMS |= dict.fromkeys(baselines, aim)
+    AT_FIRST_ALPHA += baselines
 ALPHAS = (0.1, 0.5)
 RATES = (0.02, 0.05, 0.1, 0.2)
 LARGER = {"APPLE": 10}  # times RATES: APPLE's steps are scaled down by its ratios, some 1/20 here
@@ -225,14 +225,14 @@ def measured(point: Point) -> dict[str, float | None]:
     return {"global": summary.get("global/acc_last"), "trained": summary["client/acc_mean_last"], "sent": sent}
 
 
-def cells(points: list[Point], rivals: list[Point], names: tuple[str, ...]) -> list[str]:
-    """Mean ± deviation of each figure, and of its difference to the rival with the same seed."""
-    pairs = [(measured(a), measured(b)) for a, b in zip(points, rivals, strict=True)]
+def cells(points: list[Point], baselines: list[Point], names: tuple[str, ...]) -> list[str]:
+    """Mean ± deviation of each figure, and of its difference to the baseline with the same seed."""
+    pairs = [(measured(a), measured(b)) for a, b in zip(points, baselines, strict=True)]
     row = []
     for name in names:
         known = [(a[name], b[name]) for a, b in pairs if a[name] is not None]
         row.append(spread([a for a, _ in known]) if known else "")
-        row.append(spread([a - b for a, b in known], "+") if known and points != rivals else "")
+        row.append(spread([a - b for a, b in known], "+") if known and points != baselines else "")
     return row
 
 
@@ -261,8 +261,10 @@ def fashion_table(out: Path, data: str, alpha: float) -> None:
 
 
 def digits_table(out: Path) -> None:
-    rivals = [digits(out, next(iter(DIGITS)), seed) for seed in DIGITS_SEEDS]
-    rows = [[name, *cells([digits(out, name, seed) for seed in DIGITS_SEEDS], rivals, ("global",))] for name in DIGITS]
+    baselines = [digits(out, next(iter(DIGITS)), seed) for seed in DIGITS_SEEDS]
+    rows = [
+        [name, *cells([digits(out, name, seed) for seed in DIGITS_SEEDS], baselines, ("global",))] for name in DIGITS
+    ]
     print("\nDigits:\n")
     table(("config", "global %", "to FedAvg"), rows)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from fl_lightning.analysis.study.table import PaperTable, PaperValue, read_table
+from fl_lightning.analysis.paper_table import PaperTable, PaperValue, read_table
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {  # the beginning of its files' names, and where its method is told about
@@ -45,7 +45,7 @@ def page(paper: str) -> str:
             "",
             "## Experiments",
             "",
-            "`fl-lightning fit --config NAME` runs one, and `--algorithm RIVAL` after it a method that the paper",
+            "`fl-lightning fit --config NAME` runs one, and `--algorithm NAME` after it a method that the paper",
             "compares with, with the hyper-parameters that the paper gives it.",
             "",
             "| config | what |",

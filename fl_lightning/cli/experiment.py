@@ -35,8 +35,8 @@ def experiment_parser() -> ArgumentParser:
     config = "Config file, or the name of a shipped one; of several the later ones have the last say."
     parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE", help=config)
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
-    rivals = "What --algorithm NAME sets beside the algorithm: a mapping by name, the path of one, or a list."
-    parser.add_argument("--rivals", type=str | dict | list | None, help=rivals)
+    baselines = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
+    parser.add_argument("--baselines", type=str | dict | list | None, help=baselines)
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
     logger = {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"}

@@ -19,7 +19,7 @@ Option = dict[str, Any]
 
 # An experiment's keys as one thinks of them; a key that ends with a dot stands for all below it.
 HEADINGS = {
-    "what is learnt, from what, by which method": ("config", "scenario.", "model", "algorithm", "rivals"),
+    "what is learnt, from what, by which method": ("config", "scenario.", "model", "algorithm", "baselines"),
     "how long": ("rounds", "clients_per_round", "seed", "fast"),
     "each client's training": ("batch_size", "optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
     "each client's Lightning Trainer": ("trainer.", "client_callbacks"),

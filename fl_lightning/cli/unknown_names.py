@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, index, is_in_source, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
 from fl_lightning.cli.other_tools import CLASSES, OPTIONS
@@ -52,7 +52,7 @@ def check(command: str, words: Sequence[str]) -> None:
         ConfigError: Names the key or the class, and the one that was probably meant.
     """
     if "config" in index()["commands"][command]:
-        words = with_rival(spelled(with_config_paths(words)))
+        words = expand_baseline(spelled(with_config_paths(words)))
     known = Names(command, words)
     for content in known.contents:
         known.check_keys(content)

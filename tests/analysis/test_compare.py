@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
-from fl_lightning.analysis.report.comparison import comparable, compare, holm, paired, spread, text
-from fl_lightning.analysis.report.sheet import Sheet
+from fl_lightning.analysis.comparison import comparable, compare, holm, paired, spread, text
+from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.cli.commands.compare import short
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import open_runs
@@ -563,12 +563,12 @@ def test_of_a_loss_the_lowest_is_bold(tmp_path):
 
 def test_markdown_and_the_screen_show_letters_and_obey_none():
     name = "a|b *c* `d` <e>\n[f](g)\x1b[31m\udcff"
-    sheet = Sheet(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
+    sheet = ResultTable(["name", "x"], [[name, "1 ± 2"]], bold={(0, 1)}, notes=["a|b"])
     told = "a|b *c* `d` <e> [f](g)\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
     escaped = re.sub(r"([|*`<\[])", r"\\\1", told)
     assert sheet.markdown() == f"| name | x |\n| --- | --: |\n| {escaped} | **1 ± 2** |\n\na\\|b"
     assert sheet.plain().splitlines()[2] == f"{told}  1 ± 2"
-    assert Sheet(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"
+    assert ResultTable(["n", "figure"], [["a", "1"]]).plain().splitlines()[2] == "a       1"
     assert list(csv.reader(io.StringIO(sheet.csv())))[1] == [told, "1 ± 2"]
 
 
@@ -577,7 +577,7 @@ PLAIN = ["", "-", "FedAvg", "a=b", "-1.5", "+2", "-1e-05", "-.5", "-inf", "nan",
 
 
 def test_csv_has_no_cell_that_a_spreadsheet_executes():
-    sheet = Sheet(["=head", "x"], [[cell, "1"] for cell in FORMULAS + PLAIN])
+    sheet = ResultTable(["=head", "x"], [[cell, "1"] for cell in FORMULAS + PLAIN])
     header, *rows = csv.reader(io.StringIO(sheet.csv()))
     assert header[0] == "'=head"
     cells = [row[0] for row in rows]

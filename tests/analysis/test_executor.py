@@ -15,8 +15,9 @@ from commands import TINY, contents, rows, summary, tiny, untimed_rows
 from filelock import FileLock
 from test_processes import alive, gone
 
-from fl_lightning.analysis.study import executor
-from fl_lightning.analysis.study.executor import DiskFull, Outcome, Point, carry_out, outcome_before
+from fl_lightning.analysis import executor
+from fl_lightning.analysis.executor import DiskFull, Job, JobResult, earlier_result, run_jobs
+from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.folder import alone
 
@@ -58,13 +59,14 @@ import sys
 from pathlib import Path
 from fl_lightning.cli import main as cli
 from fl_lightning.core.errors import FLError
-from fl_lightning.analysis.study.executor import Point, carry_out
+from fl_lightning.analysis.executor import Job, run_jobs
+from fl_lightning.cli.jobs import FIT
 
 if __name__ == "__main__":
     root, config = Path(sys.argv[1]), sys.argv[2]
     words = ("--config", config, "--rounds", "50", "--algorithm.loss_terms+=witness.Slow")
     try:
-        list(carry_out([Point(root / str(k), (*words, "--seed", str(k))) for k in range(3)], workers=2, threads=1))
+        list(run_jobs([Job(root / str(k), (*words, "--seed", str(k))) for k in range(3)], FIT, workers=2, threads=1))
     except FLError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -82,16 +84,16 @@ def here(tmp_path, monkeypatch):
 
 
 def point(name, *words):
-    return Point(Path("points") / name, ("--config", "tiny.yaml", *words))
+    return Job(Path("points") / name, ("--config", "tiny.yaml", *words))
 
 
 def nowhere(name):
     """A point that is over at once."""
-    return Point(Path("points") / name, ("--config", "nowhere.yaml"))
+    return Job(Path("points") / name, ("--config", "nowhere.yaml"))
 
 
 def by_name(outcomes):
-    return {outcome.point.folder.name: outcome for outcome in outcomes}
+    return {outcome.job.folder.name: outcome for outcome in outcomes}
 
 
 def children():
@@ -105,9 +107,9 @@ def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
         point("one", "--seed=1"),
         point("offline", "--logger=WandbRoundLogger"),
     ]
-    outcomes = by_name(carry_out(points, workers=2, threads=1))
+    outcomes = by_name(run_jobs(points, FIT, workers=2, threads=1))
     assert {name: outcome.code for name, outcome in outcomes.items()} == {"nan": 1, "typo": 2, "one": 0, "offline": 0}
-    assert all(outcomes[one.folder.name].point == one for one in points)
+    assert all(outcomes[one.folder.name].job == one for one in points)
     diverged = r"client 0, round 1: loss term 'ce' is NaN or Inf: lower the learning rate or the term's coefficient"
     assert outcomes["nan"].reason == diverged == (here / "points/nan/failed.txt").read_text().strip()
     assert outcomes["typo"].reason == "algorithm: FedSKC has no key 'tua'; did you mean tau?"
@@ -121,13 +123,13 @@ def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
     assert not children()
 
     before = contents(here / "points")
-    again = by_name(carry_out(points, workers=2, threads=1))
+    again = by_name(run_jobs(points, FIT, workers=2, threads=1))
     assert again == outcomes
     after = contents(here / "points")
     assert {name for name in after if after[name] != before.get(name)} == {"typo/log.txt"}
     (here / "points/nan/failed.txt").unlink()
-    mended = Point(Path("points/nan"), ("--config", "tiny.yaml", "--optimizer.lr=1e30", "--rounds=2"))
-    (retried,) = carry_out([mended], threads=1)
+    mended = Job(Path("points/nan"), ("--config", "tiny.yaml", "--optimizer.lr=1e30", "--rounds=2"))
+    (retried,) = run_jobs([mended], FIT, threads=1)
     assert (retried.code, retried.reason) == (1, diverged)
     assert (here / "points/nan/log.txt").read_text().count(diverged) == 2
 
@@ -137,11 +139,11 @@ def test_a_full_disk_ends_all_and_is_no_points_failure(here, monkeypatch):
     points = [point(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
     words = r"^points/0: No space left on device\. Free disk space; the same command goes on from here\.$"
     with pytest.raises(DiskFull, match=words):
-        list(carry_out(points, threads=1))
+        list(run_jobs(points, FIT, threads=1))
     assert not list(here.rglob("failed.txt"))
     assert not (here / "points/1").exists()
     (here / "room").touch()
-    assert [outcome.code for outcome in carry_out(points, threads=1)] == [0, 0]
+    assert [outcome.code for outcome in run_jobs(points, FIT, threads=1)] == [0, 0]
     assert len(rows(here / "points/0")) == 3
 
 
@@ -151,8 +153,8 @@ def test_no_room_for_a_points_reason_ends_all_too(here, monkeypatch):
 
     monkeypatch.setattr(executor, "write_atomically", full)
     with pytest.raises(OSError, match="No space left on device: 'points/nan/failed"):
-        list(carry_out([point("nan", "--optimizer.lr=1e30")], threads=1))
-    assert outcome_before(point("nan")) is None  # it is tried again
+        list(run_jobs([point("nan", "--optimizer.lr=1e30")], FIT, threads=1))
+    assert earlier_result(point("nan")) is None  # it is tried again
 
 
 def test_the_next_point_is_asked_for_when_there_is_a_worker_for_it():
@@ -163,7 +165,7 @@ def test_the_next_point_is_asked_for_when_there_is_a_worker_for_it():
             asked.append((k, len(ended), len(children())))
             yield nowhere(str(k))
 
-    for outcome in carry_out(points(), workers=2, threads=1):
+    for outcome in run_jobs(points(), FIT, workers=2, threads=1):
         ended.append(outcome)
     assert [k for k, _, _ in asked] == [0, 1, 2, 3, 4]
     assert all(k - done < 2 and there < 2 for k, done, there in asked)
@@ -176,9 +178,9 @@ def test_a_point_has_its_threads_and_this_processs_environment(monkeypatch):
     words = ["--rounds=1", "--scenario.clients=1", "--algorithm=FedAvg", "--algorithm.loss_terms=[witness.Witness]"]
     for threads, mark in ((1, 3), (2, 5)):
         monkeypatch.setenv("FL_WITNESS", str(mark))
-        (outcome,) = carry_out([point(str(threads), *words)], threads=threads)
+        (outcome,) = run_jobs([point(str(threads), *words)], FIT, threads=threads)
         assert outcome.code == 0, outcome.reason
-        assert float(rows(outcome.point.folder)[0]["client/train_witness"]) == 100 * mark + 11 * threads
+        assert float(rows(outcome.job.folder)[0]["client/train_witness"]) == 100 * mark + 11 * threads
 
 
 @pytest.mark.parametrize(("workers", "each"), [(1, 7), (2, 3), (9, 1)])
@@ -189,7 +191,7 @@ def test_cores_are_shared_out_among_the_workers(workers, each, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr(os, "environ", {"OLD": "1"})
     monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 7)
-    executor._adopt({"NEW": "2"}, workers, None)
+    executor._set_environment({"NEW": "2"}, workers, None)
     assert given == [each]
     assert os.environ == {"NEW": "2", "OMP_NUM_THREADS": str(each)}
 
@@ -198,19 +200,19 @@ def test_an_unwanted_point_stops_at_a_checkpoint_and_goes_on_later(here):
     slow = point("slow", "--rounds=3", "--algorithm.loss_terms=[witness.Slow]")
     looks = []
 
-    def unwanted(one):
+    def should_stop(one):
         assert one == slow
         looks.append(time.monotonic())
         return (here / "points/slow/metrics.csv").exists() and len(rows(here / "points/slow")) >= 1
 
-    (stopped,) = carry_out([slow], threads=1, unwanted=unwanted)
+    (stopped,) = run_jobs([slow], FIT, threads=1, should_stop=should_stop)
     assert stopped.code == 128 + signal.SIGTERM, stopped.reason
     assert "stopped by SIGTERM after round 1 of 3" in stopped.reason
     assert all(later - earlier > 0.4 for earlier, later in pairwise(looks))
-    assert outcome_before(slow) is None
+    assert earlier_result(slow) is None
     assert list((here / "points/slow/checkpoints").glob("round-*"))
-    (ended,) = carry_out([slow], threads=1)
-    assert ended == Outcome(slow, 0, "")
+    (ended,) = run_jobs([slow], FIT, threads=1)
+    assert ended == JobResult(slow, 0, "")
     assert "round 1/3" not in (here / "points/slow/log.txt").read_text().partition("stopped by SIGTERM")[2]
     tiny(here / "alone", "--algorithm.loss_terms=[witness.Slow]")
     assert untimed_rows(here / "points/slow") == untimed_rows(here / "alone")
@@ -224,12 +226,12 @@ def test_a_killed_point_is_named_and_run_again_by_the_next_call(here):
             os.kill(children()[0], signal.SIGKILL)
         return False
 
-    (killed,) = carry_out([slow], threads=1, unwanted=kill)
+    (killed,) = run_jobs([slow], FIT, threads=1, should_stop=kill)
     assert killed.code == -signal.SIGKILL
     assert killed.reason == "killed by SIGKILL (likely out of memory: fewer workers need less)"
     assert not (here / "points/slow/failed.txt").exists()
-    (ended,) = carry_out([slow], threads=1)
-    assert ended == Outcome(slow, 0, "")
+    (ended,) = run_jobs([slow], FIT, threads=1)
+    assert ended == JobResult(slow, 0, "")
 
 
 def test_a_point_waits_for_another_process_that_is_at_its_folder(here):
@@ -246,8 +248,8 @@ def test_a_point_waits_for_another_process_that_is_at_its_folder(here):
             lock.release()
         return False
 
-    (ended,) = carry_out([one], threads=1, unwanted=look)
-    assert ended == Outcome(one, 0, "")
+    (ended,) = run_jobs([one], FIT, threads=1, should_stop=look)
+    assert ended == JobResult(one, 0, "")
     assert all(seen == [".lock", "final"] for seen in looks[:4])
     assert not (here / "points/one/metrics.csv").exists()
 
@@ -255,7 +257,7 @@ def test_a_point_waits_for_another_process_that_is_at_its_folder(here):
 def test_breaking_off_leaves_none_behind():
     handler = signal.getsignal(signal.SIGTERM)
     slow = point("slow", "--rounds=50", "--algorithm.loss_terms=[witness.Slow]")
-    outcomes = carry_out([nowhere("0"), slow], workers=2, threads=1)
+    outcomes = run_jobs([nowhere("0"), slow], FIT, workers=2, threads=1)
     next(outcomes)
     left = children()
     assert left
@@ -268,13 +270,13 @@ def test_breaking_off_leaves_none_behind():
 @pytest.mark.parametrize("numbers", [{"workers": 0}, {"threads": 0}])
 def test_numbers_below_one_are_refused(numbers):
     with pytest.raises(ConfigError, match="0 is below 1"):
-        next(carry_out([], **numbers))
+        next(run_jobs([], FIT, **numbers))
 
 
 def test_a_folder_that_cannot_be_made_is_named(here):
     (here / "points").write_text("in the way")
     with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "):
-        next(carry_out([nowhere("0")]))
+        next(run_jobs([nowhere("0")], FIT))
     with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "), alone(here / "points/0"):
         pass
 

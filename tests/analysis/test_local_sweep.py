@@ -30,11 +30,12 @@ from optuna.storages import RDBStorage
 from scipy import stats
 from test_sweeps import SWEEPS, agent_at, loaded, points, started  # noqa: F401  # a fixture
 
-from fl_lightning.analysis.study import sweep as sweeps
-from fl_lightning.analysis.study.executor import FAILED, Outcome
-from fl_lightning.analysis.study.sweep import Result, Study, carry_out_sweep, ranked
-from fl_lightning.analysis.study.sweep_file import parse_sweep, read_sweep, sweep_path
-from fl_lightning.analysis.study.sweep_metric import check_metric
+from fl_lightning.analysis import sweep as sweeps
+from fl_lightning.analysis.executor import FAILED, JobResult
+from fl_lightning.analysis.sweep import Study, TrialResult, rank_settings, run_sweep
+from fl_lightning.analysis.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import ConfigError
 
 GRID = {"a": {"values": [1, 0.5, "x y"]}, "seed": {"values": [0, 1]}, "b": {"min": 2, "max": 4}, "c": {"value": True}}
@@ -84,7 +85,7 @@ class Killed(BaseException):
 
 
 class Fake:
-    """Takes the place of `carry_out`: a point's figures are those of a function, by round.
+    """Takes the place of `run_jobs`: a point's figures are those of a function, by round.
 
     Args:
         figure: Of a point's values by key, the metric by round; or a reason to fail.
@@ -101,30 +102,30 @@ class Fake:
         if self.moment == self.kill:
             raise Killed
 
-    def __call__(self, points, workers, threads, unwanted):
-        for point in points:
+    def __call__(self, jobs, program, workers, threads, should_stop):
+        for point in jobs:
             self.passing()
             if (point.folder / "final/summary.json").exists():
-                yield Outcome(point, 0, "")
+                yield JobResult(point, 0, "")
                 continue
             self.ran.append(point.words)
             told = self.figure(numbers(point.words))
             point.folder.mkdir(parents=True, exist_ok=True)
             if isinstance(told, str):
                 (point.folder / FAILED).write_text(told)
-                yield Outcome(point, 1, told)
+                yield JobResult(point, 1, told)
                 continue
             (point.folder / "config.yaml").write_text(f"rounds: {len(told)}\n")
             for end in range(1, len(told) + 1):
                 write_metrics(point.folder, told[:end])
-                if unwanted and unwanted(point):
-                    yield Outcome(point, 143, "stopped by SIGTERM")
+                if should_stop and should_stop(point):
+                    yield JobResult(point, 143, "stopped by SIGTERM")
                     break
             else:
                 (point.folder / "final").mkdir()
                 (point.folder / "final/summary.json").write_text(json.dumps({"rounds": len(told)} | self.summary))
                 self.passing()
-                yield Outcome(point, 0, "")
+                yield JobResult(point, 0, "")
 
 
 def write_metrics(folder, values):
@@ -135,8 +136,8 @@ def write_metrics(folder, values):
 def faked(monkeypatch, folder, sweep, fake, **options):
     """A sweep's results with fake runs."""
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(sweeps, "carry_out", fake)
-    return carry_out_sweep(sweep, folder, **options)
+    monkeypatch.setattr(sweeps, "run_jobs", fake)
+    return run_sweep(sweep, folder, FIT, **options)
 
 
 def plain(results):
@@ -219,7 +220,7 @@ def draws(told, folder, count=200):
     study = Study.__new__(Study)
     study.sweep, study.seed = sweep, 5
     study._study = optuna.create_study()
-    drawn = [sweep.command(study._draw(number))[-1] for number in range(count)]
+    drawn = [sweep.command(study._propose(number))[-1] for number in range(count)]
     return [yaml.safe_load(word.removeprefix("--k=")) for word in drawn] if "values" not in told else drawn
 
 
@@ -335,7 +336,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(message, tmp_path):
         (["digits_fedskc_tau", "--count", "0"], "--count: 0 is below 1"),
         (["digits_fedskc_tau", "--threads", "0"], "--threads: 0 is below 1"),
         (["digits_fedskc_tau", "--seed", "-1"], "--seed: -1 is below 0"),
-        (["random.yaml"], "--count: random has no end of its own; say how many points, here or as run_cap"),
+        (["random.yaml"], "--count: method random needs a number of trials. Give --count N, or run_cap: N"),
         (["list.yaml"], "list.yaml needs lines `key: value`, it holds list"),
         (["broken.yaml"], "broken.yaml is no readable YAML: line "),
         (["lost.yaml"], "--config: lost_config.yaml is neither a file here nor a shipped config"),
@@ -373,7 +374,7 @@ def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
         results = faked(monkeypatch, tmp_path / method, parsed(method, NUMBERS), fake, count=30, seed=4)
         assert len(fake.ran) == len({tuple(one.settings.values()) for one in results}) == 30
         assert [one.value for one in results] == [parabola(numbers(words))[0] for words in fake.ran]
-        assert ranked(results, True)[0].results[0].value == max(one.value for one in results)
+        assert rank_settings(results, True)[0].results[0].value == max(one.value for one in results)
         values[method] = [one.value for one in results]
     assert max(values["bayes"]) > 0.995
     assert mean(values["bayes"][20:]) > mean(values["random"][20:]) + 0.15
@@ -385,7 +386,7 @@ def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="takes the worst global/acc"):
         sweep = parsed("bayes", {"x": NUMBERS["x"]}, metric=metric)
     results = faked(monkeypatch, tmp_path, sweep, Fake(lambda v: [(v["x"] - 0.3) ** 2]), count=20)
-    assert abs(float(ranked(results, sweep.maximize)[0].settings["x"]) - 0.3) < 0.05
+    assert abs(float(rank_settings(results, sweep.maximize)[0].settings["x"]) - 0.3) < 0.05
     assert sweep.maximize is False
     assert parsed(metric={"name": "loss"}).maximize is False  # W&B's default
 
@@ -472,7 +473,7 @@ def test_bad_input_ends_the_sweep_only_at_its_first_point_and_both_are_tried_aga
     def fake(points, *rest):
         for point in points:
             if numbers(point.words)["x"] in bad:
-                yield Outcome(point, code, "x: there is none")
+                yield JobResult(point, code, "x: there is none")
             else:
                 yield from Fake(lambda v: [v["x"]])([point], *rest)
 
@@ -587,7 +588,7 @@ def test_a_metric_that_every_point_has_is_let_by(metric):
 
 def test_a_metric_that_there_is_not_ends_the_sweep_at_its_first_point(tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"values": [1, 2]}}, metric={"name": "global/ac", "goal": "maximize"})
-    message = "metric: there is no global/ac in this run; there are global/acc, round, rounds"
+    message = "metric: global/ac not found in this run. Use one of global/acc, round, rounds"
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"^{message}$"):
             faked(monkeypatch, tmp_path, sweep, fake := Fake(lambda _: [0.1]))
@@ -600,14 +601,14 @@ def test_a_metric_that_one_point_lacks_is_its_failure(tmp_path, monkeypatch):
 
     def lacking(points, *rest):
         for outcome in fake(points, *rest):
-            if numbers(outcome.point.words)["x"] == 2:
-                path = outcome.point.folder / "metrics.csv"
+            if numbers(outcome.job.words)["x"] == 2:
+                path = outcome.job.folder / "metrics.csv"
                 path.write_text(path.read_text().replace("global/acc", "client/acc_mean"))
             yield outcome
 
     results = faked(monkeypatch, tmp_path, sweep, lacking)
     assert [one.state for one in results] == ["complete", "failed"]
-    assert results[1].reason.startswith("metric: there is no global/acc in this run; there are client/acc_mean")
+    assert results[1].reason.startswith("metric: global/acc not found in this run. Use one of client/acc_mean")
 
 
 # --- Ending early ---
@@ -673,8 +674,10 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
     curves = {1: [0.9, 0.9, 0.9], 2: [0.1, 0.1, 0.1]}
     fake = Fake(lambda v: curves[v["x"]])
 
-    def unseen(points, workers, threads, unwanted):
-        yield from fake(points, workers, threads, lambda point: numbers(point.words)["x"] == 2 and unwanted(point))
+    def unseen(jobs, program, workers, threads, should_stop):
+        yield from fake(
+            jobs, program, workers, threads, lambda point: numbers(point.words)["x"] == 2 and should_stop(point)
+        )
 
     results = faked(monkeypatch, tmp_path, sweep, unseen)
     assert [(one.state, one.rounds) for one in results] == [("complete", 3), ("ended early", 1)]
@@ -683,7 +686,7 @@ def test_rounds_that_nobody_looked_at_count_too(tmp_path, monkeypatch):
 def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
     metric = {"name": "global/acc_best", "goal": "maximize"}
     more = {"early_terminate": {"type": "hyperband", "min_iter": 2}, "metric": metric}
-    message = r"metric: there is no global/acc_best by round, which early_terminate needs; there are global/acc, round"
+    message = r"metric: global/acc_best not found by round, which early_terminate needs. Use one of global/acc, round"
     fake = Fake(curve, **{"global/acc_best": 0.4})
     with pytest.raises(ConfigError, match=f"^{message}$"):
         faked(monkeypatch, tmp_path, parsed(parameters={"x": {"value": 1}}, **more), fake)
@@ -694,7 +697,7 @@ def test_ending_early_needs_a_metric_by_round(tmp_path, monkeypatch):
 
 def result(number, value, state="complete", **settings):
     words = {key: str(word) for key, word in settings.items()}
-    return Result(number, Path(f"points/{number}"), words, state, value, 3, "" if state == "complete" else "why")
+    return TrialResult(number, Path(f"points/{number}"), words, state, value, 3, "" if state == "complete" else "why")
 
 
 def test_settings_are_ranked_by_their_seeds_mean_and_whole_ones_first():
@@ -709,9 +712,9 @@ def test_settings_are_ranked_by_their_seeds_mean_and_whole_ones_first():
         result(7, 0.62, a=4, seed=1),
     ]
     for maximize, order in ((True, ["4", "1", "2", "3"]), (False, ["1", "4", "2", "3"])):
-        groups = ranked(results, maximize)
+        groups = rank_settings(results, maximize)
         assert [group.settings for group in groups] == [{"a": a} for a in order]
-    assert ranked(results, True)[1].values == [0.5, 0.7]
+    assert rank_settings(results, True)[1].values == [0.5, 0.7]
 
 
 # --- The command ---
@@ -763,8 +766,8 @@ def test_a_sweeps_table_and_files_are_those_of_its_runs(tmp_path, monkeypatch):
     for lr, values in means.items():
         assert printed[lr][:2] == [f"{mean(values):.4f} ± {stdev(values):.4f}", "2 of 2"]
     assert printed["1e+30"][:2] == ["", "0 of 2"]
-    assert re.search(rf"^point \d of 6, optimizer.lr=0.5 seed=1: {accs['0.5', '1']:.4f}$", outcome.out, re.M)
-    assert f"point 1 of 6, optimizer.lr=1e+30 seed=0: failed: {failure}\n" in outcome.out
+    assert re.search(rf"^trial \d of 6, optimizer.lr=0.5 seed=1: {accs['0.5', '1']:.4f}$", outcome.out, re.M)
+    assert f"trial 1 of 6, optimizer.lr=1e+30 seed=0: failed: {failure}\n" in outcome.out
 
     text = (folder / "best.yaml").read_text()
     assert text.startswith(f"# The best of the sweep small: optimizer.lr={best} seed=0.\n")
@@ -775,7 +778,7 @@ def test_a_sweeps_table_and_files_are_those_of_its_runs(tmp_path, monkeypatch):
     before = contents(folder / "points")
     repeated = run("sweep", file, "--workers", "2", "--threads", "1")
     assert table_of(repeated) == table_of(outcome)
-    assert "point 1 of" not in repeated.out  # it is not done again
+    assert "trial 1 of" not in repeated.out  # it is not done again
     assert contents(folder / "points") == before
 
     changed = yaml.safe_load(file.read_text())
@@ -792,7 +795,7 @@ def test_a_sweeps_table_and_files_are_those_of_its_runs(tmp_path, monkeypatch):
 
 def test_a_sweep_whose_points_all_fail_ends_with_exit_code_1(tmp_path, monkeypatch):
     fake = Fake(lambda _: "diverged")
-    monkeypatch.setattr(sweeps, "carry_out", fake)
+    monkeypatch.setattr(sweeps, "run_jobs", fake)
     outcome = run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out")
     assert outcome.code == 1
     assert "best" not in outcome.out
@@ -808,19 +811,19 @@ def test_a_mistake_may_be_mended_until_a_point_has_begun(tmp_path, monkeypatch):
     def refusing(points, *_):
         for point in points:
             seen.append(point.words[-1])
-            yield Outcome(point, 2, "no")
+            yield JobResult(point, 2, "no")
 
-    monkeypatch.setattr(sweeps, "carry_out", refusing)
+    monkeypatch.setattr(sweeps, "run_jobs", refusing)
     assert run("sweep", file).err == "fl-lightning: error: no\n"
     file.write_text(file.read_text().replace("x:", "y:"))
     assert run("sweep", file).err == "fl-lightning: error: no\n"
     assert seen == ["--x=1", "--y=1"]
-    monkeypatch.setattr(sweeps, "carry_out", Fake(lambda _: [0.5]))
+    monkeypatch.setattr(sweeps, "run_jobs", Fake(lambda _: [0.5]))
     assert run("sweep", file).code == 0
     assert run("sweep", file, "--count", "1").code == 0
     (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 4"))
     refused = run("sweep", file, "--seed", "2")
-    assert f"configs.{tmp_path}/tiny.yaml.rounds (3 -> 4); seed (0 -> 2); leave it" in refused.err
+    assert f"configs.{tmp_path}/tiny.yaml.rounds (3 -> 4); seed (0 -> 2). Undo the change" in refused.err
     file.write_text(file.read_text() + "name: another\nrun_cap: 1\ndescription: told\n")
     (tmp_path / "tiny.yaml").write_text(TINY)
     assert run("sweep", file).code == 0
@@ -831,7 +834,7 @@ def swept(tmp_path, monkeypatch):
     """A folder with a finished sweep of three points that random numbers made."""
     monkeypatch.chdir(tmp_path)
     write_sweep(tmp_path, {"x": {"min": 0.0, "max": 1.0}}, method="random")
-    monkeypatch.setattr(sweeps, "carry_out", Fake(lambda values: [values["x"]]))
+    monkeypatch.setattr(sweeps, "run_jobs", Fake(lambda values: [values["x"]]))
     assert run("sweep", "small.yaml", "--count", "3").code == 0
     return tmp_path / "runs/sweeps/small"
 
@@ -888,7 +891,7 @@ def test_a_study_that_lost_its_points_is_not_deleted_for_another_sweep(swept):
     shutil.rmtree(swept / "points")
     database = (swept / "study.db").read_bytes()
     outcome = run("sweep", "small.yaml", "--count", "3", "--seed", "7")
-    assert (outcome.code, outcome.err.count("holds another sweep: seed (0 -> 7); leave it")) == (2, 1)
+    assert (outcome.code, outcome.err.count("holds another sweep: seed (0 -> 7). Undo the change")) == (2, 1)
     assert (swept / "study.db").read_bytes() == database
 
 
@@ -938,9 +941,9 @@ def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):
         assert (second.code, second.out) == (2, "")
         message = f"{tmp_path}/out: process {os.getpid()} on {socket.gethostname()} is at it; wait for it, or end it"
         assert second.err == f"fl-lightning: error: {message}\n"
-        yield from Fake(lambda v: [v["algorithm.tau"]])(points, 1, None, None)
+        yield from Fake(lambda v: [v["algorithm.tau"]])(points, None, 1, None, None)
 
-    monkeypatch.setattr(sweeps, "carry_out", meddled)
+    monkeypatch.setattr(sweeps, "run_jobs", meddled)
     assert run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out").code == 0
 
 

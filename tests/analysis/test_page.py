@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from page_folders import write_counts, write_picture, write_run
 from PIL import Image
 
-from fl_lightning.analysis.report import page
+from fl_lightning.analysis.html_report import report as page
 from fl_lightning.runs.partition import binned, read_counts
 from fl_lightning.runs.reader import open_runs
 

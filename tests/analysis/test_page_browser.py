@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from page_folders import write_counts, write_picture, write_run
 
-from fl_lightning.analysis.report.page import write_report
+from fl_lightning.analysis.html_report.report import write_report
 from fl_lightning.runs.reader import open_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'fl-lightning[browser]'")

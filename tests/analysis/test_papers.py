@@ -10,7 +10,7 @@ import yaml
 from commands import run, summary
 from reduced import reduced
 
-from fl_lightning.analysis.rivals import text, with_rival
+from fl_lightning.analysis.baselines import expand_baseline, to_word
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten, with_config_paths
 from fl_lightning.evaluation.metrics import summarize
@@ -311,7 +311,7 @@ def words(table, column, row):
 
 
 def item_words(key, value):
-    return () if key == "metric" else (f"--{key}", text(value))
+    return () if key == "metric" else (f"--{key}", to_word(value))
 
 
 parser = cache(experiment_parser)
@@ -319,7 +319,7 @@ parser = cache(experiment_parser)
 
 @cache
 def parsed(cell):
-    return parser().parse_args(with_rival(with_config_paths(cell)))
+    return parser().parse_args(expand_baseline(with_config_paths(cell)))
 
 
 def taken(cell):
@@ -340,19 +340,19 @@ def metric(table, column, row):
 
 
 @cache
-def rivals_of(config):
-    return yaml.safe_load((CONFIGS / config).read_text())["rivals"]
+def baselines_of(config):
+    return yaml.safe_load((CONFIGS / config).read_text())["baselines"]
 
 
 @cache
 def few():
-    """Cells that hold every column, and every row with each of its configs' rivals, by what they say and set."""
+    """Cells that hold every column, and every row with each of its configs' baselines, by what they say and set."""
     seen, chosen = set(), {}
     for stem, table in TABLES.items():
         for column, options in table["columns"].items():
-            rivals = rivals_of(options["config"])
+            baselines = baselines_of(options["config"])
             for row, keys in table["rows"].items():
-                parts = {f"{said_of_column(table, column)}{options}", f"{said_of_row(table, row)}{rivals}{keys}"}
+                parts = {f"{said_of_column(table, column)}{options}", f"{said_of_row(table, row)}{baselines}{keys}"}
                 if not parts <= seen:
                     chosen.setdefault(stem, []).append((column, row))
                     seen |= parts
@@ -386,7 +386,7 @@ def test_a_column_sets_nothing_that_it_does_not_say(table):
 
 
 def test_a_row_sets_nothing_that_it_does_not_say(table):
-    """Hyper-parameters of rivals are in configs/rivals/."""
+    """Hyper-parameters of baselines are in configs/baselines/."""
     for row, options in table["rows"].items():
         told = said_of_row(table, row)
         own = told.keys() if told["algorithm"] == OWN[table["paper"]] else set()

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from fl_lightning.analysis.report import tables
+from fl_lightning.analysis import summary_tables as tables
 from fl_lightning.data import FederatedData, LoadedData, Shard
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.runs.partition import write_counts

@@ -22,10 +22,10 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.analysis.report.paper_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
-from fl_lightning.analysis.rivals import with_rival
-from fl_lightning.analysis.study.executor import FAILED, Outcome, finished
-from fl_lightning.analysis.study.reproduction import (
+from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.analysis.executor import FAILED, JobResult, is_finished
+from fl_lightning.analysis.paper_table import PaperValue, read_table, scaling, settings_of, table_jobs
+from fl_lightning.analysis.reproduction import (
     Cell,
     Reading,
     Reproduction,
@@ -34,7 +34,7 @@ from fl_lightning.analysis.study.reproduction import (
     rank_correlations,
     read,
 )
-from fl_lightning.analysis.study.table import PaperValue, read_table, runs, scaling, settings_of
+from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
 from fl_lightning.cli.catalogue import things
 from fl_lightning.cli.commands import reproduce
 from fl_lightning.cli.experiment import experiment_parser, plain_config
@@ -54,9 +54,9 @@ optimizer: {class_path: SGD, init_args: {lr: 0.5}}
 trainer: {max_epochs: 1, accelerator: cpu}
 evaluation: {targets: [0.05, 1.0]}
 logger: null
-rivals: rivals.yaml
+baselines: baselines.yaml
 """
-RIVALS = "Uniform: {algorithm: FedAvg, algorithm.weighting: uniform}\nFedProx: {algorithm.mu: 0.1}\n"
+BASELINES = "Uniform: {algorithm: FedAvg, algorithm.weighting: uniform}\nFedProx: {algorithm.mu: 0.1}\n"
 TABLE = """# Tiny, Table 1: two methods on the digits.
 paper: tiny
 title: "Tiny, Table 1"
@@ -99,10 +99,10 @@ claims:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working folder with two tables, a config and its rivals."""
+    """A working folder with two tables, a config and its baselines."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
-    Path("rivals.yaml").write_text(RIVALS)
+    Path("baselines.yaml").write_text(BASELINES)
     Path("table.yaml").write_text(TABLE)
     Path("rounds.yaml").write_text(ROUNDS)
     return tmp_path
@@ -113,16 +113,16 @@ def at_once(monkeypatch):
     """Runs are carried out in this process; what was asked for, in order."""
     asked = []
 
-    def carry_out(points, workers, threads):
-        for point in points:
+    def run_jobs(jobs, program, workers, threads):
+        for point in jobs:
             asked.append((point, workers, threads))
             outcome = run("fit", *point.words, "--run_dir", point.folder)
             reason = outcome.err.strip().removeprefix("fl-lightning: error: ")
             if outcome.code == 1:
                 (point.folder / FAILED).write_text(reason + "\n")
-            yield Outcome(point, outcome.code, reason)
+            yield JobResult(point, outcome.code, reason)
 
-    monkeypatch.setattr(reproduce, "carry_out", carry_out)
+    monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
     return asked
 
 
@@ -137,7 +137,7 @@ def leave_run(folder: Path, **summary):
 def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
     """A table whose runs have these figures, a list by seed for each cell; None where nothing was run."""
     table = read_table(name)
-    points = runs(table, Path("out"))
+    points = table_jobs(table, Path("out"))
     for (column, row), by_seed in figures.items():
         for seed, value in zip(table.seeds, by_seed, strict=True):
             if value != "-":
@@ -150,7 +150,7 @@ def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
 
 
 def test_the_words_of_a_cell_are_its_columns_then_its_rows(here):
-    points = runs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
+    points = table_jobs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
     last = ["--model.hidden", "[4, 4]", "--rounds", "3"]
     first = ["--config", "tiny.yaml", "--scenario.partition.alpha", "0.1"]
     skc = ["--algorithm", "FedSKC", "--algorithm.tau", "0.25", "--algorithm.gda", "false"]
@@ -203,7 +203,7 @@ def test_a_row_may_leave_the_configs_own_algorithm(here):
 
 
 def folders(name="table.yaml", scale=1.0, overrides=()):
-    return {key: point.folder for key, point in runs(read_table(name), Path("out"), scale, overrides).items()}
+    return {key: point.folder for key, point in table_jobs(read_table(name), Path("out"), scale, overrides).items()}
 
 
 def test_a_folder_is_called_after_what_it_runs(here):
@@ -246,14 +246,14 @@ def test_columns_that_read_another_figure_share_their_runs(here):
         {"overrides": ["model=CNN4"]},
         {"config": CONFIG.replace("lr: 0.5", "lr: 0.25")},
         {"config": "# other words\n" + CONFIG, "same": True},
-        {"rivals": RIVALS.replace("uniform", "samples"), "changed": "Uniform"},
-        {"rivals": RIVALS.replace("0.1", "0.2"), "same": True},
+        {"baselines": BASELINES.replace("uniform", "samples"), "changed": "Uniform"},
+        {"baselines": BASELINES.replace("0.1", "0.2"), "same": True},
     ],
 )
 def test_other_settings_are_other_runs(here, change):
     before = folders()
     Path("tiny.yaml").write_text(change.get("config", CONFIG))
-    Path("rivals.yaml").write_text(change.get("rivals", RIVALS))
+    Path("baselines.yaml").write_text(change.get("baselines", BASELINES))
     now = folders(scale=change.get("scale", 1.0), overrides=change.get("overrides", ()))
     changed = change.get("changed")
     for key, folder in before.items():
@@ -265,12 +265,12 @@ def test_other_settings_are_other_runs(here, change):
 def test_settings_are_those_that_fit_would_have(here):
     words = ["--config", "tiny.yaml", "--algorithm", "FedProx", "--model.hidden", "[4]", "--rounds", "7"]
     found = settings_of(words)
-    parsed = experiment_parser().parse_args(with_rival(with_config_paths(words)))
+    parsed = experiment_parser().parse_args(expand_baseline(with_config_paths(words)))
     assert found["algorithm.mu"] == parsed.algorithm.init_args.mu == 0.1
     assert found["model.hidden"] == list(parsed.model.init_args.hidden) == [4]
     assert (found["rounds"], found["trainer.max_epochs"], found["algorithm"]) == (7, 1, "FedProx")
     assert found["scenario.partition.alpha"] == 1
-    assert not [key for key in found if key.startswith("rivals")]
+    assert not [key for key in found if key.startswith("baselines")]
     assert settings_of(["--title", "a: b: c"]) == {"title": "a: b: c"}
 
 
@@ -331,8 +331,8 @@ def test_the_scale_changes_nothing_else_of_a_papers_experiment(name, column, row
     table, parser = read_table(name).part([row], [column], [1]), experiment_parser()
 
     def config(scale):
-        (point,) = runs(table, Path("out"), scale).values()
-        return plain_config(parser.parse_args(with_rival(with_config_paths(point.words))), parser)
+        (point,) = table_jobs(table, Path("out"), scale).values()
+        return plain_config(parser.parse_args(expand_baseline(with_config_paths(point.words))), parser)
 
     whole, small = config(1.0), config(0.03)
     assert small["rounds"] == times(whole["rounds"], 0.03) < whole["rounds"]
@@ -466,7 +466,7 @@ def test_a_cell_is_read_from_its_runs(here):
 def test_a_table_reads_the_best_round_the_last_or_the_mean_of_the_last_ten(here, reading, number):
     Path("table.yaml").write_text(TABLE.replace("global/acc_last", f"global/acc_{reading}"))
     table = read_table("table.yaml")
-    points = runs(table, Path("out"))
+    points = table_jobs(table, Path("out"))
     accuracies = [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.1]
     rows = [{"round": round, "global/acc": acc} for round, acc in enumerate(accuracies, 1)]
     rows.insert(5, {"round": 6})  # a round that was not evaluated is none of the ten
@@ -611,9 +611,9 @@ def test_fewer_rounds_are_better(here):
 
 
 def test_two_that_never_reach_it_are_not_compared(here):
-    points = runs(read_table("rounds.yaml"), Path("out"))
+    points = table_jobs(read_table("rounds.yaml"), Path("out"))
     for (_, row, seed), point in points.items():
-        if not finished(point.folder):
+        if not is_finished(point.folder):
             leave_run(point.folder, **{"R_0.5": 5, "R_0.7": None if seed or row == "A" else 9, "R_0.9": 3})
     made = Reproduction(read_table("rounds.yaml"), points)
     assert made.verdicts[1].margins == {0: 12.0}

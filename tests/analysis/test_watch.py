@@ -31,9 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fl_lightning.analysis.report import follow
-from fl_lightning.analysis.report.follow import Follower, GrowingCsv, Look, last_lines, last_measured
-from fl_lightning.analysis.report.watch import Pen, Screen, hours, legend, rows_of_plots
+from fl_lightning.analysis import run_status as follow
+from fl_lightning.analysis.run_screen import Pen, Screen, hours, legend, rows_of_plots
+from fl_lightning.analysis.run_status import Follower, GrowingCsv, Look, last_lines, last_measured
 from fl_lightning.evaluation.metrics import read_rows
 from fl_lightning.runs.reader import DamagedRun, Run
 

@@ -50,7 +50,7 @@ trainer:
 evaluation: {clients: trained, personal_on_global: false, targets: [0.5], max_clients: 3}
 callbacks: [{class_path: EarlyStopping, init_args: {patience: 3}}]
 logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
-rivals: {MOON: {algorithm.mu: 1}}
+baselines: {MOON: {algorithm.mu: 1}}
 """)
 
 VALUES = {
@@ -181,7 +181,7 @@ def test_a_line_does_not_mislead(words, told, here):
     Path("good.yaml").write_text(yaml.safe_dump(CONFIG))
     Path("good").mkdir()
     Path("good/config.yaml").write_text(
-        yaml.safe_dump({key: CONFIG[key] for key in CONFIG if key not in ("rivals", "run_dir")})
+        yaml.safe_dump({key: CONFIG[key] for key in CONFIG if key not in ("baselines", "run_dir")})
     )
     code, _, err = run(*words)
     assert code == 2

@@ -358,9 +358,9 @@ def test_the_resolved_config_holds_the_right_name(here, configs):
     assert config["engine"] == "sequential"
 
 
-def test_a_rival_is_found_whatever_the_case(here, configs):
-    Path("rivals.yaml").write_text(f"{TINY}rivals: {{MOON: {{algorithm.mu: 7}}}}\n")
-    assert run("fit", "--config", "rivals.yaml", "--algorithm", "moon")[::2] == (0, "")
+def test_a_baseline_is_found_whatever_the_case(here, configs):
+    Path("baselines.yaml").write_text(f"{TINY}baselines: {{MOON: {{algorithm.mu: 7}}}}\n")
+    assert run("fit", "--config", "baselines.yaml", "--algorithm", "moon")[::2] == (0, "")
     assert configs[0]["algorithm"]["init_args"]["mu"] == 7
 
 
@@ -394,8 +394,8 @@ def test_a_file_here_goes_before_a_shipped_one(here, configs):
 
 
 def test_a_sweep_and_a_table_need_no_ending(here, monkeypatch):
-    from fl_lightning.analysis.study.sweep_file import sweep_path
-    from fl_lightning.analysis.study.table import read_table
+    from fl_lightning.analysis.paper_table import read_table
+    from fl_lightning.analysis.sweep_file import sweep_path
 
     assert sweep_path("digits_fedskc_tau") == sweep_path("digits_fedskc_tau.yaml")
     assert read_table("fedskc_table1") == read_table("fedskc_table1.yaml")

@@ -21,8 +21,8 @@ from fl_lightning.callbacks.knowledge_map import MOST_IN_LEGEND, MOST_LABELS, ar
 from matplotlib.text import Text
 from rich.console import Console
 
-from fl_lightning.analysis.report import tables
-from fl_lightning.analysis.report.tables import summary_table
+from fl_lightning.analysis import summary_tables as tables
+from fl_lightning.analysis.summary_tables import summary_table
 
 FAMILIES = ("global/acc", "client/acc_mean", "client/acc_weighted", "personal_on_global/acc_mean")
 SUMMARY = {

@@ -86,13 +86,13 @@ def test_what_is_no_file_is_not_opened(kind, here, monkeypatch):
 
 def test_a_file_that_became_a_device_is_not_read(here):
     Path("odd").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="rivals is no readable YAML: it is no file"):
-        read_yaml(Path("odd"), "rivals")
+    with pytest.raises(ConfigError, match="baselines is no readable YAML: it is no file"):
+        read_yaml(Path("odd"), "baselines")
 
 
 def test_every_reader_refuses_a_key_that_comes_twice(here):
     Path("twice.yaml").write_text("FedProx: {}\nFedProx: {}\n")
-    Path("own.yaml").write_text(TINY + "rivals: twice.yaml\n")
+    Path("own.yaml").write_text(TINY + "baselines: twice.yaml\n")
     for words in (
         ["fit", "--config", "own.yaml", "--algorithm", "FedProx"],
         ["sweep", "twice.yaml"],

@@ -224,7 +224,7 @@ def test_what_a_comment_calls_another_row_is_an_override(config):
 def test_it_parses_and_each_of_its_keys_counts(config):
     """What the file says is what the run gets: no key is dropped, renamed or overruled by a default."""
     written, taken = yaml.safe_load(config.read_text()), resolved(config.name)
-    written.pop("rivals", None)  # they count where --algorithm names one: test_rivals.py
+    written.pop("baselines", None)  # they count where --algorithm names one: test_baselines.py
     for path, value in leaves(written):
         found = taken
         for key in path:

@@ -29,7 +29,7 @@ from sklearn.metrics import (
 from test_objectives import Made, made
 
 from fl_lightning.algorithms import Local
-from fl_lightning.analysis.report.comparison import compare
+from fl_lightning.analysis.comparison import compare
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario

@@ -19,7 +19,8 @@ from fl_lightning.callbacks import RoundCallback
 from test_executor import point
 from test_resume import left
 
-from fl_lightning.analysis.study.executor import Outcome, carry_out
+from fl_lightning.analysis.executor import JobResult, run_jobs
+from fl_lightning.cli import jobs
 from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
 
@@ -261,11 +262,11 @@ def test_a_point_under_way_is_held_too(here):
         return len(said) > 1
 
     slow = point("slow", "--rounds=500")
-    (ended,) = carry_out([slow], threads=1, unwanted=look)
+    (ended,) = run_jobs([slow], jobs.FIT, threads=1, should_stop=look)
     assert ended.code == 128 + signal.SIGTERM
     for outcome in said:
         assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
         assert "process " in outcome.err
         assert f" on {socket.gethostname()}" in outcome.err
-    (ended,) = carry_out([point("slow", "--rounds=3")], threads=1)
-    assert ended == Outcome(point("slow", "--rounds=3"), 0, "")
+    (ended,) = run_jobs([point("slow", "--rounds=3")], jobs.FIT, threads=1)
+    assert ended == JobResult(point("slow", "--rounds=3"), 0, "")

@@ -201,7 +201,7 @@ WATCHERS = [
 ]
 KEYS = [
     "config",
-    "rivals",
+    "baselines",
     "resume",
     "run_dir",
     "trust",
@@ -334,7 +334,7 @@ def test_shipped_configs_pass_the_gate(monkeypatch):
         parser = experiment_parser()
         for config in configs:
             content = yaml.safe_load(config.read_text())
-            content.pop("rivals", None)
+            content.pop("baselines", None)
             instantiate(parser.parse_args(["--config", trust.NO_PATH + yaml.safe_dump(content)]), parser)
     assert len(named) > 50
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.report.comparison import (
+from fl_lightning.analysis.comparison import (
     LEVELS,
     Comparison,
     Difference,
@@ -19,7 +19,7 @@ from fl_lightning.analysis.report.comparison import (
     compare,
     rank,
 )
-from fl_lightning.analysis.report.sheet import Sheet
+from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import human_bytes
 from fl_lightning.runs.reader import conditions, open_runs
@@ -65,7 +65,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 0
 
 
-def listing(found: Comparison) -> Sheet:
+def listing(found: Comparison) -> ResultTable:
     """A row a group, to be read."""
     heads = short(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
@@ -80,12 +80,12 @@ def listing(found: Comparison) -> Sheet:
         rows.append(row + [cell for target in found.targets for cell in told_reach(group.reach[target])])
     last, best = ([getattr(group, name) for group in found.groups] for name in ("last", "best"))
     bold = {(i, len(heads) + 1) for i in leading(last, found)} | {(i, len(heads) + 2) for i in leading(best, found)}
-    return Sheet(
+    return ResultTable(
         header, rows, len(heads), bold, notes(found, "in the last evaluated round and where best", found.targets)
     )
 
 
-def pivot(found: Comparison, across: str) -> Sheet:
+def pivot(found: Comparison, across: str) -> ResultTable:
     """The last figures: a column for each value of one setting, a row for each of the others'."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
@@ -106,10 +106,10 @@ def pivot(found: Comparison, across: str) -> Sheet:
     ]
     head = short([fits[0]])[0]
     header = [*(short(others) or ["group"]), *(f"{head}={column}" for column in columns)]
-    return Sheet(header, rows, width, bold, notes(found, "in the last evaluated round", []))
+    return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
 
 
-def records(found: Comparison) -> Sheet:
+def records(found: Comparison) -> ResultTable:
     """A row a group, to be computed with: whole keys, nothing rounded, empty where there is nothing."""
     rows = []
     for group in found.groups:
@@ -135,7 +135,7 @@ def records(found: Comparison) -> Sheet:
             row |= {name if name in ("pairs", "p", "p_holm") else f"difference_{name}": told[name] for name in told}
         rows.append(row)
     cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
-    return Sheet(list(rows[0]), cells, notes=found.remarks)
+    return ResultTable(list(rows[0]), cells, notes=found.remarks)
 
 
 def flat(name: str, spread: Spread | None) -> dict[str, float | None]:

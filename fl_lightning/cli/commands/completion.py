@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.rivals import bare
-from fl_lightning.analysis.rivals import given as values
+from fl_lightning.analysis.baselines import class_name
+from fl_lightning.analysis.baselines import option_values as values
 from fl_lightning.cli import help
 from fl_lightning.cli.catalogue import KINDS, index, kind_of, names, things
 from fl_lightning.cli.commands import COMMANDS
@@ -98,7 +98,7 @@ def chosen(words: Sequence[str]) -> dict[str, str]:
         except FLError:  # it is being typed
             continue
     found |= {key: value for key in KEYS for _, value in values(words, key)}
-    return {key: bare(value) for key, value in found.items()}
+    return {key: class_name(value) for key, value in found.items()}
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:

@@ -12,9 +12,9 @@ from typing import Any, get_args
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.report.tables import summary_table
-from fl_lightning.analysis.rivals import given as values
-from fl_lightning.analysis.rivals import with_rival
+from fl_lightning.analysis.baselines import expand_baseline
+from fl_lightning.analysis.baselines import option_values as values
+from fl_lightning.analysis.summary_tables import summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import spelled
 from fl_lightning.cli.errors import plainly
@@ -38,8 +38,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """The words with what they stand for: the paths of configs, what a rival brings, a resumed run's config."""
-    words = with_engine_class(with_rival(spelled(with_config_paths(words))))
+    """The words with what they stand for: the paths of configs, what a baseline brings, a resumed run's config."""
+    words = with_engine_class(expand_baseline(spelled(with_config_paths(words))))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
@@ -131,7 +131,7 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
         words = [*(f"--config={path}" for path in given.config or []), *more]
         with plainly(parser), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once already
-            return setting_of(plain_config(parser.parse_args(with_rival(words)), parser))
+            return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
 
     try:
         found = stated()

@@ -9,7 +9,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.report.tables import partition_table
+from fl_lightning.analysis.summary_tables import partition_table
 from fl_lightning.callbacks.plots import partition_figure
 from fl_lightning.cli.commands.fit import WORDS, expand
 from fl_lightning.cli.experiment import experiment_parser, instantiate

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from fl_lightning.analysis.report.page import write_report
+from fl_lightning.analysis.html_report.report import write_report
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import open_runs
 

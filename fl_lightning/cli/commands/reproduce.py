@@ -10,11 +10,12 @@ from typing import Literal
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.report.paper_table import as_csv, as_markdown, as_text
-from fl_lightning.analysis.study.executor import Outcome, Point, carry_out, finished, outcome_before
-from fl_lightning.analysis.study.reproduction import Reproduction
-from fl_lightning.analysis.study.table import read_table, runs
+from fl_lightning.analysis.executor import Job, JobResult, earlier_result, is_finished, run_jobs
+from fl_lightning.analysis.paper_table import read_table, table_jobs
+from fl_lightning.analysis.reproduction import Reproduction
+from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.errors import plainly
+from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy import load
 from fl_lightning.runs.folder import alone
@@ -44,13 +45,13 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
-    points = runs(table, out, given.scale, overrides)
-    wanted = list(dict.fromkeys(points.values()))
+    jobs = table_jobs(table, out, given.scale, overrides)
+    wanted = list(dict.fromkeys(jobs.values()))
     if not given.show:
-        check(points)
-    known = map(outcome_before, wanted) if given.show else run_missing(wanted, out, given.workers, given.threads)
-    failures = {outcome.point.folder: outcome.reason for outcome in known if outcome and outcome.code}
-    reproduction = Reproduction(table, points, failures)
+        check(jobs)
+    known = map(earlier_result, wanted) if given.show else run_missing(wanted, out, given.workers, given.threads)
+    failures = {ended.job.folder: ended.reason for ended in known if ended and ended.code}
+    reproduction = Reproduction(table, jobs, failures)
     if given.format == "table":
         console = Console(width=None if sys.stdout.isatty() else 1000)  # in a file nothing is broken
         console.print(as_text(reproduction, given.scale, overrides))
@@ -59,36 +60,36 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 1 if failures and not given.show else 0
 
 
-def check(points: Mapping[tuple[str, str, int], Point]) -> None:
+def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
     """Refuse settings that no experiment has before the first is run: each row and each column is looked at once.
 
     Raises:
         ConfigError: The message names row, column and what is wrong there.
     """
     looked_at: set[tuple[str, str]] = set()
-    for (column, row, _), point in points.items():
+    for (column, row, _), job in jobs.items():
         places = {("column", column), ("row", row)}
-        if places <= looked_at or finished(point.folder):
+        if places <= looked_at or is_finished(job.folder):
             continue
         looked_at |= places
         fit = load("fl_lightning.cli.commands.fit")
         parser = fit.parser()
         try:
             with plainly(parser):
-                parser.parse_args(fit.expand(point.words))
+                parser.parse_args(fit.expand(job.words))
         except ConfigError as error:
             raise ConfigError(f"{row} / {column}: {error}") from error
 
 
-def run_missing(wanted: Sequence[Point], out: Path, workers: int, threads: int | None) -> Iterator[Outcome]:
+def run_missing(wanted: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
     """Carry out what has not come to its end, and tell of each as it does; what came of all of them."""
-    missing = [point for point in wanted if not finished(point.folder)]
+    missing = [job for job in wanted if not is_finished(job.folder)]
     _tell(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
     with alone(out):
-        for number, outcome in enumerate(carry_out(missing, workers, threads), start=1):
-            how = f"failed: {outcome.reason}" if outcome.code else "done"
-            _tell(f"{number} of {len(missing)}, {outcome.point.folder.relative_to(out)}: {how}")
-            yield outcome
+        for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
+            how = f"failed: {ended.reason}" if ended.code else "done"
+            _tell(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
+            yield ended
 
 
 def _tell(line: str) -> None:

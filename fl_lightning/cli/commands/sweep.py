@@ -8,18 +8,18 @@ import optuna
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.study.sweep import (
-    POINTS,
-    Result,
-    carry_out_sweep,
-    hold_to,
+from fl_lightning.analysis.sweep import (
+    TRIALS,
+    TrialResult,
+    describe_sweep,
+    run_sweep,
     sweep_table,
-    told,
     write_best,
     write_trials,
 )
-from fl_lightning.analysis.study.sweep_file import parse_sweep, read_sweep, sweep_path
-from fl_lightning.analysis.study.sweep_metric import check_metric
+from fl_lightning.analysis.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.runs.folder import alone
 
@@ -28,13 +28,13 @@ def parser() -> ArgumentParser:
     """A sweep file, and how to carry it out."""
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("sweep", type=str, nargs="?", help="A W&B sweep file, or the name of a shipped one.")
-    parser.add_argument("--workers", type=int, default=1, help="How many points run at a time.")
+    parser.add_argument("--workers", type=int, default=1, help="Number of trials that run at a time.")
     threads = "Torch's threads in each; by default the cores there are, shared out among the workers."
     parser.add_argument("--threads", type=int | None, help=threads)
-    parser.add_argument("--count", type=int | None, help="How many points in all; random and bayes need it.")
+    parser.add_argument("--count", type=int | None, help="Number of trials; random and bayes need it.")
     parser.add_argument("--out", type=str | None, help="The sweep's folder; runs/sweeps/NAME by default.")
-    parser.add_argument("--seed", type=int, default=0, help="What random and bayes derive their points from.")
-    parser.add_argument("--set", type=str, action="append", metavar="KEY=VALUE", help="Set a key in every point.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of random and bayes.")
+    parser.add_argument("--set", type=str, action="append", metavar="KEY=VALUE", help="Set a key in every trial.")
     return parser
 
 
@@ -48,15 +48,15 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     folder = Path(given.out or Path("runs") / "sweeps" / sweep.name)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-    def show(result: Result, most: int) -> None:
+    def show(result: TrialResult, most: int) -> None:
         settings = " ".join(f"{key}={value}" for key, value in result.settings.items())
-        print(f"point {result.number + 1} of {most}, {settings}: {told(result)}", flush=True)
+        print(f"trial {result.number + 1} of {most}, {settings}: {result.describe()}", flush=True)
 
-    if not (folder / POINTS).exists():
+    if not (folder / TRIALS).exists():
         check_metric(sweep)
     with alone(folder):
-        hold_to(folder, sweep, content, given.seed)
-        results = carry_out_sweep(sweep, folder, given.seed, given.count, given.workers, given.threads, show)
+        describe_sweep(folder, sweep, content, given.seed)
+        results = run_sweep(sweep, folder, FIT, given.seed, given.count, given.workers, given.threads, show)
         write_trials(folder / "trials.csv", sweep, results)
         best = write_best(folder / "best.yaml", sweep, results)
     Console().print(sweep_table(sweep, results))

@@ -7,7 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
-from fl_lightning.analysis.report.tables import test_table
+from fl_lightning.analysis.summary_tables import test_table
 from fl_lightning.cli.experiment import load_run
 
 

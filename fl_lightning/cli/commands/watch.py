@@ -17,8 +17,8 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.live import Live
 
-from fl_lightning.analysis.report.follow import Follower
-from fl_lightning.analysis.report.watch import Screen
+from fl_lightning.analysis.run_screen import Screen
+from fl_lightning.analysis.run_status import Follower
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.runs.reader import DamagedRun, find
 

@@ -1,6 +1,6 @@
 """Many runs as one HTML page: figures to look into, from `file://`, with no network and none of the runs' code.
 
-The runs' numbers travel once, as JSON; `page/page.js` makes the figures of them in the browser, by Plotly.
+The runs' numbers travel once, as JSON; `page.js` makes the figures of them in the browser, by Plotly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.report.comparison import Group, compare, spread, text
+from fl_lightning.analysis.comparison import Group, compare, spread, text
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.metrics import read_columns
@@ -424,7 +424,7 @@ def _unless_unreadable(left_out: list[str], what: str, read: Callable[..., Any],
 
 
 def _template(name: str) -> str:
-    return (files("fl_lightning.analysis.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("fl_lightning.analysis.html_report") / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

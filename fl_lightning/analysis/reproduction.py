@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.report.comparison import paired
-from fl_lightning.analysis.study.executor import Point, finished
-from fl_lightning.analysis.study.table import Claim, PaperTable, PaperValue, Unit
+from fl_lightning.analysis.comparison import paired
+from fl_lightning.analysis.executor import Job, is_finished
+from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.evaluation.metrics import best_and_last
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
@@ -140,7 +140,7 @@ class Reproduction:
 
     Args:
         table: The table, or the part of it that is wanted.
-        points: The run behind each of its numbers, by column, row and seed; see `study.table.runs`.
+        jobs: The run behind each of its numbers, by column, row and seed; see `paper_table.table_jobs`.
         failures: Why runs have no end, by their folders; what is in neither list has not been run.
 
     Attributes:
@@ -150,7 +150,7 @@ class Reproduction:
     def __init__(
         self,
         table: PaperTable,
-        points: Mapping[tuple[str, str, int], Point],
+        jobs: Mapping[tuple[str, str, int], Job],
         failures: Mapping[Path, str] | None = None,
     ) -> None:
         self.table = table
@@ -158,7 +158,7 @@ class Reproduction:
         for column, row in ((column, row) for column in table.columns for row in table.rows):
             figure, series, readings = table.figure(column, row), table.series(column, row), {}
             for seed in table.seeds:
-                folder = points[column, row, seed].folder
+                folder = jobs[column, row, seed].folder
                 reason = (failures or {}).get(folder, "")
                 readings[seed] = Reading(reason=reason) if reason else read(folder, figure, series, table.unit)
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
@@ -187,7 +187,7 @@ class Reproduction:
 
 def read(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
     """Read a figure of a finished run, in a table's unit, and the mean of the last ten rounds of its series."""
-    if not finished(folder):
+    if not is_finished(folder):
         return Reading()
     try:
         run = open_run_folder(folder)

@@ -8,9 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.analysis.report.sheet import csv_text, escape_markdown
-from fl_lightning.analysis.study.reproduction import Cell, Reproduction, Verdict, margin_needed
-from fl_lightning.analysis.study.table import RULE, PaperTable
+from fl_lightning.analysis.paper_table import RULE, PaperTable
+from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
+from fl_lightning.analysis.result_table import escape_markdown, to_csv
 
 Grid = list[list[str]]
 """Lines of cells, the first the heading; a cell may have lines of its own."""
@@ -152,7 +152,7 @@ def as_csv(reproduction: Reproduction) -> str:
         numbers = [cell.mean, cell.std, "" if cell.reached else "lower", *(cell.paper or (None, None)), cell.difference]
         numbers.append(cell.last10)
         lines.append([column, row, table.figure(column, row), table.unit, *counts, *numbers])
-    return csv_text(lines).rstrip("\n")
+    return to_csv(lines).rstrip("\n")
 
 
 def _rich(lines: Grid) -> Table:

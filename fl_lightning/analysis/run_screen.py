@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.analysis.report.follow import Look
+from fl_lightning.analysis.run_status import Look
 from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better
 
 PLOTS: Sequence[Mapping[str, str]] = (

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.analysis.rivals import text, with_rival
-from fl_lightning.analysis.study.executor import Point
+from fl_lightning.analysis.baselines import expand_baseline, to_word
+from fl_lightning.analysis.executor import Job
 from fl_lightning.core.config import (
     flatten,
     load_yaml,
@@ -135,7 +135,7 @@ class PaperTable:
         method = dict(self.rows[row])
         first = {"algorithm": method.pop("algorithm")} if "algorithm" in method else {}
         pairs = [*self.columns[column].items(), *first.items(), *method.items()]
-        return [word for key, value in pairs if key != "metric" for word in (f"--{key}", text(value))]
+        return [word for key, value in pairs if key != "metric" for word in (f"--{key}", to_word(value))]
 
 
 # --- A file ----------------------------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def _one_named(asked: str, there: Mapping[str, Any], what: str) -> str:
 # --- Its runs --------------------------------------------------------------------------------------------------------
 
 
-def runs(
+def table_jobs(
     table: PaperTable, out: Path, scale: float = 1.0, overrides: Sequence[str] = ()
-) -> dict[tuple[str, str, int], Point]:
+) -> dict[tuple[str, str, int], Job]:
     """The run behind each of a table's numbers, by column, row and seed.
 
     Its folder is called after what it runs and after a digest of all its settings, so that another scale or another
@@ -285,7 +285,7 @@ def runs(
         told = json.dumps(settings, sort_keys=True, default=str)
         digest = hashlib.sha256(told.encode()).hexdigest()[:10]
         for seed in table.seeds:
-            found[column, row, seed] = Point(place / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
+            found[column, row, seed] = Job(place / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
     return found
 
 
@@ -309,25 +309,25 @@ def scaling(settings: Settings, scale: float) -> list[str]:
     smaller: dict[str, Any] = {key: _shrunk(number, scale) for key, number in numbers.items()}
     samples = settings.get("scenario.train_samples")
     smaller["scenario.train_samples"] = _shrunk(samples, scale) if isinstance(samples, int) else (samples or 1) * scale
-    return [word for key, value in smaller.items() for word in (f"--{key}", text(value))]
+    return [word for key, value in smaller.items() for word in (f"--{key}", to_word(value))]
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """What a command line of `fit` says, its configs and rivals read, by dotted key.
+    """What a command line of `fit` says, its configs and baselines read, by dotted key.
 
     Args:
         words: Options and their values in turns; later ones win.
 
     Raises:
-        ConfigError: A config or its rivals cannot be read.
+        ConfigError: A config or its baselines cannot be read.
     """
-    spelled = with_rival(with_config_paths(words))
+    spelled = expand_baseline(with_config_paths(words))
     found: dict[str, Any] = {}
     for option, value in zip(spelled[::2], spelled[1::2], strict=True):
         key = option.removeprefix("--")
         if key == "config":
             content = read_config(Path(value))
-            found |= flatten({name: part for name, part in content.items() if name != "rivals"})
+            found |= flatten({name: part for name, part in content.items() if name != "baselines"})
         else:
             found |= flatten(_value(value), key)
     return found
@@ -356,7 +356,7 @@ def _value(word: str) -> Any:
 def _scenario(column: Settings) -> str:
     """A column's folder: its config, and what it sets beside."""
     keys = {key: value for key, value in column.items() if key not in ("config", "metric")}
-    return _plain("-".join([Path(column["config"]).stem, *(f"{key}-{text(value)}" for key, value in keys.items())]))
+    return _plain("-".join([Path(column["config"]).stem, *(f"{key}-{to_word(value)}" for key, value in keys.items())]))
 
 
 def _plain(name: str) -> str:

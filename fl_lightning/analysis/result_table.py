@@ -27,7 +27,7 @@ FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
 """Cells that begin like a formula and are none: a number, a mean with its deviation, or a dash for nothing."""
 
 
-def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+def to_csv(rows: Iterable[Sequence[Any]]) -> str:
     """Return rows as CSV that is safe to open in a spreadsheet: one line per row, and no cell is run as a formula."""
     writer = csv.writer(text := io.StringIO(), lineterminator="\n")
     writer.writerows([_inert("" if cell is None else str(cell)) for cell in row] for row in rows)
@@ -41,7 +41,7 @@ def _inert(cell: str) -> str:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ResultTable:
     """A table of text.
 
     Args:
@@ -71,7 +71,7 @@ class Sheet:
 
     def csv(self) -> str:
         """Comma-separated, without notes."""
-        return csv_text([self.header, *self.rows]).rstrip("\n")
+        return to_csv([self.header, *self.rows]).rstrip("\n")
 
     def latex(self) -> str:
         """A `tabular` with booktabs' rules; notes as comments."""

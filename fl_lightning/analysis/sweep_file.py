@@ -16,15 +16,15 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.analysis.rivals import text
+from fl_lightning.analysis.baselines import to_word
 from fl_lightning.core.config import named_file, nearest_file, read_config, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import better_goal
 
 METHODS = ("grid", "random", "bayes")
-IGNORED = {"name", "description", "project", "entity", "program"}
+UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
 """What says nothing about the points: a sweep goes on whatever becomes of it."""
-KEYS = {*IGNORED, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
+KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
 SWEEPS_OWN = {"config", "resume", "run_dir"}
 FORM = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
@@ -44,10 +44,12 @@ class Parameter:
     def word(self, drawn: Any) -> str:
         """The value's word on the command line, given what was drawn."""
         if self.q is None:
-            return text(drawn)
+            return to_word(drawn)
         low, high = multiples(self.distribution, self.q)
         number = self.q * min(max(round(drawn / self.q), low), high)
-        return text(number if isinstance(self.q, int) else float(f"{number:.12g}"))  # less what float sums leave behind
+        return to_word(
+            number if isinstance(self.q, int) else float(f"{number:.12g}")
+        )  # less what float sums leave behind
 
     @property
     def values(self) -> list[Any] | None:
@@ -79,7 +81,7 @@ class Sweep:
     name: str
     method: str
     words: tuple[str, ...]
-    after: tuple[str, ...]
+    words_after: tuple[str, ...]
     parameters: Mapping[str, Parameter]
     metric: str
     maximize: bool
@@ -90,7 +92,7 @@ class Sweep:
     def command(self, drawn: Mapping[str, Any]) -> tuple[str, ...]:
         """A point's command line, given what was drawn for each parameter."""
         values = (f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items())
-        return (*self.words, *values, *self.after)
+        return (*self.words, *values, *self.words_after)
 
     def grid(self) -> list[dict[str, Any]]:
         """Every point of a grid, the last parameter varying fastest."""
@@ -185,7 +187,7 @@ def _filled(word: Any) -> str:
             raise ConfigError(f"command: {word} needs the environment's {match[1]}, which is not set")
         return os.environ[match[1]]
 
-    return re.sub(r"\$\{envvar:(\w*)\}", value, text(word))
+    return re.sub(r"\$\{envvar:(\w*)\}", value, to_word(word))
 
 
 def _offline(words: Sequence[str]) -> list[str]:
@@ -308,7 +310,7 @@ def _listed(told: Mapping[str, Any]) -> Parameter:
     values = [told["value"]] if "value" in told else told["values"]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"values: {values!r} is no list of them")
-    return Parameter(CategoricalDistribution(list(dict.fromkeys(map(text, values)))))
+    return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
 
 
 def _numbers(log: bool = False, exponents: bool = False, whole: bool = False) -> Callable[..., Parameter]:

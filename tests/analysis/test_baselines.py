@@ -1,4 +1,4 @@
-"""One config runs a paper's whole table: `--algorithm NAME` brings the rival's own settings."""
+"""One config runs a paper's whole table: `--algorithm NAME` brings the baseline's own settings."""
 
 import importlib
 import inspect
@@ -9,16 +9,16 @@ import yaml
 from commands import rows, run
 
 from fl_lightning.algorithms import MOON
-from fl_lightning.analysis.rivals import add, with_rival
+from fl_lightning.analysis.baselines import expand_baseline, merge_baselines
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-WITH_RIVALS = {
-    path: yaml.safe_load(path.read_text())["rivals"]
+WITH_BASELINES = {
+    path: yaml.safe_load(path.read_text())["baselines"]
     for path in sorted(CONFIGS.glob("*.yaml"))
-    if "\nrivals:" in path.read_text()
+    if "\nbaselines:" in path.read_text()
 }
 
 ANEW = ["--algorithm", "fl_lightning.algorithms.Algorithm", "--algorithm"]
@@ -37,20 +37,20 @@ logger: null
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("more").mkdir()
-    Path("more/rivals.yaml").write_text(
+    Path("more/baselines.yaml").write_text(
         "FedProx: {algorithm.mu: 0.1, model.hidden: [7]}\nUniform: {algorithm: FedAvg, algorithm.weighting: uniform}\n"
     )
     Path("table.yaml").write_text(
-        TINY + "rivals: [more/rivals.yaml, {FedProx: {algorithm.mu: 0.5}, Plain: {algorithm: FedAvg}}]\n"
+        TINY + "baselines: [more/baselines.yaml, {FedProx: {algorithm.mu: 0.5}, Plain: {algorithm: FedAvg}}]\n"
     )
     return tmp_path
 
 
 def spelled(*words):
-    return with_rival(["fit", *words])[1:]
+    return expand_baseline(["fit", *words])[1:]
 
 
-def test_a_rival_is_spelled_out_where_it_stood(here):
+def test_a_baseline_is_spelled_out_where_it_stood(here):
     prox = [*ANEW, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
     uniform = [*ANEW, "FedAvg", "--algorithm.weighting", "uniform"]
     before = ["--config", "table.yaml"]
@@ -61,34 +61,34 @@ def test_a_rival_is_spelled_out_where_it_stood(here):
 
 
 @pytest.mark.parametrize("words", [["--algorithm", "FedSKC"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
-def test_what_is_no_rival_stays(here, words):
+def test_what_is_no_baseline_stays(here, words):
     assert spelled("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
     assert spelled(*words) == words
 
 
-def test_later_configs_add_to_the_rivals(here):
-    Path("mine.yaml").write_text("rivals: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
+def test_later_configs_add_to_the_baselines(here):
+    Path("mine.yaml").write_text("baselines: {FedProx: {algorithm.mu: 9, seed: 3}}\n")
     words = spelled("--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedProx")
     assert words[4:] == [*ANEW, "FedProx", "--algorithm.mu", "9", "--model.hidden", "[7]", "--seed", "3"]
     own = ["--config", "table.yaml", "--config", "mine.yaml", "--algorithm", "FedSKC"]
     assert spelled(*own) == own  # a config that names no algorithm leaves the one before it
 
 
-def test_a_rival_runs_as_itself_and_resumes(here):
+def test_a_baseline_runs_as_itself_and_resumes(here):
     code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--run_dir", "run")
     assert (code, err) == (0, "")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     assert config["algorithm"]["class_path"].endswith("FedProx")
     assert config["algorithm"]["init_args"]["mu"] == 0.5
     assert config["model"]["init_args"]["hidden"] == [7]
-    assert "rivals" not in config
+    assert "baselines" not in config
     assert run("fit", "--resume", "run", "--rounds", "2")[0] == 0
     assert len(rows(Path("run"))) == 2
     code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--resume", "run", "--rounds", "2")
     assert (code, err) == (0, "")
 
 
-def test_an_option_after_the_rival_wins(here):
+def test_an_option_after_the_baseline_wins(here):
     run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--algorithm.mu", "0.25", "--run_dir", "run")
     assert yaml.safe_load(Path("run/config.yaml").read_text())["algorithm"]["init_args"]["mu"] == 0.25
 
@@ -111,17 +111,17 @@ def test_another_algorithm_starts_from_its_own_defaults(here):
 
 
 @pytest.mark.parametrize(
-    ("rivals", "complaint"),
+    ("baselines", "complaint"),
     [
-        ("nowhere.yaml", "rivals: nowhere.yaml does not exist; a path is taken from the config's own folder"),
-        ("broken.yaml", "rivals: broken.yaml is no readable YAML: line 1: while parsing"),
-        ("7", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
-        ("{FedProx: 3}", "rivals: odd.yaml needs lines `NAME: {key: value, ...}`"),
+        ("nowhere.yaml", "baselines: nowhere.yaml does not exist. Give the path relative to the config's own folder"),
+        ("broken.yaml", "baselines: broken.yaml is no readable YAML: line 1: while parsing"),
+        ("7", "baselines: odd.yaml needs lines `NAME: {key: value, ...}`"),
+        ("{FedProx: 3}", "baselines: odd.yaml needs lines `NAME: {key: value, ...}`"),
     ],
 )
-def test_bad_rivals_are_named(here, rivals, complaint):
+def test_bad_baselines_are_reported(here, baselines, complaint):
     Path("broken.yaml").write_text("FedProx: {")
-    Path("odd.yaml").write_text(TINY + f"rivals: {rivals}\n")
+    Path("odd.yaml").write_text(TINY + f"baselines: {baselines}\n")
     code, _, err = run("fit", "--config", "odd.yaml", "--algorithm", "FedProx")
     assert code == 2
     assert err.startswith(f"fl-lightning: error: {complaint}")
@@ -129,9 +129,9 @@ def test_bad_rivals_are_named(here, rivals, complaint):
 
 
 def shipped():
-    """Each rival of each table, with the first of the configs that have the table."""
+    """Each baseline of each table, with the first of the configs that have the table."""
     tables = {}
-    for path, named in WITH_RIVALS.items():
+    for path, named in WITH_BASELINES.items():
         tables.setdefault(repr(named), (path, named))
     for path, named in tables.values():
         names = {}
@@ -145,21 +145,21 @@ def parser():
     return experiment_parser()
 
 
-def rivals_of(config):
-    return add({}, yaml.safe_load((CONFIGS / config).read_text())["rivals"], CONFIGS / config)
+def baselines_of(config):
+    return merge_baselines({}, yaml.safe_load((CONFIGS / config).read_text())["baselines"], CONFIGS / config)
 
 
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
-def test_every_rival_of_a_shipped_config_is_understood(parser, config, name):
+def test_every_baseline_of_a_shipped_config_is_understood(parser, config, name):
     """And has no option of the config's own method: one of the same name stays when the class changes."""
-    words = with_rival(with_config_paths(["--config", config, "--algorithm", name]))
+    words = expand_baseline(with_config_paths(["--config", config, "--algorithm", name]))
     parsed = parser.parse_args(words).algorithm
     package, _, method = parsed.class_path.rpartition(".")
     assert package.startswith("fl_lightning")
     if method != yaml.safe_load((CONFIGS / config).read_text())["algorithm"]["class_path"]:
         parameters = inspect.signature(getattr(importlib.import_module(package), method)).parameters
         taken = {key: plain(value) for key, value in parsed.init_args.items() if key != "loss_terms"}
-        said = {key.removeprefix("algorithm.") for key in rivals_of(config)[name]}
+        said = {key.removeprefix("algorithm.") for key in baselines_of(config)[name]}
         other = {key for key, value in taken.items() if value != plain(parameters[key].default)}
         assert other <= said
 

@@ -1,0 +1,101 @@
+"""A config's baselines: the settings that `--algorithm NAME` adds, so that one config runs a whole table.
+
+A config lists them under `baselines`: a mapping, the path of a YAML file that holds one (relative to the config's own
+folder), or a list of mappings and paths, in which later ones add to earlier ones. Each baseline is a mapping from
+options to values:
+
+    baselines:
+      MOON: {algorithm.mu: 1, model.head.projection: 256}
+      MOON+DW: {algorithm: FedDW, algorithm.loss_terms: [{class_path: ModelContrast, init_args: {mu: 1}}]}
+
+With it, `--algorithm MOON` means `--algorithm MOON --algorithm.mu 1 --model.head.projection 256`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.config import read_config, read_yaml
+from fl_lightning.core.errors import ConfigError
+
+Baselines = dict[str, dict[str, Any]]
+
+BASE_CLASS = "fl_lightning.algorithms.Algorithm"
+"""The base class of all algorithms, which has only the options that all of them share."""
+
+
+def expand_baseline(words: Sequence[str]) -> list[str]:
+    """Return a command line with the baseline that `--algorithm` names replaced by its options.
+
+    An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have under one
+    name, such as `tau`, would keep the value that the config gives to its own algorithm. Options that all algorithms
+    share (`loss_terms`, `aggregator`, `buffers`) keep the config's values.
+    """
+    configs = [value for _, value in option_values(words, "config")]
+    algorithms = option_values(words, "algorithm")
+    if not configs or not algorithms:
+        return list(words)
+    place, name = algorithms[-1]
+    baselines: Baselines = {}
+    own_algorithm = None
+    for config in configs:
+        content = read_config(Path(config))
+        baselines = merge_baselines(baselines, content.get("baselines"), Path(config))
+        own_algorithm = content.get("algorithm", own_algorithm)
+    options = {"algorithm": name} | baselines.get(name, {})
+    expanded = [word for key, value in options.items() for word in (f"--{key}", to_word(value))]
+    if isinstance(own_algorithm, dict):
+        own_algorithm = own_algorithm["class_path"]
+    if class_name(options["algorithm"]) != class_name(own_algorithm):
+        expanded = ["--algorithm", BASE_CLASS, *expanded]
+    width = 1 if "=" in words[place] else 2
+    return [*words[:place], *expanded, *words[place + width :]]
+
+
+def class_name(path: object) -> str:
+    """Return the name of a class without its module."""
+    return str(path).rpartition(".")[2]
+
+
+def option_values(words: Sequence[str], option: str) -> list[tuple[int, str]]:
+    """Return each position at which a command line has an option, with the value it has there."""
+    long, found = f"--{option}", []
+    for i, word in enumerate(words):
+        if word.startswith(f"{long}="):
+            found.append((i, word.partition("=")[2]))
+        elif word in (long, "-c" if option == "config" else long) and i + 1 < len(words):
+            found.append((i, words[i + 1]))
+    return found
+
+
+def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
+    """Add the value of a config's `baselines` to those of earlier configs, option by option.
+
+    Raises:
+        ConfigError: The value is neither a mapping, nor a path, nor a list of them; or the file does not exist.
+    """
+    if isinstance(more, list):
+        for part in more:
+            baselines = merge_baselines(baselines, part, config)
+        return baselines
+    if isinstance(more, str):
+        path = config.parent / more
+        if not os.path.isfile(path):
+            raise ConfigError(f"baselines: {path} does not exist. Give the path relative to the config's own folder")
+        more = read_yaml(path, f"baselines: {path}")
+    if more is None:
+        return baselines
+    if not isinstance(more, dict) or not all(isinstance(keys, dict) for keys in more.values()):
+        raise ConfigError(
+            f"baselines: {config.name} needs lines `NAME: {{key: value, ...}}`, or the path of a file with such lines"
+        )
+    return baselines | {name: baselines.get(name, {}) | keys for name, keys in more.items()}
+
+
+def to_word(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)

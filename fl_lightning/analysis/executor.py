@@ -1,0 +1,281 @@
+"""Run many experiments side by side: each in a process and a folder of its own.
+
+The folders record the progress, so that a call that was interrupted continues when it is repeated: a job that finished
+is not run again, a job that began resumes from its last checkpoint, and a job that failed keeps its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_all_start_methods, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from fl_lightning.core.errors import ConfigError, FLError, Interrupted, check_positive
+from fl_lightning.core.files import write_atomically
+from fl_lightning.core.interrupt import DeferredSignals
+from fl_lightning.core.lazy import away_from_here
+from fl_lightning.core.temporary import temporary_files
+from fl_lightning.runs.folder import LOCK
+
+LOG = "log.txt"
+FAILED = "failed.txt"
+
+POLL_SECONDS = 0.5
+
+
+class Program(NamedTuple):
+    """The program that runs a job.
+
+    Args:
+        main: Takes a command line, without the program's name, and returns the exit code. Job processes import it.
+        preload: Modules that it needs; they are imported once for all jobs.
+    """
+
+    main: Callable[[list[str]], int]
+    preload: Sequence[str] = ()
+
+
+class Job(NamedTuple):
+    """An experiment to run.
+
+    Args:
+        folder: The run's folder; no other job has the same.
+        words: The command line of `fit`, without that word and without `--run_dir`.
+    """
+
+    folder: Path
+    words: tuple[str, ...]
+
+
+class DiskFull(FLError):
+    """A job ran out of disk space, as the others would, too."""
+
+    exit_code = 1
+
+
+class JobResult(NamedTuple):
+    """How a job ended.
+
+    Args:
+        job: The job.
+        code: Its exit code: 0 if it finished, 1 if it failed, 2 for bad input, 128 + n if signal n stopped it at a
+            checkpoint; -n if signal n killed it.
+        reason: The last line that it printed; empty if it finished.
+    """
+
+    job: Job
+    code: int
+    reason: str
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    program: Program,
+    workers: int = 1,
+    threads: int | None = None,
+    should_stop: Callable[[Job], bool] | None = None,
+) -> Iterator[JobResult]:
+    """Run jobs side by side, and yield the result of each when it ends.
+
+    A job whose folder holds a finished run is not run; a job that began resumes from its last checkpoint. A job that
+    fails (exit code 1) leaves the reason in `failed.txt` in its folder and is not run again until that file is removed.
+    A job that ended for bad input or was killed is run again. `log.txt` in the folder holds what a job prints. All jobs
+    end when this process ends, even if it is killed; on SIGINT and SIGTERM each job first writes a checkpoint.
+
+    Args:
+        jobs: The jobs. The next one is requested when a worker is free, so it may depend on earlier results.
+        program: Runs `fit` with a job's command line.
+        workers: Number of jobs that run at a time.
+        threads: Torch threads of each job; by default the number of cores divided by `workers`.
+        should_stop: Called for each running job every half second; true stops the job at its next checkpoint.
+
+    Yields:
+        Results in the order in which the jobs end.
+
+    Raises:
+        ConfigError: A number is below 1, or a folder cannot be created.
+        DiskFull: A job ran out of disk space.
+        Interrupted: SIGINT or SIGTERM was received, and the running jobs wrote their checkpoints.
+    """
+    check_positive(workers=workers, threads=threads)
+    waiting, running = iter(jobs), list[_RunningJob]()
+    with DeferredSignals() as signals:
+        try:
+            while not signals.received:
+                if len(running) < workers and (job := next(waiting, None)):
+                    if earlier := earlier_result(job):
+                        yield earlier
+                    else:
+                        running.append(_start(job, program, workers, threads))
+                    continue
+                if not running:
+                    return
+                for ended in _wait(running):
+                    running.remove(ended)
+                    yield ended.result()
+                for one in running:
+                    if should_stop and not one.asked_to_stop and should_stop(one.job):
+                        one.ask_to_stop()
+            name = signal.Signals(signals.received).name
+            raise Interrupted(signals.received, f"stopped by {name}; the same command goes on from here")
+        finally:
+            _stop(running)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a folder holds a finished run."""
+    return (folder / "final" / "summary.json").is_file()
+
+
+def earlier_result(job: Job) -> JobResult | None:
+    """Return the result of a job that an earlier call ended; None if the job has to be run."""
+    if is_finished(job.folder):
+        return JobResult(job, 0, "")
+    failed = job.folder / FAILED
+    return JobResult(job, 1, failed.read_text().strip()) if failed.is_file() else None
+
+
+@dataclass(eq=False)
+class _RunningJob:
+    job: Job
+    process: BaseProcess
+    asked_to_stop: bool = False
+
+    def ask_to_stop(self) -> None:
+        """Ask the job to end at its next checkpoint. Only once: a second signal would end it at once."""
+        if not self.asked_to_stop:
+            self.asked_to_stop = True
+            self.process.terminate()
+
+    def result(self) -> JobResult:
+        """Return the result of the ended job, and write the reason of a failure to its folder.
+
+        Raises:
+            DiskFull: The job ran out of disk space, which is not a failure of its own.
+        """
+        self.process.join()
+        code = self.process.exitcode
+        assert code is not None
+        if code < 0:
+            likely = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
+            return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{likely}")
+        reason = _last_line(self.job.folder / LOG) if code else ""
+        if code in (1, 2) and os.strerror(errno.ENOSPC) in reason:
+            fix = "Free disk space; the same command goes on from here."
+            raise DiskFull(f"{self.job.folder}: {os.strerror(errno.ENOSPC)}. {fix}")
+        if code == 1:
+            write_atomically(self.job.folder / FAILED, reason + "\n")
+        return JobResult(self.job, code, reason)
+
+
+def _start(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{job.folder} cannot be written to: {error}") from error
+    process = process_context(program.preload).Process(
+        target=_run, args=(job, program.main, workers, threads, dict(os.environ)), name=job.folder.name
+    )
+    with temporary_files(), away_from_here():
+        process.start()
+    return _RunningJob(job, process)
+
+
+def process_context(preload: Sequence[str]) -> Any:
+    """Return the multiprocessing context of job processes: `forkserver` if the system has it, else `spawn`.
+
+    Args:
+        preload: Modules that the fork server imports, so that the processes need not.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
+
+
+def _wait(running: Sequence[_RunningJob]) -> list[_RunningJob]:
+    """Return the jobs that have ended, after waiting for at most `POLL_SECONDS`."""
+    by_sentinel = {one.process.sentinel: one for one in running}
+    ready = connection.wait(list(by_sentinel), timeout=POLL_SECONDS)
+    return [one for sentinel, one in by_sentinel.items() if sentinel in ready]
+
+
+def _stop(running: Sequence[_RunningJob]) -> None:
+    """Let each job write a checkpoint and end. A signal meanwhile kills them."""
+    try:
+        for one in running:
+            one.ask_to_stop()
+        for one in running:
+            one.process.join()
+    finally:
+        for one in running:
+            one.process.kill()
+            one.process.join()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "").strip().removeprefix("fl-lightning: error: ")
+
+
+# --- In the job's process ------------------------------------------------------------------------------------------
+
+
+def _run(
+    job: Job, main: Callable[[list[str]], int], workers: int, threads: int | None, environment: dict[str, str]
+) -> None:
+    """Run a job in this process, and exit with its exit code."""
+    os.setpgrp()  # the terminal's Ctrl-C reaches only the parent, which asks each job to stop, once
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with FileLock(job.folder / LOCK):
+        pass  # the process of a killed call may still be running; afterwards the run locks its folder itself
+    _redirect_output(job.folder / LOG)
+    if (earlier := earlier_result(job)) and earlier.code == 0:
+        return
+    _set_environment(environment, workers, threads)
+    begun = (job.folder / "config.yaml").exists()
+    code = main(["fit", *job.words, "--resume" if begun else "--run_dir", str(job.folder)])
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # its service process would outlive this one
+    sys.exit(code)
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+def _redirect_output(log: Path) -> None:
+    """Append stdout and stderr to a log file, and read stdin from nowhere."""
+    for path, mode, numbers in ((os.devnull, os.O_RDONLY, [0]), (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, [1, 2])):
+        opened = os.open(path, mode, 0o666)
+        for number in numbers:
+            os.dup2(opened, number)
+        os.close(opened)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # keeps the lines' order
+
+
+def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
+    """Take over the parent's current environment, and use this job's share of the cores."""
+    import torch  # which the parent process does not need
+
+    from fl_lightning.engines.processes import usable_cores
+
+    threads = threads or max(1, usable_cores() // workers)
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS=str(threads))
+    os.environ.pop("WANDB_SERVICE", None)  # the parent's W&B service would not wait for this run's end
+    torch.set_num_threads(threads)

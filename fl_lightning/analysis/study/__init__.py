@@ -1,1 +1,0 @@
-"""Many runs: points carried out side by side, and a sweep file carried out here."""

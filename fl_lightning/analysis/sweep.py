@@ -1,0 +1,522 @@
+"""Run a W&B sweep on this machine: Optuna proposes and prunes the trials, and the executor runs them."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shlex
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import optuna
+import yaml
+from optuna.exceptions import StorageInternalError
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from rich.markup import escape
+from rich.table import Table
+from sqlalchemy.exc import SQLAlchemyError
+
+from fl_lightning.analysis.baselines import option_values
+from fl_lightning.analysis.executor import FAILED, Job, JobResult, Program, is_finished, run_jobs
+from fl_lightning.analysis.result_table import to_csv
+from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
+from fl_lightning.core.config import config_path, flatten, read_config
+from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.files import write_atomically
+from fl_lightning.evaluation.metrics import Row, read_rows
+from fl_lightning.runs.reader import DamagedRun, open_run_folder
+
+TRIALS = "points"
+DATABASE = "study.db"
+SWEEP = "sweep.yaml"
+COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
+STATES = {COMPLETE: "complete", PRUNED: "ended early", FAIL: "failed", RUNNING: "unfinished"}
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of a trial.
+
+    Args:
+        number: Its number, in the order in which trials were proposed.
+        folder: The folder of its run.
+        settings: The words that its parameters have on the command line.
+        state: One of `complete`, `ended early`, `failed`, `unfinished`.
+        value: The metric; of a trial that was ended early, its last value. None if there is none.
+        rounds: Number of rounds that it ran.
+        reason: Why it failed, or is unfinished.
+    """
+
+    number: int
+    folder: Path
+    settings: Mapping[str, str]
+    state: str
+    value: float | None
+    rounds: int
+    reason: str
+
+    def describe(self) -> str:
+        """Return the value of a complete trial, else its state with the reason."""
+        if self.state == "complete":
+            return f"{self.value:.4f}"
+        if self.state == "ended early":
+            return f"ended early after round {self.rounds}, at {self.value:.4f}"
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+
+class Study:
+    """The trials of a sweep and their results, kept in the sweep's folder.
+
+    Optuna stores them in SQLite, whose transactions survive a kill; a line of Optuna's journal file could be cut. For
+    the same reason a trial is proposed in a copy in memory and stored in one transaction: Optuna itself stores a
+    trial's parameters one by one. The random numbers of a trial derive from the seed and its number, so that a killed
+    sweep continues with the same trials.
+
+    Args:
+        sweep: The sweep.
+        folder: The sweep's folder; no other process may use it.
+        seed: Seed of randomly drawn parameters.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path, seed: int) -> None:
+        self.sweep, self.folder, self.seed = sweep, folder, seed
+        self._reasons: dict[str, str] = {}
+        path = folder / DATABASE
+        if not path.exists():
+            create_database(path, sweep.maximize)
+        self._storage, self._study = open_database(path, sweep.parameters)
+        self._id = self._storage.get_study_id_from_name(STUDY_NAME)
+
+    def close(self) -> None:
+        """Close the database."""
+        close(self._storage)
+
+    # --- Which trial is next ---
+
+    def jobs(self, most: int) -> Iterator[Job]:
+        """Yield the trials to run: unfinished ones, failed ones that are to be run again, then new ones.
+
+        Args:
+            most: Number of trials of the whole sweep.
+        """
+        for trial in self._trials():
+            folder = self._folder(trial)
+            if trial.state == FAIL and not (folder / FAILED).exists() and not is_finished(folder):
+                self._add(trial.params, trial.user_attrs)
+        for trial in self._trials()[:most]:
+            if trial.state == RUNNING:
+                yield self._job(trial)
+        while (number := len(self._trials())) < most:
+            folder_name = f"{number:04d}-{secrets.token_hex(3)}"  # unique, because W&B's run takes this name
+            self._add(self._propose(number), {"point": number, "folder": folder_name})
+            yield self._job(self._trials()[number])
+
+    def _trials(self) -> list[FrozenTrial]:
+        """Return the last Optuna trial of each number: a trial that is run again is a new one in the database."""
+        trials = self._study.get_trials(deepcopy=False)
+        return list({trial.user_attrs["point"]: trial for trial in trials}.values())
+
+    def _add(self, params: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+        trial = create_trial(
+            state=RUNNING, params=dict(params), distributions=self._distributions, user_attrs=dict(attributes)
+        )
+        self._study.add_trial(trial)
+
+    def _propose(self, number: int) -> dict[str, Any]:
+        if self.sweep.method == "grid":
+            return self.sweep.grid()[number]
+        copy = optuna.create_study(direction=self._study.direction, sampler=self._sampler(number))
+        copy.add_trials(self._study.get_trials())
+        return copy.ask(self._distributions).params
+
+    def _sampler(self, number: int) -> BaseSampler:
+        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
+        return TPESampler(seed=seed) if self.sweep.method == "bayes" else RandomSampler(seed=seed)
+
+    @property
+    def _distributions(self) -> dict[str, Any]:
+        return {key: parameter.distribution for key, parameter in self.sweep.parameters.items()}
+
+    def _job(self, trial: FrozenTrial) -> Job:
+        return Job(self._folder(trial), self.sweep.command(trial.params))
+
+    def _folder(self, trial: FrozenTrial) -> Path:
+        return self.folder / TRIALS / trial.user_attrs["folder"]
+
+    def _trial_of(self, folder: Path) -> FrozenTrial:
+        return next(trial for trial in self._trials() if trial.user_attrs["folder"] == folder.name)
+
+    # --- The result of a trial ---
+
+    def record(self, ended: JobResult) -> TrialResult:
+        """Record the result of a trial.
+
+        Raises:
+            ConfigError: The first trial to end could not run, or has no such metric: the sweep itself is wrong.
+        """
+        folder = ended.job.folder
+        trial = self._trial_of(folder)
+        if trial.state == RUNNING:
+            if ended.code == 0:
+                self._record_value(trial)
+            elif ended.code == 1:
+                self._fail(trial, ended.reason)
+            else:  # the next call runs it again
+                self._refuse_first(ended.reason if ended.code == 2 else None)
+                self._reasons[folder.name] = ended.reason
+        return self._result(self._trials()[trial.user_attrs["point"]])
+
+    def _record_value(self, trial: FrozenTrial) -> None:
+        while self._report_rounds(trial):  # those since the last poll
+            pass
+        try:
+            run = open_run_folder(self._folder(trial))
+            values: dict[str, Any] = {key: value for row in run.rounds for key, value in row.items()}
+            if not self.sweep.pruner:
+                values |= run.summary
+        except DamagedRun as error:
+            return self._fail(trial, str(error))
+        name = self.sweep.metric
+        if name not in values:
+            where = "by round, which early_terminate needs" if self.sweep.pruner else "in this run"
+            missing = f"metric: {name} not found {where}. Use one of {', '.join(sorted(values))}"
+            self._refuse_first(missing)
+            return self._fail(trial, missing)
+        value = values[name]
+        if value is None or not math.isfinite(value):
+            return self._fail(trial, f"{name} is {'never reached' if value is None else value}")
+        self._study.tell(trial.number, value)
+        return None
+
+    def _fail(self, trial: FrozenTrial, reason: str) -> None:
+        self._storage.set_trial_user_attr(self._trial_id(trial), "reason", reason)
+        self._study.tell(trial.number, state=FAIL)
+
+    def _refuse_first(self, reason: str | None) -> None:
+        if reason and not any(trial.state.is_finished() for trial in self._trials()):
+            raise ConfigError(reason)
+
+    # --- Early termination ---
+
+    def should_stop(self, job: Job) -> bool:
+        """Return whether the pruner ends a running trial early, judged by its rounds so far."""
+        trial = self._trial_of(job.folder)
+        if trial.state == RUNNING and self._report_rounds(trial):
+            self._study.tell(trial.number, state=PRUNED)
+            return True
+        return False
+
+    def _report_rounds(self, trial: FrozenTrial) -> bool:
+        """Report a trial's new rounds to the pruner, up to one at which it would end the trial; return if it would."""
+        if not self.sweep.pruner or not (new := self._new_rounds(trial)):
+            return False
+        config = read_config(self._folder(trial) / "config.yaml")
+        number, last = self._trial_id(trial), min(config["rounds"], self.sweep.rounds_to_prune)
+        for row in new:
+            if row["round"] < last:
+                self._storage.set_trial_intermediate_value(number, int(row["round"]), row[self.sweep.metric])
+                if self.sweep.pruner.prune(self._study, self._storage.get_trial(number)):
+                    return True
+        return False
+
+    def _new_rounds(self, trial: FrozenTrial) -> list[Row]:
+        last_step = self._storage.get_trial(self._trial_id(trial)).last_step or 0
+        return [row for row in self._rows(trial) if self.sweep.metric in row and row["round"] > last_step]
+
+    def _rows(self, trial: FrozenTrial) -> list[Row]:
+        path = self._folder(trial) / "metrics.csv"
+        return [row for row in read_rows(path) if row] if path.exists() else []
+
+    def _trial_id(self, trial: FrozenTrial) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, trial.number)
+
+    # --- All results ---
+
+    def results(self) -> list[TrialResult]:
+        """Return the results of all trials, in the order in which they were proposed."""
+        return [self._result(trial) for trial in self._trials()]
+
+    def _result(self, trial: FrozenTrial) -> TrialResult:
+        rounds = max((int(row["round"]) for row in self._rows(trial)), default=0)
+        settings = {key: one.word(trial.params[key]) for key, one in self.sweep.parameters.items()}
+        folder, attributes = self._folder(trial), trial.user_attrs
+        reason = attributes.get("reason", self._reasons.get(folder.name, "")) if trial.state != COMPLETE else ""
+        value = trial.value if trial.state in (COMPLETE, PRUNED) else None
+        return TrialResult(attributes["point"], folder, settings, STATES[trial.state], value, rounds, reason)
+
+
+# --- The database ------------------------------------------------------------------------------------------------
+
+STUDY_NAME = "sweep"
+
+
+def create_database(path: Path, maximize: bool) -> None:
+    """Create a file with an empty study; it takes its place when it is complete."""
+    with TemporaryDirectory(prefix=".writing-", dir=path.parent) as partial:
+        storage = storage_at(Path(partial) / path.name)
+        optuna.create_study(storage=storage, study_name=STUDY_NAME, direction="maximize" if maximize else "minimize")
+        close(storage)
+        (Path(partial) / path.name).replace(path)
+
+
+def storage_at(path: Path) -> RDBStorage:
+    """Return Optuna's storage in a file; an existing file gets no new tables."""
+    return RDBStorage(f"sqlite:///{path.absolute()}", skip_table_creation=path.exists())
+
+
+def open_database(path: Path, keys: Collection[str] = ()) -> tuple[RDBStorage, optuna.Study]:
+    """Open the study in a file after checking that all of it can be read.
+
+    Args:
+        path: The file.
+        keys: Parameters that every trial must have.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
+            check = database.execute("PRAGMA quick_check").fetchone()[0]
+        if check != "ok":
+            raise ValueError(check)
+        storage = storage_at(path)
+        try:
+            study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
+            for trial in study.get_trials(deepcopy=False):
+                if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(set(keys) - trial.params.keys())]:
+                    raise ValueError(f"trial {trial.number} has no {lost[0]}")
+        except BaseException:
+            close(storage)
+            raise
+    except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna each raise their own for damaged content
+        fix = "Restore it from a backup, or choose another folder with --out."
+        raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {fix}") from error
+    return storage, study
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first of the errors that led to an error."""
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def has_results(path: Path) -> bool:
+    """Return whether the study in a file has a trial with a value."""
+    storage, study = open_database(path)
+    try:
+        return any(trial.state in (COMPLETE, PRUNED) for trial in study.get_trials(deepcopy=False))
+    finally:
+        close(storage)
+
+
+def close(storage: RDBStorage) -> None:
+    """Close a storage's file."""
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+# --- The sweep ---------------------------------------------------------------------------------------------------
+
+
+class StudyNotWritten(FLError):
+    """The database of a sweep cannot be written to."""
+
+    exit_code = 1
+
+
+def run_sweep(
+    sweep: Sweep,
+    folder: Path,
+    program: Program,
+    seed: int = 0,
+    count: int | None = None,
+    workers: int = 1,
+    threads: int | None = None,
+    show: Callable[[TrialResult, int], None] = lambda result, most: None,
+) -> list[TrialResult]:
+    """Run a sweep, or continue it.
+
+    Args:
+        sweep: The sweep.
+        folder: The sweep's folder; no other process may use it.
+        program: Runs a trial.
+        seed: Seed of randomly drawn parameters.
+        count: Number of trials of the whole sweep; by default that of the file or its grid.
+        workers: Number of trials that run at a time.
+        threads: Torch threads of each.
+        show: Called when a trial ends, with its result and the number of all trials.
+
+    Returns:
+        The results of all trials, in the order in which they were proposed.
+
+    Raises:
+        ConfigError: The number of trials is unknown, or the sweep is wrong.
+        Interrupted: SIGINT or SIGTERM was received.
+        StudyNotWritten: The database cannot be written to, for example because the disk is full.
+    """
+    limits = [limit for limit in (sweep.run_cap, count) if limit is not None]
+    if sweep.method == "grid":
+        limits.append(len(sweep.grid()))
+    if not limits:
+        raise ConfigError(f"--count: method {sweep.method} needs a number of trials. Give --count N, or run_cap: N")
+    most, study = min(limits), Study(sweep, folder, seed)
+    try:
+        should_stop = study.should_stop if sweep.pruner else None
+        for ended in run_jobs(study.jobs(most), program, workers, threads, should_stop):
+            show(study.record(ended), most)
+        return study.results()
+    except (SQLAlchemyError, StorageInternalError) as error:
+        reason = one_line(root_cause(error))
+        fix = "Once that is fixed, the same command goes on from here."
+        raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {fix}") from error
+    finally:
+        study.close()
+
+
+def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed: int) -> None:
+    """Write a sweep's description to its folder, or check that the folder was begun with the same one.
+
+    A folder in which no trial has begun takes a new description, so that a mistake in the file can be corrected.
+
+    Args:
+        folder: The sweep's folder.
+        sweep: The sweep.
+        content: The content of its file.
+        seed: Seed of randomly drawn parameters.
+
+    Raises:
+        ConfigError: The folder holds another sweep (the message names what differs), or a file of it is lost.
+    """
+    words = [*sweep.words, *sweep.words_after]
+    configs = {name: read_config(Path(config_path(name))) for _, name in option_values(words, "config")}
+    related = {key: value for key, value in content.items() if key not in {*UNRELATED_KEYS, "run_cap", "command"}}
+    now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
+    text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
+    begun = any(folder.glob(f"{TRIALS}/*/config.yaml"))
+    refuse_incomplete(folder, begun)
+    before = read_config(path) if path.exists() else None
+    now = yaml.safe_load(text)
+    if before:
+        for name, config in before.get("configs", {}).items():
+            if "rivals" in config:  # the name of `baselines` in earlier versions; the shipped files moved, too
+                now["configs"].get(name, {}).pop("baselines", None)
+                del config["rivals"]
+    if before == now:
+        return
+    if before and (begun or (database.exists() and has_results(database))):
+        old, new = flatten(before), flatten(now)
+        keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        changes = "; ".join(f"{key} ({old.get(key)} -> {new.get(key)})" for key in keys)
+        raise ConfigError(f"{folder} holds another sweep: {changes}. Undo the change, or give another --out")
+    database.unlink(missing_ok=True)
+    write_atomically(path, text)
+
+
+def refuse_incomplete(folder: Path, begun: bool) -> None:
+    """Refuse a sweep's folder that lost the description or the results of its trials.
+
+    Args:
+        folder: The sweep's folder.
+        begun: Whether a trial in it has begun.
+
+    Raises:
+        ConfigError: Names the lost file.
+    """
+    left = {DATABASE: (folder / DATABASE).exists(), TRIALS: begun}
+    for name in (SWEEP, DATABASE):
+        rest = [one for one, exists in left.items() if exists and one != name]
+        if rest and not (folder / name).exists():
+            fix = "Put it back, or choose another folder with --out."
+            raise ConfigError(f"{folder}: {name} not found, but {rest[0]} of a sweep. {fix}")
+
+
+# --- The results -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Trials that differ only in the seed.
+
+    Args:
+        settings: Their settings, without the seed.
+        results: The result of each.
+    """
+
+    settings: Mapping[str, str]
+    results: Sequence[TrialResult]
+
+    @property
+    def complete(self) -> list[TrialResult]:
+        """The complete trials."""
+        return [result for result in self.results if result.state == "complete"]
+
+    @property
+    def values(self) -> list[float]:
+        """The metric of each complete trial."""
+        return [result.value for result in self.complete if result.value is not None]
+
+
+def rank_settings(results: Sequence[TrialResult], maximize: bool) -> list[Setting]:
+    """Return the settings, best mean over the seeds first; incomplete ones come last."""
+    groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault(tuple((k, v) for k, v in result.settings.items() if k != "seed"), []).append(result)
+
+    def key(setting: Setting) -> tuple[float, float]:
+        if not setting.values:
+            return 2, 0
+        return len(setting.values) < len(setting.results), mean(setting.values) * (-1 if maximize else 1)
+
+    return sorted((Setting(dict(settings), group) for settings, group in groups.items()), key=key)
+
+
+def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
+    """Return the table of a sweep: settings, best first, and the state of trials without a value."""
+    keys = [key for key in sweep.parameters if key != "seed"]
+    has_seeds, incomplete = "seed" in sweep.parameters, any(result.state != "complete" for result in results)
+    columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
+    table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
+    for setting in rank_settings(results, sweep.maximize):
+        values = setting.values
+        average = f"{mean(values):.4f}" if values else ""
+        deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+        cells = [*(setting.settings[key] for key in keys), average + deviation]
+        if has_seeds:
+            cells.append(f"{len(values)} of {len(setting.results)}")
+        if incomplete:
+            others = (one for one in setting.results if one.state != "complete")
+            cells.append(
+                "; ".join((f"seed {one.settings['seed']} " if has_seeds else "") + one.describe() for one in others)
+            )
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def write_best(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> TrialResult | None:
+    """Write the config of the best setting's first seed, for `fl-lightning fit --config`; None if no trial ended."""
+    best = rank_settings(results, sweep.maximize)[0].complete
+    if not best:
+        return None
+    settings = " ".join(f"{key}={value}" for key, value in best[0].settings.items())
+    config = (best[0].folder / "config.yaml").read_text()
+    write_atomically(path, f"# The best of the sweep {sweep.name}: {settings}.\n{config}")
+    return best[0]
+
+
+def write_trials(path: Path, sweep: Sweep, results: Sequence[TrialResult]) -> None:
+    """Write a CSV file with one line per trial."""
+    lines: list[list[Any]] = [["trial", *sweep.parameters, sweep.metric, "state", "rounds", "reason", "folder"]]
+    for one in results:
+        folder = f"{TRIALS}/{one.folder.name}"
+        lines.append([one.number, *one.settings.values(), one.value, one.state, one.rounds, one.reason, folder])
+    write_atomically(path, to_csv(lines))

@@ -1,0 +1,86 @@
+"""Check before a sweep's first run that its trials will have the metric that they are compared by."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import optuna
+
+from fl_lightning.analysis.executor import process_context
+from fl_lightning.analysis.sweep_file import Sweep
+from fl_lightning.cli.jobs import FIT
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.lazy import away_from_here
+
+KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
+"""Metrics whose names are known before a run begins."""
+
+
+def check_metric(sweep: Sweep) -> None:
+    """Refuse a metric that no round will have. Builds one trial for each algorithm of the sweep, and runs none.
+
+    A trial that cannot be built is left to its own run, which reports the reason.
+
+    Raises:
+        ConfigError: A trial will not have the metric; the message names one that it will have.
+    """
+    column = re.sub(r"_(best|best_round|last|last10)$", "", sweep.metric)
+    if not KNOWN_BEFOREHAND.fullmatch(column):
+        return
+    with away_from_here(), ProcessPoolExecutor(1, process_context(FIT.preload)) as pool:
+        for params in _one_per_algorithm(sweep):
+            try:
+                names = pool.submit(metrics_of_trial, sweep.command(params), dict(os.environ)).result()
+            except BrokenProcessPool:
+                return
+            if names is not None and not {column, sweep.metric} & set(names):
+                algorithm = f" with algorithm {params['algorithm']}" if "algorithm" in params else ""
+                raise ConfigError(f"metric: no round has {sweep.metric}{algorithm}. Use {_alternative(column, names)}.")
+
+
+def _one_per_algorithm(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of one trial for each algorithm that the sweep varies, or of a single one."""
+    distributions = {key: parameter.distribution for key, parameter in sweep.parameters.items()}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    params = sweep.grid()[0] if sweep.method == "grid" else study.ask(distributions).params
+    algorithms = sweep.parameters["algorithm"].values if "algorithm" in sweep.parameters else None
+    yield from ({**params, "algorithm": name} for name in algorithms) if algorithms else [params]
+
+
+def _alternative(column: str, names: Sequence[str]) -> str:
+    client_mean = f"client/{column.partition('/')[2]}_mean"
+    return client_mean if client_mean in names else get_close_matches(column, names, 1, cutoff=0)[0]
+
+
+def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
+    """Return the names of the metrics that a trial's rounds may have; None if not all are known beforehand.
+
+    Runs in a process of its own, because it imports torch and loads data.
+
+    Args:
+        words: The trial's command line of `fit`, without that word.
+        environment: The environment of the sweep's process.
+    """
+    os.environ.update(environment)
+    from fl_lightning.callbacks.monitor import adds_unknown, round_metrics
+    from fl_lightning.cli.commands import fit
+    from fl_lightning.cli.experiment import build
+
+    with warnings.catch_warnings(), TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            parser = fit.parser()
+            run = build(parser.parse_args(fit.expand(words)), parser, Path(folder) / "run")
+            run._build()
+        except Exception:  # the trial's own run reports it
+            return None
+        return None if adds_unknown(run) else round_metrics(run)
