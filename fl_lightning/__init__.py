@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.lazy import load
+from fl_lightning.core.renamed import MODULES
 
 if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning import runs as runs
@@ -101,9 +102,6 @@ _NAMES = {
 }
 """What can be imported from here, by the module that has it."""
 
-MOVED = {"file_loggers": "loggers.files", "objectives": "core.objectives", "wandb_logger": "loggers.wandb"}
-"""Modules by the names that configs of runs have for them, and where they are now."""
-
 HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 """The module that each public name is imported from when it is first used: torch takes seconds."""
 
@@ -112,8 +110,8 @@ __all__ = sorted({"runs", *HOMES})
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module that has some, imported when it is first used."""
-    if name in _NAMES or name in MOVED:
-        return load(f"{__name__}.{MOVED.get(name, name)}")
+    if name in _NAMES or name in MODULES:
+        return load(f"{__name__}.{MODULES.get(name, name)}")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(load(f"{__name__}.{HOMES[name]}"), name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import Any
 
-from fl_lightning import MOVED
 from fl_lightning.cli.catalogue import BASES, base
 from fl_lightning.client.exported import allowed_objects as allowed_in_checkpoints
 from fl_lightning.core.gate import by_import_path, public_classes
@@ -33,10 +31,4 @@ def allowed_objects() -> dict[str, Any]:
     found = dict(allowed_in_checkpoints())
     for place, bases in places:
         found |= public_classes(place, bases)
-    found |= {
-        f"fl_lightning.{before}.{name}": value
-        for before, now in MOVED.items()
-        for name, value in vars(import_module(f"fl_lightning.{now}")).items()
-        if f"fl_lightning.{now}.{name}" in found
-    }
     return found | by_import_path(getattr(callbacks, name) for name in CLIENT_CALLBACKS)

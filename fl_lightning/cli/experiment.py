@@ -12,11 +12,12 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning import Trainer
 
-from fl_lightning import HOMES, MOVED
+from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import plainly, refuse_nulls
 from fl_lightning.core.config import strict
 from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.core.renamed import MODULES
 from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
@@ -78,7 +79,7 @@ def by_home(value: Any) -> Any:
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
     if root != "fl_lightning" or name in NOTED_BARE or name not in HOMES:
         return value
-    noted = {now: before for before, now in MOVED.items()}
+    noted = {now: before for before, now in MODULES.items()}
     return f"{root}.{noted.get(HOMES[name], HOMES[name])}.{name}"
 
 

@@ -19,6 +19,7 @@ from fl_lightning.cli.other_tools import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.gate import find_object
+from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest
 from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
 
@@ -148,6 +149,7 @@ class Names:
 
     def _refuse(self, key: str) -> None:
         """Refuse a key, unless it may be meant for a class that only an import can tell of."""
+        refuse_old_option(key)
         if all(arguments(owner, name) is not None for owner, name in self.classes.items()):
             raise ConfigError(self.unknown_key(key))
 
@@ -158,6 +160,8 @@ class Names:
             name, options = (one.get("class_path"), one.get("init_args")) if isinstance(one, dict) else (one, None)
             if not isinstance(name, str):
                 continue
+            if new := new_class(name):
+                raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
             if not self._may_be_class(key, name):
                 choices = " | ".join(self.options["engine"]["choices"])
                 told = f"got {name!r}, expected {choices}" if key == "engine" else class_meant(key, name)

@@ -21,6 +21,7 @@ from typing import Any
 
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.renamed import update_path
 
 
 @dataclass
@@ -98,7 +99,7 @@ def find_object(path: str) -> Any:
             return resolve_name(path)
         except ValueError as error:
             raise ImportError(error) from error
-    allowed = config.allowed()
+    allowed, path = config.allowed(), update_path(path)
     if path not in allowed:
         raise config.refuse(path)
     return allowed[path]

@@ -18,6 +18,7 @@ import yaml
 from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
+from fl_lightning.core.renamed import update_config
 from fl_lightning.evaluation.metrics import Row, read_columns, read_rows, summarize
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ def _config(path: Path) -> dict[str, Any]:
     config = load_yaml(read_file(path))
     if not isinstance(config, dict):
         raise ValueError("it holds no mapping of settings")
-    return config
+    return update_config(config)
 
 
 def _figures(path: Path) -> Figures:

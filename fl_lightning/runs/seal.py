@@ -24,6 +24,7 @@ import torch
 import fl_lightning
 from fl_lightning.core.config import FREE_KEYS, below, flatten, read_config
 from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.core.renamed import update_config, update_settings
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation", "evaluate_every"}
 """Keys that a resumed run may change: what is computed in a round stays the same."""
@@ -69,7 +70,7 @@ class Seal:
         """
         if not config or not self.config:
             return
-        before, now = self.config, settings(config)
+        before, now = update_settings(self.config), update_settings(settings(config))
         if self.made_with["fl-lightning"] != fl_lightning.__version__:  # which may have had other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
         changed = _changes(before, now)
@@ -107,9 +108,9 @@ class Seal:
             now: The settings that the run goes on with.
         """
         with suppress(ConfigError):  # nothing was taken from a file that is not there or cannot be read
-            saved = settings(read_config(path))
-            edited = {key: value for key, value in saved.items() if now.get(key) == value}
-            if told := _changes({**edited, **self.config}, {**self.config, **edited}):
+            saved, before = settings(update_config(read_config(path))), update_settings(self.config)
+            edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
+            if told := _changes({**edited, **before}, {**before, **edited}):
                 warnings.warn(f"{path} was edited: {', '.join(told.values())}", stacklevel=2)
 
 

@@ -25,6 +25,7 @@ from fl_lightning.core.config import config_file, parse_config
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file, read_file, write_atomically
 from fl_lightning.core.gate import Untrusted, begin, is_untrusted
+from fl_lightning.core.renamed import update_config
 from fl_lightning.runs.folder import SIGNATURE
 
 TO_TRUST = "If you trust whoever made it, say --trust (in Python trust=True)"
@@ -64,7 +65,7 @@ def run_config(
     path = Path(config_file(run_dir))
     content = read_file(path)
     config = parse_config(content, str(path))
-    rest = {key: value for key, value in config.items() if key not in without}
+    rest = {key: value for key, value in update_config(config).items() if key not in without}
     if trust or not (reason := _why_not_own(run_dir, content, config)):
         let_in(rest)
     else:

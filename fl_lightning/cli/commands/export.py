@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write
 from fl_lightning.cli.experiment import load_run
-from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.reader import read_config
 
 
 def parser() -> ArgumentParser:
@@ -36,7 +36,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     path = Path(given.out)
     refuse_target(path, given.prepare)
     run = load_run(Path(given.run), given.checkpoint, given.trust)
-    model = read_config(Path(given.run) / "config.yaml")["model"]
+    model = read_config(Path(given.run))["model"]
     described = {"class_path": model} if isinstance(model, str) else model
     has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
     network = network_of(run, described, given.client, given.prepare or has_rows)

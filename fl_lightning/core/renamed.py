@@ -1,0 +1,130 @@
+"""Options, classes and modules that have a new name.
+
+In a user's config or command line an old name is refused, and the message has the new one (`refuse_old_option`,
+`new_class`). A config that a run recorded under old names is read as if it had the new ones (`update_config`,
+`update_settings`), so that old runs can still be resumed and reported.
+
+How to add an entry:
+
+- An option: `OPTIONS["evaluation.targets"] = "evaluation.target_accuracies"`. Keys are dotted, without `init_args`.
+  Keys below a renamed one are renamed with it.
+- An option that a callback took over: `CALLBACK_OPTIONS["checkpoint_every"] = ("Checkpointing", "every")`.
+- A class: `CLASSES["Given"] = "PredefinedSplit"`. Both are names that `fl_lightning` exports, or exported.
+- A module of which recorded configs name classes: `MODULES["wandb_logger"] = "loggers.wandb"`.
+
+Remove the old name everywhere else: an option that still exists is not refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from fl_lightning.core.errors import ConfigError
+
+OPTIONS: dict[str, str] = {}
+"""The new key of each renamed option, by its old key."""
+
+CALLBACK_OPTIONS: dict[str, tuple[str, str]] = {}
+"""The callback that took over an option and what its argument is called, by the option's old key."""
+
+CLASSES: dict[str, str] = {}
+"""The new name of each renamed class of this package, by its old name."""
+
+MODULES = {"file_loggers": "loggers.files", "objectives": "core.objectives", "wandb_logger": "loggers.wandb"}
+"""The present place of each module that recorded configs name by an old one, both below `fl_lightning`."""
+
+PACKAGE = "fl_lightning."
+ABSENT = object()
+
+
+def new_option(key: str) -> str | None:
+    """Return what a renamed option, or a key below one, is called now; None for any other key."""
+    return next((new + key.removeprefix(old) for old, new in OPTIONS.items() if f"{key}.".startswith(f"{old}.")), None)
+
+
+def refuse_old_option(key: str) -> None:
+    """Refuse the old name of an option.
+
+    Raises:
+        ConfigError: Names the key and its new name.
+    """
+    if new := new_option(key):
+        raise ConfigError(f"{key}: renamed to {new}. Use the new name.")
+    if key in CALLBACK_OPTIONS:
+        name, argument = CALLBACK_OPTIONS[key]
+        example = f"callbacks: [{{class_path: {name}, init_args: {{{argument}: 5}}}}]"
+        raise ConfigError(f"{key}: moved to the callback {name}, as {argument}. Use {example}.")
+
+
+def new_class(path: str) -> str | None:
+    """Return the new name of a renamed class, given its old name or import path; None for any other class."""
+    module, _, name = path.rpartition(".")
+    return CLASSES.get(name) if not module or f"{module}.".startswith(PACKAGE) else None
+
+
+def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded config with the present names of options and classes. A new name that is there stays.
+
+    Args:
+        config: The config as nested mappings, as in a run's `config.yaml`.
+    """
+    updated = deepcopy(dict(config))
+    for old, new in OPTIONS.items():
+        value = _group_of(old, updated).pop(old.rpartition(".")[2], ABSENT)
+        if value is not ABSENT:
+            _group_of(new, updated, add=True).setdefault(new.rpartition(".")[2], value)
+    _give_to_callbacks(updated)
+    return {key: _update_paths(value) for key, value in updated.items()}
+
+
+def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `update_config` does, of a config that is flattened to dotted keys."""
+    updated = deepcopy(dict(settings))
+    _give_to_callbacks(updated)
+    return {new_option(key) or key: _update_paths(value) for key, value in updated.items()}
+
+
+def update_path(path: str) -> str:
+    """Return the present import path of a class or module of this package; any other text as it is."""
+    if not path.startswith(PACKAGE):
+        return path
+    module, _, name = path.removeprefix(PACKAGE).rpartition(".")
+    return PACKAGE + ".".join(filter(None, (MODULES.get(module, module), CLASSES.get(name, name))))
+
+
+def _update_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _update_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_update_paths(each) for each in value]
+    return update_path(value) if isinstance(value, str) else value
+
+
+def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, Any]:
+    """Return the mapping of a config that holds a dotted key; an empty one where the config has no such group."""
+    group: Any = config
+    for part in key.split(".")[:-1]:
+        group = group.setdefault(part, {}) if add else group.get(part)
+        if isinstance(group, dict) and "class_path" in group:
+            group = group.setdefault("init_args", {}) if add else group.get("init_args")
+        if not isinstance(group, dict):
+            return {}
+    return group
+
+
+def _give_to_callbacks(config: dict[str, Any]) -> None:
+    """Move the options that callbacks took over to them. A callback that the config lacks is added."""
+    for old in sorted(config.keys() & CALLBACK_OPTIONS.keys()):
+        name, argument = CALLBACK_OPTIONS[old]
+        value, callbacks = config.pop(old), config.get("callbacks") or []
+        if not isinstance(callbacks, list):
+            continue
+        described = [one for one in callbacks if isinstance(one, dict)]
+        same = [one for one in described if str(one.get("class_path")).rpartition(".")[2] == name]
+        if not same:
+            same = [{"class_path": f"{PACKAGE}callbacks.{name}"}]
+            callbacks = [*callbacks, *same]
+        same[0].setdefault("init_args", {}).setdefault(argument, value)
+        config["callbacks"] = callbacks
