@@ -8,7 +8,7 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes
 from fl_lightning.callbacks import ClusterNorms
-from test_stacked import compare
+from stacking import compare
 
 from fl_lightning.algorithms import CFL, FedAvg, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, update

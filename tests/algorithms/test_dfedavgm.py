@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes
-from test_peers import model_of, published
-from test_stacked import compare
+from peers import model_of, published
+from stacking import compare
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import NormMLP, digits, experiment, in_float64, publish
-from test_peers import model_of, published
+from peers import model_of, published
 
 from fl_lightning.algorithms import DisPFL, ErdosRenyi, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dispfl import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import TINY, rows, tiny
 from experiments import SGD, NormMLP, digits, experiment, in_float64, same_bytes
-from test_stacked import compare
+from stacking import compare
 
 from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, LastUploads, PeerAlgorithm
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights

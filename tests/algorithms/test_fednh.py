@@ -8,7 +8,7 @@ import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from test_stacked import compare
+from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedNH, PrototypeAveraging

@@ -6,7 +6,7 @@ from math import exp, log
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, weights_after
-from test_stacked import compare
+from stacking import compare
 from torch import nn
 from torch.nn import functional as F
 

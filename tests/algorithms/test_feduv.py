@@ -8,7 +8,7 @@ from commands import rows, tiny
 from experiments import NormMLP, experiment, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
-from test_stacked import compare
+from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import ClassifierVariance, FedAvg, FedUV, HypersphericalUniformity

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, weights_after
-from test_stacked import compare
+from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans, FedAvg

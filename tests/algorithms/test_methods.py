@@ -5,7 +5,7 @@ import inspect
 import pytest
 from experiments import ONE_EPOCH, NormMLP, digits, experiment
 from methods import CLASSES, METHODS, SIAMESE, assert_same_run
-from test_stacked import compare
+from stacking import compare
 
 from fl_lightning.algorithms import PeerAlgorithm, WeightedMean
 from fl_lightning.client.module import LossTerm

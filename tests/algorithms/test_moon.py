@@ -10,7 +10,7 @@ from commands import rows, tiny
 from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
 from methods import assert_same_run
 from servers import assert_near, watched
-from test_stacked import compare
+from stacking import compare
 from torch import nn
 from torch.nn import functional as F
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes
-from test_peers import model_of, published
-from test_stacked import compare
+from peers import model_of, published
+from stacking import compare
 
 from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Proximal, Ring
 from fl_lightning.core.errors import ConfigError

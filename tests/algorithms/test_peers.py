@@ -12,7 +12,8 @@ from commands import TINY, rows, run, tiny
 from experiments import SGD, NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed
 from fl_lightning.callbacks import RoundCallback
 from lightning.pytorch.loggers.logger import Logger
-from test_engines import Backwards, carry_out
+from peers import Watching, mean_by_hand, model_of, peers_in, published
+from task_runners import Backwards, run_pickled
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import (
@@ -25,13 +26,13 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Ring,
 )
-from fl_lightning.algorithms.decentralized.peers import bundle, publication, restored, stored, unbundle
+from fl_lightning.algorithms.decentralized.peers import bundle, restored, stored, unbundle
 from fl_lightning.algorithms.global_model.fedskc import global_knowledge
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.state import weighted_mean
-from fl_lightning.engines import Engine, Task, Worker
+from fl_lightning.engines import Task, Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
@@ -39,21 +40,6 @@ K = 6
 MODEL = partial(MLP, hidden=(16,))
 WEIGHTS = 64 * 16 + 16 + 16 * 10 + 10  # |w| of that model on digits
 ALL = {"clients_per_round": K, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
-
-
-class Watching(Engine):
-    """Keeps the tasks in which clients train, and the models they train to."""
-
-    def __init__(self):
-        self.tasks = []
-
-    def run(self, worker, tasks):
-        for task in tasks:
-            self.tasks += [task] if task.fit else []
-            yield worker.run(task)
-
-    def of_round(self, round):
-        return {task.client: task for task in self.tasks if task.round == round}
 
 
 class Trouble(LossTerm):
@@ -84,34 +70,6 @@ class Recording(Logger):
 
     def log_metrics(self, metrics, step=None):
         self.logged.append((step, metrics))
-
-
-def peers_in(message):
-    """Ids of the peers whose publications a download holds."""
-    return sorted({int(name.split("/")[0].removeprefix("peer_")) for name in [*message.tensors, *message.numbers]})
-
-
-def published(run, client):
-    """What a client has laid out: its tensors, and its number of samples."""
-    message = publication(run.memory.beside(run.state, "laid_out"), client)
-    return message.tensors, message.numbers["n_samples"]
-
-
-def model_of(tensors):
-    return {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
-
-
-def mean_by_hand(models, samples):
-    """Entry by entry, in Python's floats; the largest of whole numbers."""
-    mean = {}
-    for name, first in models[0].items():
-        columns = zip(*(model[name].flatten().tolist() for model in models), strict=True)
-        if first.is_floating_point():
-            values = [sum(n * v for n, v in zip(samples, c, strict=True)) / sum(samples) for c in columns]
-        else:
-            values = [max(column) for column in columns]
-        mean[name] = torch.tensor(values, dtype=first.dtype).view(first.shape)
-    return mean
 
 
 def publications(clients, seed=0):
@@ -500,7 +458,7 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path):
             client = run.participants(2)[0]
             task = Task(3, client, run.download(3, client), run.memory[client], lr_scale=0.5, evaluate=True)
             here = run.worker.run(task)
-            there = pickle.loads(pool.apply(carry_out, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
+            there = pickle.loads(pool.apply(run_pickled, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
             assert here.failure is None
             assert same_bytes(here.upload.tensors, there.upload.tensors)
             assert here.upload.numbers == there.upload.numbers

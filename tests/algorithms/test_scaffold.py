@@ -8,7 +8,7 @@ import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes, weights_after
 from methods import assert_same_run
 from servers import assert_near, mean_of, watched
-from test_stacked import compare
+from stacking import compare
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 

@@ -11,8 +11,8 @@ import torch
 from experiments import NormMLP, digits, experiment, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import Watching, mean_by_hand, model_of, peers_in, published
 from scipy.spatial.distance import jensenshannon
-from test_peers import Watching, mean_by_hand, model_of, peers_in, published
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes, task_of_round, untimed
+from task_runners import Backwards, run_pickled
 
 from fl_lightning.algorithms import (
     UAPDFL,
@@ -23,13 +24,6 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine, SequentialEngine, Task
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation.evaluation import Evaluation
-
-
-class Backwards(Engine):
-    """Carries tasks out from the last to the first."""
-
-    def run(self, worker, tasks):
-        return map(worker.run, reversed(list(tasks)))
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
@@ -74,13 +68,6 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
     assert events == [(what, client) for client in clients for what in ("fit", "fold")]
 
 
-def carry_out(pickled, threads):
-    """In the other process: unpickle worker and task, run, send the result back pickled."""
-    torch.set_num_threads(threads)  # sums are split among threads, which rounds them differently
-    worker, task = pickle.loads(pickled)
-    return pickle.dumps(worker.run(task))
-
-
 @pytest.mark.parametrize("algorithm", [pytest.param(FedAvg(buffers="local"), marks=pytest.mark.slow), FedSKC()])
 def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
@@ -90,7 +77,7 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     task = Task(3, client, download, memory, lr_scale=0.5, evaluate=True, evaluate_globally=True)
     here = run.worker.run(task)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        there = pickle.loads(pool.apply(carry_out, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
+        there = pickle.loads(pool.apply(run_pickled, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
     assert here.failure is None
     assert same_bytes(here.upload.tensors, there.upload.tensors)
     assert here.upload.numbers == there.upload.numbers

@@ -13,7 +13,7 @@ import pytest
 import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_stacked import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
+from stacking import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC

@@ -1,7 +1,6 @@
 """The stacked engine: the sequential engine's results but for rounding, and one line for what it cannot do."""
 
 import copy
-import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,6 +10,19 @@ import pytest
 import torch
 from experiments import NormMLP, digits, experiment, same_bytes, untimed
 from lightning.pytorch.plugins.precision import MixedPrecision
+from stacking import (
+    DOUBLE,
+    LOCAL_WORK,
+    Augmented,
+    DrawingHooks,
+    NoisyUpload,
+    Spoilt,
+    assert_close,
+    assert_equal_rounds,
+    compare,
+    results,
+    tasks,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
@@ -43,8 +55,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.data import Arrays, Partition, Scenario
-from fl_lightning.data.transforms import CropFlip
-from fl_lightning.engines import SequentialEngine, StackedEngine, Task
+from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.engines.stacked import OPTIMIZERS
 from fl_lightning.engines.stacking import Alike, ClientStep, Inventory
 from fl_lightning.engines.trainer import not_for_each
@@ -64,59 +75,7 @@ from fl_lightning.models import (
 
 pytestmark = pytest.mark.numeric
 
-DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def tasks(run, round, **options):
-    """A task for each client, after however many rounds have run: some have memory, some have not."""
-    return [
-        Task(round, client, run.download(round, client), run.memory.get(client, {}), **options)
-        for client in range(run.scenario.clients)
-    ]
-
-
-def results(run, engine, round, **options):
-    engine.check(run.worker)
-    return {result.client: result for result in engine.run(run.worker, tasks(run, round, **options))}
-
-
-def assert_close(one, other, tolerance):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype
-        scale = max(1.0, float(value.double().abs().max())) if value.numel() else 1.0
-        assert (
-            float((value.double() - other[name].double()).abs().max() if value.numel() else 0) <= tolerance * scale
-        ), name
-
-
-def assert_equal_rounds(one, other, tolerance):
-    """Results of the same tasks: uploads, memory, losses and scores."""
-    assert one.keys() == other.keys()
-    for client, result in one.items():
-        stacked = other[client]
-        assert result.failure is None
-        assert stacked.failure is None
-        assert result.upload.numbers == stacked.upload.numbers
-        assert_close(result.upload.tensors, stacked.upload.tensors, tolerance)
-        assert result.memory.keys() == stacked.memory.keys()
-        for section in result.memory:
-            assert_close(result.memory[section], stacked.memory[section], tolerance)
-        assert list(result.losses) == list(stacked.losses)
-        assert stacked.losses == pytest.approx(result.losses, rel=tolerance, abs=tolerance)
-        assert stacked.local.values["acc"] == pytest.approx(result.local.values["acc"], abs=2 * tolerance)
-
-
-def compare(tmp_path, algorithm=None, tolerance=1e-9, **options):
-    """Train round 1 of some clients sequentially, then round 2 of all clients by either engine, in float64."""
-    run = experiment(tmp_path, algorithm, rounds=1, **{"trainer": DOUBLE | {"max_epochs": 2}} | options)
-    run.fit()
-    one, other = (
-        results(run, engine, 2, evaluate=True, lr_scale=0.5) for engine in (SequentialEngine(), StackedEngine())
-    )
-    assert_equal_rounds(one, other, tolerance)
-    return run
 
 
 # --- Every algorithm of the package that can be stacked ---
@@ -200,15 +159,6 @@ def test_one_step_in_float32_differs_by_rounding_at_most(tmp_path):
 
 # --- What a fit is made of, in float64, where rounding does not hide a mistake ---
 
-LOCAL_WORK = {
-    "one_epoch": {"max_epochs": 1},
-    "steps": {"max_steps": 5},
-    "steps_within_epochs": {"max_epochs": 2, "max_steps": 9},
-    "limit": {"max_epochs": 2, "limit_train_batches": 2},
-    "norm": {"max_epochs": 2, "gradient_clip_val": 0.2},
-    "value": {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-}
-
 
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
@@ -252,38 +202,11 @@ def test_a_scheduler_that_steers_momentum(tmp_path):
     compare(tmp_path, lr_scheduler=scheduler, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
-class Augmented(Scenario):
-    """Digits whose training batches are shifted and flipped, by numbers from torch, NumPy and Python."""
-
-    def build(self, seed):
-        data = super().build(seed)
-        shift = CropFlip(1)
-
-        def augment(x):
-            return shift(x) * (1 + 0.1 * float(np.random.rand())) if np.random.rand() < 0.8 else x
-
-        data.data.augment = augment
-        return data
-
-
 def test_augmentation_and_dropout_draw_what_they_draw_alone(tmp_path):
     plain = digits()
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
     trainer = DOUBLE | {"max_epochs": 2}
     compare(tmp_path, FedSKC(), scenario=scenario, model=NormMLP, trainer=trainer)
-
-
-class DrawingHooks(LossTerm):
-    """Draws as the fit and each epoch start."""
-
-    def begin(self, module):
-        self.noise = torch.rand(()) + random.random()
-
-    def begin_epoch(self, module):
-        self.noise = self.noise + torch.rand(()) * float(np.random.rand())
-
-    def forward(self, step):
-        return step.logits.square().mean() * self.noise.to(step.logits)
 
 
 class Shrinking(LossTerm):
@@ -376,15 +299,6 @@ def test_a_client_stops_alone(tmp_path, moment):
     trainer = DOUBLE | {"max_epochs": 3}
     run = compare(tmp_path, Ended(loss_terms=[Stops(moment)]), trainer=trainer, batch_size=16)
     assert len({len(shard.train) > 30 for shard in run.data.shards}) == 2
-
-
-class NoisyUpload(FedAvg):
-    """Draws after the fit."""
-
-    def upload(self, module, batches, n_samples, num_classes):
-        message = super().upload(module, batches, n_samples, num_classes)
-        message.tensors["model/head.bias"].add_(torch.rand(()))
-        return message
 
 
 def test_hooks_and_uploads_draw_what_they_draw_alone(tmp_path):
@@ -507,28 +421,6 @@ def test_tasks_that_only_score_are_the_workers(tmp_path):
 
 
 # --- One client's failure ---
-
-
-class Spoilt(LossTerm):
-    """Spoils the clients of some sizes: a loss that is NaN, or an error as the fit or an epoch starts."""
-
-    def __init__(self, how, sizes):
-        super().__init__()
-        self.how, self.sizes = how, sizes
-        self.factor = torch.zeros(())
-
-    def begin(self, module):
-        self.bad = int(module.class_counts.sum()) in self.sizes
-        self.factor = torch.tensor(float("nan") if self.bad and self.how == "nan" else 0.0)
-        if self.bad and self.how == "begin":
-            raise ConfigError("not me")
-
-    def begin_epoch(self, module):
-        if self.bad and self.how == "epoch" and module.current_epoch == 1:
-            raise ConfigError("not me")
-
-    def forward(self, step):
-        return step.logits.mean() * self.factor.to(step.logits)
 
 
 REASONS = {"nan": "loss term 'spoilt' is NaN or Inf: lower", "begin": "not me", "epoch": "not me"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import ONE_EPOCH, NormMLP, digits, experiment, same_bytes
-from test_stacked import Spoilt
+from stacking import Spoilt
 
 from fl_lightning.algorithms import Aggregator, FedAvg
 from fl_lightning.client.module import LossTerm

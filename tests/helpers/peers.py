@@ -1,0 +1,49 @@
+"""What tests of methods without a server look at: what peers publish, collect and mix."""
+
+import torch
+
+from fl_lightning.algorithms.decentralized.peers import publication
+from fl_lightning.engines import Engine
+
+
+class Watching(Engine):
+    """Keeps the tasks in which clients train, and the models they train to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def run(self, worker, tasks):
+        for task in tasks:
+            self.tasks += [task] if task.fit else []
+            yield worker.run(task)
+
+    def of_round(self, round):
+        return {task.client: task for task in self.tasks if task.round == round}
+
+
+def peers_in(message):
+    """Ids of the peers whose publications a download holds."""
+    return sorted({int(name.split("/")[0].removeprefix("peer_")) for name in [*message.tensors, *message.numbers]})
+
+
+def published(run, client):
+    """What a client has laid out: its tensors, and its number of samples."""
+    message = publication(run.memory.beside(run.state, "laid_out"), client)
+    return message.tensors, message.numbers["n_samples"]
+
+
+def model_of(tensors):
+    return {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
+
+
+def mean_by_hand(models, samples):
+    """Entry by entry, in Python's floats; the largest of whole numbers."""
+    mean = {}
+    for name, first in models[0].items():
+        columns = zip(*(model[name].flatten().tolist() for model in models), strict=True)
+        if first.is_floating_point():
+            values = [sum(n * v for n, v in zip(samples, c, strict=True)) / sum(samples) for c in columns]
+        else:
+            values = [max(column) for column in columns]
+        mean[name] = torch.tensor(values, dtype=first.dtype).view(first.shape)
+    return mean

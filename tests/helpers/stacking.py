@@ -1,0 +1,136 @@
+"""Comparisons of the stacked engine with the sequential one, and the loss terms and scenarios they train on."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from experiments import experiment
+
+from fl_lightning.algorithms import FedAvg
+from fl_lightning.client.module import LossTerm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Scenario
+from fl_lightning.data.transforms import CropFlip
+from fl_lightning.engines import SequentialEngine, StackedEngine, Task
+
+DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
+
+
+def tasks(run, round, **options):
+    """A task for each client, after however many rounds have run: some have memory, some have not."""
+    return [
+        Task(round, client, run.download(round, client), run.memory.get(client, {}), **options)
+        for client in range(run.scenario.clients)
+    ]
+
+
+def results(run, engine, round, **options):
+    engine.check(run.worker)
+    return {result.client: result for result in engine.run(run.worker, tasks(run, round, **options))}
+
+
+def assert_close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype
+        scale = max(1.0, float(value.double().abs().max())) if value.numel() else 1.0
+        assert (
+            float((value.double() - other[name].double()).abs().max() if value.numel() else 0) <= tolerance * scale
+        ), name
+
+
+def assert_equal_rounds(one, other, tolerance):
+    """Results of the same tasks: uploads, memory, losses and scores."""
+    assert one.keys() == other.keys()
+    for client, result in one.items():
+        stacked = other[client]
+        assert result.failure is None
+        assert stacked.failure is None
+        assert result.upload.numbers == stacked.upload.numbers
+        assert_close(result.upload.tensors, stacked.upload.tensors, tolerance)
+        assert result.memory.keys() == stacked.memory.keys()
+        for section in result.memory:
+            assert_close(result.memory[section], stacked.memory[section], tolerance)
+        assert list(result.losses) == list(stacked.losses)
+        assert stacked.losses == pytest.approx(result.losses, rel=tolerance, abs=tolerance)
+        assert stacked.local.values["acc"] == pytest.approx(result.local.values["acc"], abs=2 * tolerance)
+
+
+def compare(tmp_path, algorithm=None, tolerance=1e-9, **options):
+    """Train round 1 of some clients sequentially, then round 2 of all clients by either engine, in float64."""
+    run = experiment(tmp_path, algorithm, rounds=1, **{"trainer": DOUBLE | {"max_epochs": 2}} | options)
+    run.fit()
+    one, other = (
+        results(run, engine, 2, evaluate=True, lr_scale=0.5) for engine in (SequentialEngine(), StackedEngine())
+    )
+    assert_equal_rounds(one, other, tolerance)
+    return run
+
+
+LOCAL_WORK = {
+    "one_epoch": {"max_epochs": 1},
+    "steps": {"max_steps": 5},
+    "steps_within_epochs": {"max_epochs": 2, "max_steps": 9},
+    "limit": {"max_epochs": 2, "limit_train_batches": 2},
+    "norm": {"max_epochs": 2, "gradient_clip_val": 0.2},
+    "value": {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
+
+class Augmented(Scenario):
+    """Digits whose training batches are shifted and flipped, by numbers from torch, NumPy and Python."""
+
+    def build(self, seed):
+        data = super().build(seed)
+        shift = CropFlip(1)
+
+        def augment(x):
+            return shift(x) * (1 + 0.1 * float(np.random.rand())) if np.random.rand() < 0.8 else x
+
+        data.data.augment = augment
+        return data
+
+
+class DrawingHooks(LossTerm):
+    """Draws as the fit and each epoch start."""
+
+    def begin(self, module):
+        self.noise = torch.rand(()) + random.random()
+
+    def begin_epoch(self, module):
+        self.noise = self.noise + torch.rand(()) * float(np.random.rand())
+
+    def forward(self, step):
+        return step.logits.square().mean() * self.noise.to(step.logits)
+
+
+class NoisyUpload(FedAvg):
+    """Draws after the fit."""
+
+    def upload(self, module, batches, n_samples, num_classes):
+        message = super().upload(module, batches, n_samples, num_classes)
+        message.tensors["model/head.bias"].add_(torch.rand(()))
+        return message
+
+
+class Spoilt(LossTerm):
+    """Spoils the clients of some sizes: a loss that is NaN, or an error as the fit or an epoch starts."""
+
+    def __init__(self, how, sizes):
+        super().__init__()
+        self.how, self.sizes = how, sizes
+        self.factor = torch.zeros(())
+
+    def begin(self, module):
+        self.bad = int(module.class_counts.sum()) in self.sizes
+        self.factor = torch.tensor(float("nan") if self.bad and self.how == "nan" else 0.0)
+        if self.bad and self.how == "begin":
+            raise ConfigError("not me")
+
+    def begin_epoch(self, module):
+        if self.bad and self.how == "epoch" and module.current_epoch == 1:
+            raise ConfigError("not me")
+
+    def forward(self, step):
+        return step.logits.mean() * self.factor.to(step.logits)
