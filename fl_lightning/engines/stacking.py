@@ -215,7 +215,7 @@ class Alike:
     """
 
     def __init__(self, steps: Sequence[Inventory], draws: Sequence[RandomStates]) -> None:
-        self.step, self.draws, self.drops = steps[0].step, draws, True
+        self.step, self.draws, self.replaces = steps[0].step, draws, True
         held = [step.registered for step in steps]
         constant = (name for name in held[0] if not name.startswith(BACKBONE))
         self.constants = {name: torch.stack([one[name].detach() for one in held]) for name in constant}
@@ -247,18 +247,18 @@ class Alike:
         rows = as_rows(members, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
         weights = {BACKBONE + name: value for name, value in backbone.items()}
-        dropout = ClientDropout([self.draws[i] for i in members])
+        functions = ClientFunctions([self.draws[i] for i in members])
         still = RandomStates(x.device)
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> Outcome:
-            dropout.place = place
+            functions.place = place
             with self._holding(tensors, free):
                 return self.step(x, y)
 
-        with dropout if self.drops else nullcontext(), self._trainer_of_all():
+        with functions if self.replaces else nullcontext(), self._trainer_of_all():
             stacked = torch.vmap(one, randomness="same")
             outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
-        self.drops = dropout.drew  # looking at every call takes time; a mask drawn unseen is found below
+        self.replaces = functions.used  # intercepting every call takes time; a mask drawn unseen is found below
         if not still.unmoved():
             raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
         return outcome
@@ -332,30 +332,38 @@ class TrainerOfAll:
         return getattr(self.trainer, name)
 
 
-class ClientDropout(TorchFunctionMode):
-    """Draws dropout masks for each client from its own generators, as its own forward would.
+class ClientFunctions(TorchFunctionMode):
+    """Computes, inside `torch.vmap`, what depends on the client as the client's own forward would.
+
+    Dropout draws each client's mask from the client's own random state. Embeddings keep the padding vector out of the
+    gradient: torch's batching rule does so for the first client only (seen in torch 2.15).
 
     Args:
-        draws: Where each client's generators are.
+        draws: The clients' random states.
+
+    Attributes:
+        used: Whether a function was computed here.
     """
 
     place: Tensor  # of the client in `draws`, batched
 
     def __init__(self, draws: Sequence[RandomStates]) -> None:
         super().__init__()
-        self.draws, self.drew = draws, False
+        self.draws, self.used = draws, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out a torch function, dropout with the clients' masks."""
+        """Call a torch function, or its replacement."""
         if func is F.dropout:
             return self.dropout(*args, **(kwargs or {}))
+        if func is F.embedding:
+            return self.embedding(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """`F.dropout`."""
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
-        self.drew = True
+        self.used = True
         outside = RandomStates(input.device)
         masks = []
         for draws in self.draws:
@@ -365,6 +373,15 @@ class ClientDropout(TorchFunctionMode):
         with outside.drawing_torch():
             own = torch.stack(masks).index_select(0, self.place.reshape(1)).squeeze(0)
         return input.mul_(own) if inplace else input * own
+
+    def embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kw: Any) -> Tensor:
+        """`F.embedding`."""
+        vectors = F.embedding(input, weight, None, *args, **kw)
+        if padding_idx is None:
+            return vectors
+        self.used = True
+        padded = (input == padding_idx % len(weight)).unsqueeze(-1)
+        return torch.where(padded, vectors.detach(), vectors)
 
 
 def as_rows(members: list[int], device: torch.device) -> Rows:
