@@ -1,14 +1,9 @@
-"""What a config can name, and what the commands take: from a file that is made beforehand, so that it needs no torch.
-
-The file is `index.json`, beside this one; `python -m fl_lightning.cli.indexing` makes it anew, which is due when a
-class or an option came or went, or its docstring changed; a test tells.
-"""
+"""What a config can name, read from the sources, so that it needs no torch; and the classes themselves, which do."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +12,9 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from fl_lightning.cli.signatures import Class, parameters
+from fl_lightning.cli.signatures import classes as classes_in
 
 # Each kind's base class, the module that lists its classes, both below this package, and the config key that takes one.
 BASES: dict[str, tuple[str, str, str]] = {
@@ -55,6 +53,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
 """Keys that take a class, or a list of them."""
 
+SET_BY_DATA = ("in_shape", "num_classes")
+"""Arguments of models that the data set."""
+
 _SCHEDULER_SOURCES = (("torch", "optim/lr_scheduler.py"),)
 SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "optimizer": (("torch", "optim/*.py"),),
@@ -68,43 +69,47 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
 """Packages whose classes a key takes or might be given, and the files that define those."""
 
 
+def classes_of(kind: str) -> dict[str, Class]:
+    """Return this package's classes of a kind by name, read from their source."""
+    base, room, _ = BASES[kind]
+    return classes_in(f"fl_lightning.{room}", f"fl_lightning.{base}")
+
+
 @cache
-def index() -> dict[str, Any]:
-    """What `index.json` holds: `classes` by kind and name, and the options of `commands`."""
-    return json.loads(files("fl_lightning.cli").joinpath("index.json").read_text(encoding="utf-8"))
+def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
+    """Return what `--help` shows of a class's arguments, by name; for models, without what the data set."""
+    left_out = SET_BY_DATA if kind == "models" else ()
+    return {one.name: one.option for one in parameters(classes_of(kind)[name]) if one.name not in left_out}
 
 
-def things(kind: str) -> dict[str, str]:
-    """Names and one-line descriptions of a kind, from the docstrings; of files, from their first line."""
+def descriptions(kind: str) -> dict[str, str]:
+    """Return the names of a kind with one line each: a docstring's first, or a file's."""
     if kind in FILES:
         folder = files(f"fl_lightning.{kind}")
         paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
         return {path.name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in paths}
-    return {name: entry["line"] for name, entry in index()["classes"][kind].items()}
+    return {name: one.summary for name, one in classes_of(kind).items()}
 
 
 def groups(kind: str) -> dict[str, dict[str, str]]:
-    """What `things` gives, in groups with a heading each: algorithms by family, any other kind under its own name."""
+    """Return the `descriptions` of a kind by heading: algorithms by family, any other kind under its own name."""
     if kind != "algorithms":
-        return {kind: things(kind)}
-    entries = index()["classes"][kind]
-    return {
-        f"{kind}, {one.replace('_', ' ')}": {
-            name: entry["line"] for name, entry in entries.items() if entry["family"] == one
-        }
-        for one in FAMILIES
-    }
+        return {kind: descriptions(kind)}
+    found: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
+    for name, one in classes_of(kind).items():
+        found[one.module.name.split(".")[2]][name] = one.summary
+    return {f"{kind}, {family.replace('_', ' ')}": lines for family, lines in found.items()}
 
 
 def kind_of(key: str) -> str | None:
-    """The kind of what a config key takes, `algorithms` for `algorithm`; None where it is none of `BASES`."""
+    """Return the kind of what a config key takes, `algorithms` for `algorithm`; None if it is none of `BASES`."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 
 def names(key: str) -> list[str]:
-    """The classes that a config key may name, without their modules; none where it takes no class."""
+    """Return the classes that a config key may name, without their modules; none for a key that takes no class."""
     kind = kind_of(key)
-    return list(index()["classes"][kind]) if kind else list(OTHERS.get(key, ()))
+    return list(classes_of(kind)) if kind else list(OTHERS.get(key, ()))
 
 
 # --- Other packages' classes, from their source, as importing it takes seconds ---------------------------------------
@@ -118,9 +123,10 @@ def arguments(key: str, path: str) -> list[str] | None:
         path: Its name or import path.
     """
     module, _, name = path.rpartition(".")
-    entry = index()["classes"].get(kind_of(key), {}).get(name)
-    if entry and module in ("", "fl_lightning", entry["module"], f"fl_lightning.{BASES[kind_of(key) or ''][1]}"):
-        return list(entry["options"])
+    kind = kind_of(key)
+    known = classes_of(kind).get(name) if kind else None
+    if kind and known and module in ("", "fl_lightning", known.module.name, f"fl_lightning.{BASES[kind][1]}"):
+        return list(class_options(kind, name))
     if key == "engine" and not module:
         return arguments(key, f"fl_lightning.engines.{name.capitalize()}Engine")
     homes = {"", *(package.partition(".")[0] for package, _ in SOURCES.get(key, ()))}

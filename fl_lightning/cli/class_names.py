@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
-from fl_lightning.cli.catalogue import index, is_in_source, names
+from fl_lightning.cli.catalogue import is_in_source, names
+from fl_lightning.cli.options import options_of
 from fl_lightning.core.spelling import same
 
 NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
@@ -40,7 +41,7 @@ def spelled(words: Sequence[str]) -> list[str]:
 
 def _in_its_own_case(name: str, key: str) -> str:
     """A class's name as it is spelled, but where it could be torchvision's `resnet18` as well as our `ResNet18`."""
-    found = same(name, [*names(key), *index()["commands"]["fit"].get(key, {}).get("choices", ())])
+    found = same(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
     unclear = key == "model" and found != name and is_in_source(key, name) and name in builders_of_torchvision()
     return name if unclear else found
 

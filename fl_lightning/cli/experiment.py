@@ -15,6 +15,7 @@ from lightning import Trainer
 from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import plainly, refuse_nulls
+from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
 from fl_lightning.core.config import strict
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
@@ -33,15 +34,12 @@ WATCHERS = ("engine", "logger", "callbacks")
 def experiment_parser() -> ArgumentParser:
     """The parser of an experiment's keys."""
     parser = strict(ArgumentParser(exit_on_error=False, allow_abbrev=False))
-    config = "Config file, or the name of a shipped one; of several the later ones have the last say."
-    parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE", help=config)
+    parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
-    baselines = "Settings that --algorithm NAME adds: a mapping by name, the path of one, or a list."
-    parser.add_argument("--baselines", type=str | dict | list | None, help=baselines)
+    parser.add_argument("--baselines", type=str | dict | list | None)
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
-    logger = {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"}
-    parser.set_defaults({"trainer.devices": 1, "logger": logger})
+    parser.set_defaults(EXPERIMENT_DEFAULTS)
     return parser
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from fl_lightning.cli.catalogue import BASES, OTHERS, index, kind_of, things
+from fl_lightning.cli.catalogue import BASES, OTHERS, class_options, classes_of, descriptions, kind_of
 from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.options import options_of
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import nearest, same
 
@@ -62,7 +63,7 @@ def asked_for(command: str, words: Sequence[str]) -> str | None:
 
 def top_keys(command: str) -> set[str]:
     """The keys of a command, less what lies below them."""
-    return {name.partition(".")[0] for name in index()["commands"][command]}
+    return {name.partition(".")[0] for name in options_of(command)}
 
 
 def of_command(command: str) -> str:
@@ -76,7 +77,7 @@ def of_key(command: str, key: str) -> str:
     Raises:
         ConfigError: The command has none of that name.
     """
-    key, options = key.lstrip("-"), index()["commands"][command]
+    key, options = key.lstrip("-"), options_of(command)
     found = {name: one for name, one in options.items() if f"{name}.".startswith(f"{key}.")}
     if not found:
         near = nearest(key, options)
@@ -88,7 +89,7 @@ def of_key(command: str, key: str) -> str:
 def of_names(key: str) -> str | None:
     """The names that a key takes, each with its line; None where only torch knows them."""
     kind = kind_of(key)
-    lines = things(kind) if kind else dict.fromkeys(OTHERS.get(key, ()), "")
+    lines = descriptions(kind) if kind else dict.fromkeys(OTHERS.get(key, ()), "")
     if not lines:
         return None
     width = max(map(len, lines))
@@ -100,14 +101,14 @@ def of_class(key: str, path: str) -> str | None:
     """The options of a class of this package's; None if it is none."""
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
-    known = index()["classes"].get(kind, {})
+    known = classes_of(kind) if kind else {}
     name = name if module else same(name, known)
-    entry = known.get(name)
-    if not entry or module not in ("", entry["module"], f"fl_lightning.{BASES[kind][1]}"):
+    if name not in known or module not in ("", known[name].module.name, f"fl_lightning.{BASES[kind][1]}"):
         return None
-    options = {f"{key}.{name}": one | {"flags": [f"--{key}.{name}"]} for name, one in entry["options"].items()}
+    found = class_options(kind, name)
+    options = {f"{key}.{argument}": one | {"flags": [f"--{key}.{argument}"]} for argument, one in found.items()}
     shown = told({"options": options})
-    shown.description, shown.epilog = f"{name}: {entry['line']}", None if options else "It has no options."
+    shown.description, shown.epilog = f"{name}: {known[name].summary}", None if options else "It has no options."
     return shown.format_help()
 
 
@@ -129,7 +130,7 @@ class Formatter(HelpFormatter):
 
 def parser(command: str) -> ArgumentParser:
     """A parser that takes what the command's own does, for its help and for completion; it knows no types."""
-    options = index()["commands"][command]
+    options = options_of(command)
     experiment = "config" in options
     made = told(by_heading(options) if experiment else {"options": options})
     made.prog, made.description = f"fl-lightning {command}", COMMANDS[command]

@@ -146,7 +146,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     command = load(f"fl_lightning.cli.commands.{name}")
     if own_process:
         gc.freeze()  # what was imported is no garbage, and to look at it takes a second
-    parser = command.parser()
+    parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     plainly = load("fl_lightning.cli.errors").plainly
     with plainly(parser):

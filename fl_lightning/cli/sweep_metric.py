@@ -74,11 +74,12 @@ def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> li
     from fl_lightning.callbacks.monitor import adds_unknown, round_metrics
     from fl_lightning.cli.commands import fit
     from fl_lightning.cli.experiment import build
+    from fl_lightning.cli.options import command_parser
 
     with warnings.catch_warnings(), TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         try:
-            parser = fit.parser()
+            parser = command_parser("fit")
             run = build(parser.parse_args(fit.expand(words)), parser, Path(folder) / "run")
             run._build()
         except Exception:  # the trial's own run reports it

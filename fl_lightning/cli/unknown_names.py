@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline
-from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, index, is_in_source, kind_of, names
+from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
+from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.options import EXPERIMENTS, options_of
 from fl_lightning.cli.other_tools import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -52,7 +54,7 @@ def check(command: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: Names the key or the class, and the one that was probably meant.
     """
-    if "config" in index()["commands"][command]:
+    if command in EXPERIMENTS:
         words = expand_baseline(spelled(with_config_paths(words)))
     known = Names(command, words)
     for content in known.contents:
@@ -76,8 +78,8 @@ class Names:
 
     def __init__(self, command: str, words: Sequence[str] = ()) -> None:
         self.command = command
-        self.options: dict[str, dict[str, Any]] = index()["commands"][command]
-        self.is_experiment = "config" in self.options
+        self.options: dict[str, dict[str, Any]] = options_of(command)
+        self.is_experiment = command in EXPERIMENTS
         self.typed = list(self._typed(words))
         paths = [Path(value) for key, value in self.typed if key == "config" and os.path.isfile(value)]
         self.contents = [read_config(path) for path in paths] if self.is_experiment else []
@@ -93,7 +95,7 @@ class Names:
     def of(cls, parser: ArgumentParser, words: Sequence[str]) -> Names:
         """Return the names for a parser of a command's, or of an experiment."""
         command = parser.prog.rpartition(" ")[2]
-        return cls(command if command in index()["commands"] else "fit", words)
+        return cls(command if command in COMMANDS else "fit", words)
 
     def _typed(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         rest = iter(words)

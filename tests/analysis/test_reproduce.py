@@ -35,7 +35,7 @@ from fl_lightning.analysis.reproduction import (
     read,
 )
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
-from fl_lightning.cli.catalogue import things
+from fl_lightning.cli.catalogue import descriptions
 from fl_lightning.cli.commands import reproduce
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
@@ -178,7 +178,7 @@ def words_by_hand(column, row):
     return words
 
 
-@pytest.mark.parametrize("name", [name.removesuffix(".yaml") for name in things("papers")])
+@pytest.mark.parametrize("name", [name.removesuffix(".yaml") for name in descriptions("papers")])
 def test_the_words_of_every_shipped_cell(name):
     table, content = read_table(name), yaml.safe_load((PAPERS / f"{name}.yaml").read_text())
     assert (table.name, table.title, table.seeds) == (name, content["title"], tuple(content["seeds"]))

@@ -6,21 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import Literal
 
 import pytest
 import torch
 import yaml
 from commands import run
-from lightning.pytorch import loggers
 
 import fl_lightning
-from fl_lightning.cli import catalogue, help, indexing
+from fl_lightning.cli import catalogue, help
 from fl_lightning.cli import main as cli
-from fl_lightning.cli.commands import completion, fit
+from fl_lightning.cli.commands import completion
 from fl_lightning.cli.experiment import TRAINER_KEYS
+from fl_lightning.cli.options import TRAINER, command_parser
 from fl_lightning.engines.trainer import quiet_trainer
-from fl_lightning.loggers import wandb as wandb_logger
 
 SLOW = (
     "torch",
@@ -45,7 +43,7 @@ def python(code, *words, **variables):
 @pytest.fixture(scope="module")
 def actions():
     """The arguments that `fit` itself takes, by key, less those that show a help or read a group's file."""
-    found = {action.dest: action for action in fit.parser()._actions if "help" not in action.dest.split(".")}
+    found = {action.dest: action for action in command_parser("fit")._actions if "help" not in action.dest.split(".")}
     return {key: one for key, one in found.items() if key not in ("scenario", "evaluation", "trainer", "print_shtab")}
 
 
@@ -119,75 +117,6 @@ def test_no_word_at_all_is_a_question_for_help():
     assert run().code == 0
 
 
-# --- The index ---
-
-
-def test_the_index_is_what_making_it_now_gives():
-    assert indexing.PATH.read_text(encoding="utf-8") == indexing.made(), (
-        "what a config can name has changed since fl_lightning/cli/index.json was made; make it anew: "
-        "python -m fl_lightning.cli.indexing"
-    )
-
-
-def test_the_index_is_made_without_the_one_before(monkeypatch):
-    """A merge may leave one of which nothing can be read."""
-    catalogue.index.cache_clear()
-    monkeypatch.setattr(catalogue, "files", None)
-    assert indexing.made()
-    assert catalogue.index.cache_info().currsize == 0
-
-
-@pytest.mark.parametrize(
-    ("hint", "metavar"),
-    [
-        (int, "INT"),
-        (int | None, "INT"),
-        (int | float | None, "NUMBER"),
-        (list[float], "LIST"),
-        (str | dict | list | None, "VALUE"),
-        (float | Literal["official"], "VALUE"),
-        (bool | None, "true|false"),
-        (bool | Literal["warn"] | None, "true|false|warn"),
-        (torch.optim.SGD | None, "NAME"),
-        (torch.optim.SGD | Literal["a", "b"], "NAME"),
-        (None, "VALUE"),
-    ],
-)
-def test_a_type_is_told_in_a_word(hint, metavar):
-    assert indexing.told(hint) == metavar
-
-
-@pytest.mark.parametrize("kind", catalogue.BASES)
-def test_a_key_takes_the_classes_of_its_kind(kind):
-    key = catalogue.BASES[kind][2]
-    assert catalogue.kind_of(key) == kind
-    assert catalogue.names(key) == [cls.__name__ for cls in catalogue.classes(kind)] == list(catalogue.things(kind))
-    assert all(issubclass(cls, catalogue.base(kind)) for cls in catalogue.classes(kind))
-    for cls in catalogue.classes(kind):
-        entry = catalogue.index()["classes"][kind][cls.__name__]
-        assert entry["module"] == cls.__module__
-        for name, option in entry["options"].items():
-            top = inspect.signature(cls).parameters[name.partition(".")[0]]
-            if name == top.name and isinstance(top.default, bool | int | float | str):
-                assert option.get("default", "") == top.default
-            assert option.get("needed", False) is (name == top.name and top.default is inspect.Parameter.empty)
-
-
-def test_the_usual_classes_of_others_are_there():
-    homes = {"optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler, "logger": loggers}
-    for key, home in homes.items():
-        assert all(hasattr(home, name) or hasattr(wandb_logger, name) for name in catalogue.names(key))
-    assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
-    assert all(issubclass(getattr(torch.optim, name), torch.optim.Optimizer) for name in catalogue.names("optimizer"))
-    assert catalogue.names("rounds") == []
-    assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None
-
-
-def test_a_models_options_are_those_that_the_data_does_not_set():
-    models = catalogue.index()["classes"]["models"].values()
-    assert not any({"in_shape", "num_classes"} & entry["options"].keys() for entry in models)
-
-
 # --- fit --help ---
 
 
@@ -205,7 +134,7 @@ def test_help_of_fit_has_a_line_a_key_with_its_default(actions, monkeypatch):
             assert key != "evaluation.metrics" or value == "LIST"
         elif isinstance(default, bool | int | float | str | list):
             assert yaml.safe_load(value) == default
-        elif key not in indexing.OWN_DEFAULTS:
+        elif key not in {f"trainer.{name}" for name, one in TRAINER.items() if "default" in one}:
             assert re.fullmatch("[A-Z]+|[a-z]+(\\|[a-z]+)+", value), key
         assert words
         assert "required" not in words
@@ -215,7 +144,6 @@ def test_help_of_fit_has_a_line_a_key_with_its_default(actions, monkeypatch):
 def test_a_trainers_null_comes_to_what_its_help_says(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     told = {key: yaml.safe_load(value) for key, (value, _) in lines_of(run("fit", "--help").out).items() if value}
-    assert {f"trainer.{key}" for key in TRAINER_KEYS} <= indexing.OWN_WORDS.keys()
     trainer = quiet_trainer({"accelerator": "cpu"})
     for key in ("max_epochs", "max_steps", "limit_train_batches", "accumulate_grad_batches", "precision"):
         assert told[f"trainer.{key}"] == getattr(trainer, key)
@@ -271,7 +199,7 @@ def test_help_fits_the_terminal(columns, monkeypatch):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_of_a_command_tells_of_all_that_it_takes(command):
     text = run(command, "--help").out
-    parser = fl_lightning.cli.main.load(f"fl_lightning.cli.commands.{command}").parser()
+    parser = command_parser(command)
     assert cli.COMMANDS[command] in text
     for action in parser._actions:
         if action.help != "==SUPPRESS==" and not action.dest.endswith("help"):
@@ -306,7 +234,7 @@ def test_help_of_a_class_without_a_name_lists_the_names(key):
     code, out, err = run("fit", f"--{key}.help")
     assert (code, err) == (0, "")
     listed = dict(line.strip().split(maxsplit=1) for line in out.splitlines()[1:-1])
-    assert listed == catalogue.things(catalogue.kind_of(key))
+    assert listed == catalogue.descriptions(catalogue.kind_of(key))
     assert run("partition", "--rounds", "3", f"--{key}.help", "--seed", "1").out == out
 
 
@@ -329,16 +257,12 @@ def test_help_of_a_class_tells_its_options(words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = run("fit", *words)
     assert code == 0
-    assert out.startswith(f"FedSKC: {catalogue.things('algorithms')['FedSKC']}\n")
+    assert out.startswith(f"FedSKC: {catalogue.descriptions('algorithms')['FedSKC']}\n")
     options = inspect.signature(catalogue.import_module("fl_lightning.algorithms").FedSKC).parameters
     assert [key.removeprefix("algorithm.") for key in lines_of(out)] == list(options)
 
 
 def test_help_of_a_class_without_options_says_so():
-    assert (
-        "It has no options." in run("fit", "--algorithm.help", "Local").out
-        or catalogue.index()["classes"]["algorithms"]["Local"]["options"]
-    )
     assert "It has no options." in run("fit", "--algorithm.graph.help", "Complete").out
 
 

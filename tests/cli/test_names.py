@@ -16,9 +16,10 @@ from commands import TINY, contents, run
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli import main as cli
 from fl_lightning.cli import unknown_names
-from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, kind_of, names, things
+from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, descriptions, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
 from fl_lightning.cli.commands import fit
+from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
 from fl_lightning.core.config import nearest_file, shipped
 from fl_lightning.core.spelling import fold, nearest, same
@@ -50,7 +51,7 @@ def configs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def parser():
-    return fit.parser()
+    return command_parser("fit")
 
 
 def refusal(line):
@@ -335,7 +336,7 @@ def test_a_file_is_spelled_right(here):
 def test_a_class_may_be_written_in_any_case(key):
     known = names(key)
     if kind := kind_of(key):
-        assert known == [*things(kind)]
+        assert known == [*descriptions(kind)]
     assert len({fold(name) for name in known}) == len(known) > 1
     for name in known:
         for typed in (name, name.lower(), name.upper(), f"{name[:3]}_{name[3:]}".lower(), f"{name[:2]}-{name[2:]}"):

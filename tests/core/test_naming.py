@@ -6,14 +6,14 @@ import pytest
 from commands import TINY
 
 from fl_lightning.cli.commands.fit import names
-from fl_lightning.cli.commands.fit import parser as fit_parser
 from fl_lightning.cli.experiment import plain_config
+from fl_lightning.cli.options import command_parser
 from fl_lightning.loggers.naming import changes, run_names
 
 
 @pytest.fixture(scope="module")
 def parser():
-    return fit_parser()
+    return command_parser("fit")
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from reduced import SMALL, name_of, read, reduced
 from torch import nn
 
 from fl_lightning import data
-from fl_lightning.cli.catalogue import things
+from fl_lightning.cli.catalogue import descriptions
 from fl_lightning.cli.main import main
 from fl_lightning.models import ModelFactory
 
-CONFIGS = [name for name in things("configs") if not name.startswith("digits_")]
+CONFIGS = [name for name in descriptions("configs") if not name.startswith("digits_")]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -38,18 +38,20 @@ def test_a_config_is_in_mixed_precision_where_there_is_a_gpu(config: str) -> Non
 
 def test_every_dataset_has_a_config() -> None:
     configured = {name_of(read(config)["scenario"]["dataset"]) for config in CONFIGS if config.endswith("_fedavg.yaml")}
-    assert configured | {"Digits", "TorchDataset"} == set(things("datasets"))  # the latter names a class of the user's
+    assert configured | {"Digits", "TorchDataset"} == set(
+        descriptions("datasets")
+    )  # the latter names a class of the user's
 
 
 @pytest.mark.parametrize("kind", ["datasets", "models", "partitions", "configs"])
 def test_everything_that_can_be_named_is_described(kind: str) -> None:
-    described = things(kind)
+    described = descriptions(kind)
     assert described
     assert all(line.endswith(".") and 20 < len(line) <= 120 for line in described.values())
 
 
 def test_partitions_and_datasets_are_listed_by_name() -> None:
-    assert set(things("partitions")) == {
+    assert set(descriptions("partitions")) == {
         "IID",
         "ByClient",
         "Dirichlet",
@@ -59,7 +61,7 @@ def test_partitions_and_datasets_are_listed_by_name() -> None:
         "QuantitySkew",
         "Shards",
     }
-    assert set(things("datasets")) <= set(data.__all__)
+    assert set(descriptions("datasets")) <= set(data.__all__)
 
 
 def test_a_module_of_ones_own_trains_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

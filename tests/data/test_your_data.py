@@ -10,7 +10,7 @@ import yaml
 from commands import rows, run
 from layouts import table, write_csv, write_image_folder, write_text_table
 
-from fl_lightning.cli.catalogue import things
+from fl_lightning.cli.catalogue import descriptions
 from fl_lightning.data import Table, TorchDataset
 from fl_lightning.data.datasets import LoadedData
 
@@ -68,6 +68,6 @@ def test_the_pages_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_page_names_what_there_is() -> None:
     own = ["ImageFolder", "Table", "TextTable", "HuggingFace", "TorchDataset", "Arrays"]
     assert re.findall(r"\| \[`(\w+)`\]\(#", PAGE) == own
-    assert set(own) <= set(things("datasets"))
+    assert set(own) <= set(descriptions("datasets"))
     fields = " ".join(re.findall(r"^\| (`[xynpacs][a-z_`, ]+) \|", PAGE.partition("field of `LoadedData`")[2], re.M))
     assert set(re.findall(r"\w+", fields)) == set(LoadedData.__dataclass_fields__) - {"cut", "evaluate"}

@@ -19,8 +19,8 @@ import yaml
 from markdown_it import MarkdownIt
 
 import fl_lightning
-from fl_lightning.cli.commands import fit
 from fl_lightning.cli.main import main
+from fl_lightning.cli.options import command_parser
 from fl_lightning.core.config import with_config_paths
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +172,7 @@ def test_every_option_that_a_habit_is_translated_to_is_one():
     assert len(lines) > 50
     for line in lines:
         words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
-        fit.parser().parse_args(with_config_paths(shlex.split(words)))
+        command_parser("fit").parse_args(with_config_paths(shlex.split(words)))
 
 
 class Read(HTMLParser):

@@ -58,7 +58,6 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
     pages = {path.name for path in (ROOT / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
     assert pages == {path.name for path in (own / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
     assert (own / "fl_lightning" / "py.typed").exists()
-    assert (own / "fl_lightning" / "cli" / "index.json").exists()
     assert "FedSKC" in run(environment, "fl-lightning", "list", "algorithms", cwd=tmp_path)
 
 

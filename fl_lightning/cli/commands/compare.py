@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -23,26 +23,6 @@ from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import human_bytes
 from fl_lightning.runs.reader import conditions, open_runs
-
-
-def parser() -> ArgumentParser:
-    """The runs, what tells groups apart, and what to show of them."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("runs", type=str, nargs="+", help="Run folders, or folders of such.", metavar="RUN")
-    parser.add_argument("--where", type=str, nargs="+", default=[], help="Only runs with KEY=VALUE; [a, b]: either.")
-    parser.add_argument("--by", type=str, default="", help="Keys, or ends of keys, that tell groups apart: a,b,c.")
-    parser.add_argument("--across", type=str | None, help="The key whose values become columns.", metavar="KEY")
-    parser.add_argument("--metric", type=str | None, help="A column of metrics.csv; global/acc where there is one.")
-    parser.add_argument(
-        "--mode", type=Literal["max", "min"] | None, help="Which is best; by default the metric's own way."
-    )
-    parser.add_argument(
-        "--target", type=float, nargs="+", default=[], help="When was the metric so good, at what cost?"
-    )
-    parser.add_argument("--reference", type=str, nargs="+", help="Compare with the group of KEY=VALUE or algorithm.")
-    parser.add_argument("--unfinished", action="store_true", help="Take runs that have not ended, as far as they are.")
-    parser.add_argument("--format", type=Literal["table", "csv", "latex", "markdown"], default="table")
-    return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

@@ -7,28 +7,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.baselines import class_name
 from fl_lightning.analysis.baselines import option_values as values
 from fl_lightning.cli import help
-from fl_lightning.cli.catalogue import KINDS, index, kind_of, names, things
+from fl_lightning.cli.catalogue import KINDS, class_options, classes_of, descriptions, kind_of, names
 from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.options import options_of
 from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError
 
 KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")
 """Keys that take a class of this package's, whose options stand beside the keys."""
-
-
-def parser() -> ArgumentParser:
-    """Which shell."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    shell = 'Which one: eval "$(fl-lightning completion bash)", in ~/.bashrc say.'
-    parser.add_argument("shell", type=Literal["bash", "zsh"], help=shell)
-    return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -71,7 +64,7 @@ def everything(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, line in COMMANDS.items():
         made = help.parser(name)
         if name in words[:1]:
-            for key, option in class_options(name, words):
+            for key, option in options_of_classes(name, words):
                 text = option["help"].replace("%", "%%")
                 made.add_argument(f"--{key}", choices=option.get("choices"), help=text)
         for action in made._actions:
@@ -81,12 +74,13 @@ def everything(words: Sequence[str]) -> argparse.ArgumentParser:
     return whole
 
 
-def class_options(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The options of the classes that a command line names, itself or by its configs."""
     told = chosen(words)
-    for key in set(KEYS) & index()["commands"][command].keys():
-        entry = index()["classes"][kind_of(key)].get(told.get(key), {})
-        yield from ((f"{key}.{name}", option) for name, option in entry.get("options", {}).items())
+    for key in set(KEYS) & options_of(command).keys():
+        kind, name = kind_of(key), told.get(key)
+        if kind and name in classes_of(kind):
+            yield from ((f"{key}.{argument}", option) for argument, option in class_options(kind, name).items())
 
 
 def chosen(words: Sequence[str]) -> dict[str, str]:
@@ -115,7 +109,7 @@ def completer(command: str, key: str) -> Callable[..., list[str]]:
 def words_for(command: str, key: str) -> list[str]:
     """The words that a key of a command can take; none where any file or text will do."""
     if key == "config" or (command, key) == ("reproduce", "table"):
-        return list(things("configs" if key == "config" else "papers"))
+        return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("list", "kind"):
         return list(KINDS)
-    return [*index()["commands"][command].get(key, {}).get("choices", []), *names(key)]
+    return [*options_of(command).get(key, {}).get("choices", []), *names(key)]

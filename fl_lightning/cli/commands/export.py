@@ -13,22 +13,6 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import read_config
 
 
-def parser() -> ArgumentParser:
-    """A run, whose model, and the file."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("run", type=str, help="Folder of the run.")
-    endings = " | ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
-    parser.add_argument("-o", "--out", type=str | None, metavar="FILE", help=f"The file to write, ending in {endings}.")
-    parser.add_argument(
-        "--client", type=int | None, metavar="K", help="The client whose model it is; the global one by default."
-    )
-    prepare = "Have it take samples as the data store them, and scale and normalise them itself."
-    parser.add_argument("--prepare", action="store_true", help=prepare)
-    parser.add_argument("--checkpoint", type=str, default="last", help="last, best, or the number of a round.")
-    parser.add_argument("--trust", action="store_true", help="Run the code that somebody else's run names.")
-    return parser
-
-
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the file, and say what it takes and gives."""
     if not given.out:

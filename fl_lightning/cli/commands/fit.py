@@ -18,7 +18,7 @@ from fl_lightning.analysis.summary_tables import summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import spelled
 from fl_lightning.cli.errors import plainly
-from fl_lightning.cli.experiment import WATCHERS, build, experiment_parser, plain_config, run_keys
+from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
@@ -29,27 +29,12 @@ from fl_lightning.runs.folder import fresh
 from fl_lightning.runs.seal import MAY_CHANGE
 from fl_lightning.runs.trust import let_in, run_config
 
-WORDS: dict[str, dict[str, Any]] = {
-    "--resume": {"type": str | None, "help": "Folder of a run to go on with.", "metavar": "RUN"},
-    "--trust": {"action": "store_true", "help": "Run the code that somebody else's run names."},
-    "--fast": {"action": "store_true", "help": "Dry run: two short rounds that leave nothing."},
-}
-"""What `fit` takes beside an experiment's keys."""
-
 
 def expand(words: Sequence[str]) -> list[str]:
     """The words with what they stand for: the paths of configs, what a baseline brings, a resumed run's config."""
     words = with_engine_class(expand_baseline(spelled(with_config_paths(words))))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
-
-
-def parser() -> ArgumentParser:
-    """An experiment's keys, and the run to go on with."""
-    parser = experiment_parser()
-    for name, options in WORDS.items():
-        parser.add_argument(name, **options)
-    return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

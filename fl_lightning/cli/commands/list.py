@@ -8,13 +8,6 @@ from fl_lightning.cli.catalogue import KINDS, groups
 from fl_lightning.core.errors import ConfigError
 
 
-def parser() -> ArgumentParser:
-    """A kind of things, or all of them."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("kind", type=str, nargs="?", help=" | ".join(KINDS))
-    return parser
-
-
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """One line for each thing a config can name."""
     if given.kind not in (None, *KINDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import SUPPRESS
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -11,23 +10,13 @@ from rich.console import Console
 
 from fl_lightning.analysis.summary_tables import partition_table
 from fl_lightning.callbacks.plots import partition_figure
-from fl_lightning.cli.commands.fit import WORDS, expand
-from fl_lightning.cli.experiment import experiment_parser, instantiate
+from fl_lightning.cli.commands.fit import expand
+from fl_lightning.cli.experiment import instantiate
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Scenario
 from fl_lightning.runs.partition import write_counts
 
-__all__ = ["expand", "main", "parser"]
-
-
-def parser() -> ArgumentParser:
-    """The keys of `fit`, whose printed config may be given, and where the picture goes."""
-    parser = experiment_parser()
-    parser.set_defaults(model="MLP", algorithm="FedAvg")  # not asked for: they do not change who holds what
-    for name, options in WORDS.items():  # nor does what is printed besides
-        parser.add_argument(name, **options | {"help": SUPPRESS})
-    parser.add_argument("--out", type=str | None, help="Write the picture (PNG) and the table (CSV) into this folder.")
-    return parser
+__all__ = ["expand", "main"]
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:

@@ -11,17 +11,6 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import open_runs
 
 
-def parser() -> ArgumentParser:
-    """The runs, and where the page goes."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="Folder of a run, or of runs at any depth.")
-    parser.add_argument("-o", "--out", type=str, default="report.html", metavar="FILE", help="The page to write.")
-    parser.add_argument(
-        "--where", type=str, nargs="+", default=[], metavar="KEY=VALUE", help="Only runs with these settings."
-    )
-    return parser
-
-
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the page."""
     if not given.out:

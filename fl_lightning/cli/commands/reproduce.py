@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
@@ -16,28 +15,10 @@ from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.errors import plainly
 from fl_lightning.cli.jobs import FIT
+from fl_lightning.cli.options import command_parser
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy import load
 from fl_lightning.runs.folder import alone
-
-
-def parser() -> ArgumentParser:
-    """A table, what of it, how much smaller, and where its runs lie."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("table", type=str, help="A table's file, or the name of a shipped one: `list papers`.")
-    parser.add_argument("--rows", type=str, nargs="+", help="Rows, by name or by a fragment of it; all by default.")
-    parser.add_argument("--columns", type=str, nargs="+", help="Columns, likewise.")
-    parser.add_argument("--seeds", type=int, nargs="+", help="Seeds; the table's own by default.")
-    scale = "Make each experiment smaller: rounds, local epochs and training samples times this, rounded up."
-    parser.add_argument("--scale", type=float, default=1.0, help=scale)
-    last = "KEY=VALUE, settings of every experiment that have the last say, about what --scale changes too."
-    parser.add_argument("--set", type=str, nargs="+", help=last, metavar="KEY=VALUE")
-    parser.add_argument("--workers", type=int, default=1, help="How many experiments run at a time.")
-    parser.add_argument("--threads", type=int | None, help="Threads of each; the cores, shared out, by default.")
-    parser.add_argument("--out", type=str | None, help="Folder of the runs; runs/reproduce/<table> by default.")
-    parser.add_argument("--show", action="store_true", help="Show what has been run, and run nothing.")
-    parser.add_argument("--format", type=Literal["table", "markdown", "csv"], default="table", help="Of what is shown.")
-    return parser
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -73,7 +54,7 @@ def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
             continue
         looked_at |= places
         fit = load("fl_lightning.cli.commands.fit")
-        parser = fit.parser()
+        parser = command_parser("fit")
         try:
             with plainly(parser):
                 parser.parse_args(fit.expand(job.words))

@@ -24,20 +24,6 @@ from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.runs.folder import alone
 
 
-def parser() -> ArgumentParser:
-    """A sweep file, and how to carry it out."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("sweep", type=str, nargs="?", help="A W&B sweep file, or the name of a shipped one.")
-    parser.add_argument("--workers", type=int, default=1, help="Number of trials that run at a time.")
-    threads = "Torch's threads in each; by default the cores there are, shared out among the workers."
-    parser.add_argument("--threads", type=int | None, help=threads)
-    parser.add_argument("--count", type=int | None, help="Number of trials; random and bayes need it.")
-    parser.add_argument("--out", type=str | None, help="The sweep's folder; runs/sweeps/NAME by default.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of random and bayes.")
-    parser.add_argument("--set", type=str, action="append", metavar="KEY=VALUE", help="Set a key in every trial.")
-    return parser
-
-
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Carry a sweep out, or go on with it, and print the table it ends with."""
     path = sweep_path(given.sweep or "")

@@ -23,15 +23,6 @@ from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.runs.reader import DamagedRun, find
 
 
-def parser() -> ArgumentParser:
-    """A run, and how often to look at it."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("run", type=str, help="Folder of the run; of a folder of runs, the newest that has not ended.")
-    parser.add_argument("--every", type=float, default=1.0, help="Seconds between looks at the folder.")
-    parser.add_argument("--once", action="store_true", help="Show it as it is and end, as without a terminal.")
-    return parser
-
-
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Show a run until it has ended, or `q` or Ctrl-C is pressed; that is no failure, so the exit code is 0."""
     check_number("--every", given.every, "[0, 86400]")

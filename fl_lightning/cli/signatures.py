@@ -1,0 +1,314 @@
+"""What this package's classes take, read from their source: names, types, defaults and help, without importing torch.
+
+`parameters` gives what `jsonargparse` would find in an imported class. A test compares the two for every class that a
+config can name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "fl_lightning"
+NO_DEFAULT = object()
+
+TYPES = {"int": "INT", "float": "NUMBER", "str": "TEXT", "dict": "MAPPING", "list": "LIST", "tuple": "LIST"}
+"""What stands for a value of a type in a help text. Any other type is a class, which a user gives by name."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a class.
+
+    Args:
+        name: Its name; of a parameter within a group such as `head`, dotted: `head.hidden`.
+        types: The alternatives of its type: names of types, or `Literal`s as tuples of their values. Without None.
+        default: Its default value, a class's as its name; `NO_DEFAULT` where it must be given.
+        help: What the docstring says about it.
+    """
+
+    name: str
+    types: tuple[str | tuple[Any, ...], ...]
+    default: Any
+    help: str
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that its type consists of."""
+        return [word for kind in self.types for word in words(kind)]
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in a help text, such as `INT`, `fresh|kept`, or `NAME` of a class."""
+        kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
+        found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
+        if found == ["INT", "NUMBER"]:
+            return "NUMBER"
+        if "NAME" in found or len(found) > 4:
+            return "NAME"
+        return "VALUE" if len(found) > 1 and found[0].isupper() else "|".join(found)
+
+    @property
+    def option(self) -> dict[str, Any]:
+        """It as an option of a help text."""
+        found: dict[str, Any] = {"metavar": self.metavar, "help": self.help}
+        if self.choices:
+            found["choices"] = self.choices
+        if self.default is NO_DEFAULT:
+            found["needed"] = True
+        elif self.default not in (None, "", []):
+            found["default"] = self.default
+        return found
+
+
+def words(kind: str | tuple[Any, ...]) -> list[str]:
+    """Return the words that a type consists of, if it does."""
+    if isinstance(kind, tuple):
+        return list(dict.fromkeys(map(str, kind)))
+    return ["true", "false"] if kind == "bool" else []
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A module's source.
+
+    Args:
+        name: The module's full name.
+        tree: The source, parsed.
+    """
+
+    name: str
+    tree: ast.Module
+
+    @cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        """The statement that defines or imports each name."""
+        found: dict[str, ast.stmt] = {}
+        statements = list(self.tree.body)
+        for one in statements:
+            if isinstance(one, ast.If):  # TYPE_CHECKING
+                statements += one.body
+            elif isinstance(one, ast.ClassDef | ast.FunctionDef):
+                found[one.name] = one
+            elif isinstance(one, ast.ImportFrom):
+                found |= {alias.asname or alias.name: one for alias in one.names}
+            elif isinstance(one, ast.Assign | ast.AnnAssign):
+                targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+                found |= {target.id: one for target in targets if isinstance(target, ast.Name)}
+        return found
+
+    def find(self, name: str) -> tuple[Source, ast.stmt] | None:
+        """Return the module of this package that defines a name, and the statement that does; None where none does."""
+        statement = self.names.get(name)
+        if not isinstance(statement, ast.ImportFrom):
+            return (self, statement) if statement else None
+        if not statement.module or not statement.module.startswith(f"{PACKAGE}."):
+            return None
+        original = next(one.name for one in statement.names if (one.asname or one.name) == name)
+        return source(statement.module).find(original)
+
+
+@cache
+def source(module: str) -> Source:
+    """Return the source of one of this package's modules; the module is not imported."""
+    path = path_of(module)
+    path = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    return Source(module, ast.parse(path.read_text(encoding="utf-8")))
+
+
+def path_of(module: str) -> Path:
+    """Return a module's path without `.py`. Nothing below the package itself is imported for it."""
+    _, room, *rest = module.split(".")
+    spec = find_spec(f"{PACKAGE}.{room}")
+    assert spec
+    if not spec.submodule_search_locations:
+        return Path(str(spec.origin)).with_suffix("")
+    return Path(spec.submodule_search_locations[0], *rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Class:
+    """A class of this package, read from its source.
+
+    Args:
+        module: The source of its module.
+        node: Its definition.
+    """
+
+    module: Source
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.node.name
+
+    @property
+    def docstring(self) -> str:
+        """Its docstring."""
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return self.docstring.partition("\n")[0]
+
+    @cached_property
+    def bases(self) -> list[Class]:
+        """Its bases that this package defines."""
+        return [found for base in self.node.bases if (found := class_in(self.module, base))]
+
+    @cached_property
+    def ancestors(self) -> list[Class]:
+        """The class itself and what it derives from, nearest first."""
+        return [self, *(one for base in self.bases for one in base.ancestors)]
+
+    @cached_property
+    def is_dataclass(self) -> bool:
+        """Whether it is a dataclass."""
+        return any("dataclass" in ast.unparse(one) for one in self.node.decorator_list)
+
+    @cached_property
+    def help(self) -> dict[str, str]:
+        """What the docstrings of the class and its ancestors say about each parameter."""
+        found: dict[str, str] = {}
+        for one in reversed(self.ancestors):
+            found |= arguments_in(one.docstring)
+        return found
+
+
+def class_in(module: Source, node: ast.AST | None) -> Class | None:
+    """Return the class of this package that an expression in a module names."""
+    found = module.find(node.id) if isinstance(node, ast.Name) else None
+    return Class(found[0], found[1]) if found and isinstance(found[1], ast.ClassDef) else None
+
+
+def find_class(path: str) -> Class:
+    """Return the class of this package that an import path names."""
+    module, _, name = path.rpartition(".")
+    found = class_in(source(module), ast.Name(name))
+    assert found, path
+    return found
+
+
+@cache
+def classes(room: str, base: str) -> dict[str, Class]:
+    """Return the subclasses that a room of this package exports, by name, in alphabetical order.
+
+    Args:
+        room: The module or package. Without an `__all__` that is a plain list, all of its public classes count.
+        base: The full path of the class that they derive from; it is not among them.
+    """
+    top = find_class(base).node
+    found = (one for one in _exported(room) if top in [each.node for each in one.ancestors[1:]])
+    return dict(sorted(((one.name, one) for one in found), key=lambda item: item[0].lower()))
+
+
+def _exported(room: str) -> Iterator[Class]:
+    exports = source(room).names.get("__all__")
+    if isinstance(exports, ast.Assign) and isinstance(exports.value, ast.List):
+        yield from filter(None, (class_in(source(room), ast.Name(name)) for name in ast.literal_eval(exports.value)))
+        return
+    root = path_of(room)
+    for file in sorted(root.rglob("*.py")):
+        module = source(".".join([room, *file.relative_to(root).with_suffix("").parts]))
+        nodes = (node for node in module.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+        yield from (Class(module, node) for node in nodes)
+
+
+def parameters(cls: Class) -> list[Parameter]:
+    """Return the parameters of a class; those of a group, such as a `Head`, are each named below it."""
+    found = []
+    for name, annotation, default, owner in signature(cls):
+        group = class_in(owner.module, annotation)
+        if group and group.is_dataclass:
+            given = {one.arg: one.value for one in default.keywords} if isinstance(default, ast.Call) else {}
+            for one in parameters(group):
+                value = constant(owner.module, given[one.name]) if one.name in given else one.default
+                found.append(Parameter(f"{name}.{one.name}", one.types, value, one.help))
+        else:
+            value = NO_DEFAULT if default is None else constant(owner.module, default)
+            found.append(Parameter(name, tuple(types(owner.module, annotation)), value, cls.help.get(name, "")))
+    return found
+
+
+Argument = tuple[str, ast.expr | None, ast.expr | None, Class]
+"""A parameter's name, annotation, default, and the class whose source has them."""
+
+
+def signature(cls: Class) -> list[Argument]:
+    """Return the arguments of a class as they are written, those that it passes on to its base's constructor too."""
+    if cls.is_dataclass:
+        fields = {argument[0]: argument for base in cls.bases for argument in signature(base)}
+        return list((fields | {argument[0]: argument for argument in _fields(cls)}).values())
+    init = next((one for one in cls.node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if init is None or (init.args.kwarg and init.args.vararg):  # the latter hands everything on
+        return next((found for base in cls.bases if (found := signature(base))), [])
+    arguments = [*init.args.args[1:], *init.args.kwonlyargs]
+    defaults = [None] * (len(init.args.args) - 1 - len(init.args.defaults)) + [
+        *init.args.defaults,
+        *init.args.kw_defaults,
+    ]
+    return [(one.arg, one.annotation, default, cls) for one, default in zip(arguments, defaults, strict=True)]
+
+
+def _fields(cls: Class) -> Iterator[Argument]:
+    for one in cls.node.body:
+        if (
+            isinstance(one, ast.AnnAssign)
+            and isinstance(one.target, ast.Name)
+            and "ClassVar" not in ast.unparse(one.annotation)
+        ):
+            yield one.target.id, one.annotation, one.value, cls
+
+
+def types(module: Source, node: ast.AST | None) -> Iterator[str | tuple[Any, ...]]:
+    """Yield the alternatives of a type annotation, without None."""
+    if isinstance(node, ast.BinOp):
+        yield from types(module, node.left)
+        yield from types(module, node.right)
+    elif isinstance(node, ast.Subscript):
+        name = ast.unparse(node.value)
+        yield ast.literal_eval(ast.Tuple(_elements(node.slice))) if name == "Literal" else name
+    elif isinstance(node, ast.Name):
+        found = module.find(node.id)
+        if found and isinstance(found[1], ast.Assign):
+            yield from types(found[0], found[1].value)
+        else:
+            yield node.id
+    elif not (node is None or (isinstance(node, ast.Constant) and node.value is None)):
+        yield ast.unparse(node)
+
+
+def _elements(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def constant(module: Source, node: ast.expr) -> Any:
+    """Return a default as its value; of a class, its name."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
+        made = node.keywords[0].value
+        return constant(module, made.body) if isinstance(made, ast.Lambda) else []
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        found = module.find(node.id) if isinstance(node, ast.Name) else None
+        if found and isinstance(found[1], ast.Assign | ast.AnnAssign) and found[1].value:
+            return constant(found[0], found[1].value)
+        return ast.unparse(node).rpartition(".")[2]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def arguments_in(docstring: str) -> dict[str, str]:
+    """Return what a docstring's `Args` section says about each argument."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)+)", docstring, re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): ((?:.*)(?:\n {5,}.*|\n(?=\n* {5,}))*)", section[1] if section else "", re.MULTILINE
+    )
+    return {name: " ".join(text.split()) for name, text in entries}

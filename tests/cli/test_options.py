@@ -1,0 +1,108 @@
+"""What `--help`, `list` and the checks of names know, which is read from sources, agrees with the imported classes."""
+
+import inspect
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import loggers
+
+from fl_lightning.analysis.export import FORMATS
+from fl_lightning.cli import catalogue
+from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.options import OPTIONS, TRAINER, command_parser, options_of
+from fl_lightning.cli.signatures import NO_DEFAULT, Parameter, parameters
+from fl_lightning.core.trainer_options import TRAINER_KEYS
+from fl_lightning.loggers import wandb as wandb_logger
+
+
+def arguments_of(parser):
+    """The arguments of a parser by key, without those that show a help text or stand for a whole group."""
+    found = {
+        one.dest: one for one in parser._actions if "help" not in one.dest.split(".") and one.help != "==SUPPRESS=="
+    }
+    groups = {key.rpartition(".")[0] for key in found}
+    return {key: one for key, one in found.items() if key not in groups and key != "print_shtab"}
+
+
+def plain(default):
+    """A default as the help shows it."""
+    if isinstance(default, list | tuple):
+        return list(default)
+    path = default.get("class_path") if isinstance(default, dict) else getattr(default, "class_path", None)
+    return path.rpartition(".")[2] if path else default
+
+
+@pytest.mark.parametrize("kind", catalogue.BASES)
+def test_the_classes_of_a_kind_and_their_options_are_those_of_the_imported_ones(kind):
+    key = catalogue.BASES[kind][2]
+    imported = {cls.__name__: cls for cls in catalogue.classes(kind)}
+    assert catalogue.kind_of(key) == kind
+    assert catalogue.names(key) == list(imported) == list(catalogue.descriptions(kind))
+    assert all(issubclass(cls, catalogue.base(kind)) for cls in imported.values())
+    for name, cls in imported.items():
+        found = catalogue.classes_of(kind)[name]
+        assert found.module.name == cls.__module__
+        assert found.summary == inspect.getdoc(cls).partition("\n")[0]
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls, fail_untyped=False)
+        arguments, read = arguments_of(parser), {one.name: one for one in parameters(found)}
+        assert list(read) == list(arguments)
+        for option, argument in arguments.items():
+            assert read[option].help == " ".join(argument.help.split())
+            top = inspect.signature(cls).parameters[option.partition(".")[0]]
+            needed = top.default is inspect.Parameter.empty
+            assert (read[option].default is NO_DEFAULT) is (needed and "." not in option)
+            if not needed:
+                assert read[option].default == plain(argument.default)
+
+
+def test_a_models_options_are_those_that_the_data_does_not_set():
+    assert not any(
+        {"in_shape", "num_classes"} & catalogue.class_options("models", name).keys()
+        for name in catalogue.names("model")
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_of_a_command_are_those_of_its_parser(command):
+    arguments, options = arguments_of(command_parser(command)), options_of(command)
+    assert options.keys() == arguments.keys()
+    for name, option in options.items():
+        flags = [flag for flag in arguments[name].option_strings if not flag.endswith("+")]
+        assert option.get("flags", []) == flags
+        default = plain(arguments[name].default)
+        if not name.startswith("trainer.") and default not in (None, [], "", False, "==SUPPRESS=="):
+            assert option["default"] == default
+
+
+def test_help_has_the_trainers_options_and_the_formats_of_export():
+    assert TRAINER.keys() == TRAINER_KEYS
+    assert all(suffix in OPTIONS["export"]["-o --out"]["help"] for suffix in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("types", "metavar"),
+    [
+        (["int"], "INT"),
+        (["int", "float"], "NUMBER"),
+        (["list"], "LIST"),
+        (["str", "dict", "list"], "VALUE"),
+        (["float", ("official",)], "VALUE"),
+        (["bool"], "true|false"),
+        (["bool", ("warn",)], "true|false|warn"),
+        (["SGD", ("a", "b")], "NAME"),
+        ([], "VALUE"),
+    ],
+)
+def test_a_type_has_a_word_in_help(types, metavar):
+    assert Parameter("", tuple(types), None, "").metavar == metavar
+
+
+def test_the_usual_classes_of_other_packages_exist():
+    homes = {"optimizer": torch.optim, "lr_scheduler": torch.optim.lr_scheduler, "logger": loggers}
+    for key, home in homes.items():
+        assert all(hasattr(home, name) or hasattr(wandb_logger, name) for name in catalogue.names(key))
+    assert catalogue.names("round_lr_scheduler") == catalogue.names("lr_scheduler")
+    assert catalogue.names("rounds") == []
+    assert catalogue.kind_of("rounds") is catalogue.kind_of("graph") is None
