@@ -1,6 +1,6 @@
-"""What the site has beside the pages of this folder: README, CONTRIBUTING, CHANGELOG, the examples and the reference.
+"""Make the pages of the site that are not in this folder: README, CONTRIBUTING, CHANGELOG, examples, the reference.
 
-MkDocs calls the functions by their names, mkdocstrings loads `Callbacks`.
+MkDocs calls the functions `on_...`, and mkdocstrings loads `Callbacks`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import fl_lightning
 ROOT = Path(__file__).parent.parent
 WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = {f"examples/{path.name}": f"examples/{path.name}.md" for path in sorted((ROOT / "examples").glob("*.*"))}
-PLACES = WHOLE | EXAMPLES  # a file of the repository, and its page
+PLACES = WHOLE | EXAMPLES  # the page of each file of the repository
 
 ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
-"""Packages of which only the modules are shown that have what `fl_lightning` exports, and `ALSO`."""
+"""Packages of which the reference shows only modules with public names, and those in `ALSO`."""
 ALSO = {"fl_lightning.core.state", "fl_lightning.evaluation.metrics"}
 PACKAGES = (
     *ROOMS,
@@ -37,22 +37,22 @@ PACKAGES = (
     "fl_lightning.engines",
     "fl_lightning.callbacks",
 )
-AFTER_THE_GUIDE = "---\nsearch:\n  boost: 0.3\n---\n\n"  # where a search finds both
+AFTER_THE_GUIDE = "---\nsearch:\n  boost: 0.3\n---\n\n"  # a search lists the guide before these pages
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 class Callbacks(griffe.Extension):
-    """The package `fl_lightning.callbacks`, whose folder lies beside that of `fl_lightning`."""
+    """Load the folder `callbacks` as the package `fl_lightning.callbacks`."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
-        """Put it where it is imported from."""
+        """Add the package to `fl_lightning`."""
         if pkg.path == "fl_lightning":
             pkg.set_member("callbacks", loader.load("callbacks"))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the pages of the examples and of the reference in the navigation."""
+    """Add the pages of the examples and of the reference to the navigation."""
     pages = {
         "Examples": [{Path(source).name: target} for source, target in EXAMPLES.items()],
         "Reference": ["api/index.md", *({name.removeprefix("fl_lightning."): f"api/{name}.md"} for name in PACKAGES)],
@@ -63,7 +63,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     made = {target: (ROOT / source).read_text() for source, target in WHOLE.items()}
     quiet = {target: listing(ROOT / source) for source, target in EXAMPLES.items()} | reference()
     made |= {target: AFTER_THE_GUIDE + content for target, content in quiet.items()}
@@ -73,10 +73,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Make of links between files of the repository links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site."""
     here = page.file.src_uri
     if page.is_homepage:
-        page.meta["hide"] = ["navigation"]  # it would be the one entry
+        page.meta["hide"] = ["navigation"]  # the home page would be its only entry
     home = next((source for source, target in PLACES.items() if target == here), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
@@ -88,13 +88,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def listing(path: Path) -> str:
-    """A page that shows a file."""
+    """Return a page that shows a file."""
     language = {".py": "python", ".yaml": "yaml"}[path.suffix]
     return f"# {path.parent.name}/{path.name}\n\n```{language}\n{path.read_text()}```\n"
 
 
 def reference() -> dict[str, str]:
-    """The pages of the reference, one a package, and the one before them."""
+    """Return the pages of the reference: an overview, and one page per package."""
     loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks))
     whole = loader.load("fl_lightning")
     loader.resolve_aliases()
@@ -109,37 +109,38 @@ def reference() -> dict[str, str]:
         )
         for name, package in packages.items()
     }
-    rows = [f"| [`{name}`]({name}.md) | {told(package)} |" for name, package in packages.items()]
-    names = [f"| {linked(name, thing)} | {told(thing)} |" for name, thing in exported.items()]
+    rows = [f"| [`{name}`]({name}.md) | {first_line(package)} |" for name, package in packages.items()]
+    names = [f"| {linked(name, thing)} | {first_line(thing)} |" for name, thing in exported.items()]
     overview = [
         "# Reference",
-        "Made from the docstrings, a page a package:",
-        "\n".join(["| package | what |", "|---|---|", *rows]),
-        "What `from fl_lightning import ...` takes:",
-        "\n".join(["| name | what |", "|---|---|", *names]),
+        "Each package has a page, generated from the docstrings:",
+        "\n".join(["| package | content |", "|---|---|", *rows]),
+        "You can import these names with `from fl_lightning import ...`:",
+        "\n".join(["| name | description |", "|---|---|", *names]),
     ]
     pages = {f"api/{name}.md": package_page(name, package, shown[name]) for name, package in packages.items()}
     return pages | {"api/index.md": "\n\n".join(overview)}
 
 
 def package_page(name: str, package: griffe.Module, modules: list[str]) -> str:
-    """What can be imported from a package, and its modules."""
+    """Return the page of a package: its public names and its modules."""
     exports = sorted(map(str, package.exports or ()), key=str.lower)
     if name == "fl_lightning":
-        taken = "What can be imported from here is listed in the [overview](index.md)."
+        imports = "The [overview](index.md) lists the names that can be imported from here."
     elif exports:
-        taken = f"`from {name} import ...` takes {', '.join(linked(one, package[one]) for one in exports)}."
+        names = ", ".join(linked(one, package[one]) for one in exports)
+        imports = f"You can import these names with `from {name} import ...`: {names}."
     else:
         parent = name.rpartition(".")[0]
-        taken = f"Import these from [`{parent}`]({parent}.md)."
-    return "\n\n".join([f"# {name}", told(package), taken, *(f"::: {name}.{module}" for module in modules)])
+        imports = f"Import these names from [`{parent}`]({parent}.md)."
+    return "\n\n".join([f"# {name}", first_line(package), imports, *(f"::: {name}.{module}" for module in modules)])
 
 
 def linked(name: str, thing: griffe.Object | griffe.Alias) -> str:
-    """A name that leads to where it is told about."""
+    """Return a name as a link to its documentation."""
     return f"[`{name}`]({thing.canonical_path}.md)" if thing.is_module else f"[`{name}`][{thing.canonical_path}]"
 
 
-def told(thing: griffe.Object | griffe.Alias) -> str:
-    """What it is, in one sentence."""
+def first_line(thing: griffe.Object | griffe.Alias) -> str:
+    """Return the first line of a docstring."""
     return thing.docstring.value.partition("\n")[0] if thing.docstring else ""

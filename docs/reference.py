@@ -1,4 +1,4 @@
-"""Fill in the reference parts of docs/algorithms.md, which come from the docstrings: `python docs/reference.py`."""
+"""Write the generated parts of docs/algorithms.md from the docstrings: `python docs/reference.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = re.compile(r"Bytes a round, each participant(?P<bound>, at most)?: down 
 
 
 def bytes_of(kind: type[Algorithm]) -> tuple[str, str]:
-    """What travels down and up, as the docstring says."""
+    """Return the bytes sent down and up, from the docstring."""
     found = BYTES.search(" ".join((inspect.getdoc(kind) or "").split()))
     assert found, f"{kind.__name__} does not say what travels"
     bound = "at most " if found["bound"] else ""
@@ -27,7 +27,7 @@ def bytes_of(kind: type[Algorithm]) -> tuple[str, str]:
 
 
 def overview() -> str:
-    """A table of all methods."""
+    """Return a table of all methods."""
     lines = ["| method | family | what it does | bytes down | bytes up |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         for kind in classes("algorithms"):
@@ -40,7 +40,7 @@ def overview() -> str:
 
 
 def options(kind: type[Algorithm]) -> str:
-    """A method's own options, and what travels."""
+    """Return a table of a method's own options, and the bytes that it sends."""
     described = {entry.arg_name: entry.description or "" for entry in parse(inspect.getdoc(kind) or "").params}
     lines = ["| option | default | |", "|---|---|---|"]
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
@@ -53,14 +53,14 @@ def options(kind: type[Algorithm]) -> str:
 
 
 def shown(default: Any) -> str:
-    """A default as YAML would have it."""
+    """Return a default value as YAML."""
     if default is None or isinstance(default, bool):
         return f"`{str(default).lower().replace('none', 'null')}`"
     return f"`{list(default) if isinstance(default, tuple) else default}`"
 
 
 def anchor(kind: type[Algorithm]) -> str:
-    """Where the page tells about a method: the heading that its block stands under."""
+    """Return the anchor of the heading above a method's block."""
     text = PAGE.read_text()
     assert marker(kind.__name__) in text, f"docs/algorithms.md has no line {marker(kind.__name__)}"
     heading = re.findall(r"^#+ (.+)$", text.partition(marker(kind.__name__))[0], re.MULTILINE)[-1]
@@ -68,12 +68,12 @@ def anchor(kind: type[Algorithm]) -> str:
 
 
 def marker(name: str) -> str:
-    """The line that a generated block begins with."""
+    """Return the first line of a generated block."""
     return f"<!-- from the docstring: {name} -->"
 
 
 def filled(text: str) -> str:
-    """The page with its blocks made anew."""
+    """Return the page with its generated blocks updated."""
     blocks = {"overview": overview()} | {kind.__name__: options(kind) for kind in classes("algorithms")}
     for name, block in blocks.items():
         begin, end = marker(name), "<!-- end -->"

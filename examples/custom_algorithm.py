@@ -1,10 +1,10 @@
-"""FairProx, made up for this page: stay near the shared model, and let the clients that do worst count most."""
+"""FairProx, an example method: a proximal term, and larger weights for clients with a larger loss."""
 
 from fl_lightning import Aggregator, Algorithm, LossTerm, Message
 from fl_lightning.core.state import weighted_mean
 
 
-class Anchor(LossTerm):
+class ProximalTerm(LossTerm):
     """mu/2 · ||w - w_received||²."""
 
     def __init__(self, mu: float) -> None:
@@ -19,8 +19,8 @@ class Anchor(LossTerm):
         return self.mu / 2 * sum(((now - start) ** 2).sum() for now, start in pairs)
 
 
-class ByLoss(Aggregator):
-    """Weighs each client by its training loss."""
+class LossWeightedMean(Aggregator):
+    """Weight each client by its training loss."""
 
     def fold(self, uploads):
         return [(upload.message.section("model"), upload.message.numbers["loss"]) for upload in uploads]
@@ -30,10 +30,10 @@ class ByLoss(Aggregator):
 
 
 class FairProx(Algorithm):
-    """Anchored clients, weighed by their loss."""
+    """FedAvg with a proximal term, weighted by the clients' losses."""
 
     def __init__(self, mu: float = 0.1) -> None:
-        super().__init__([Anchor(mu)], ByLoss())
+        super().__init__([ProximalTerm(mu)], LossWeightedMean())
 
     def upload(self, module, *data):
         message = super().upload(module, *data)

@@ -1,7 +1,7 @@
-"""cwFedAVG's Fig. 2: what the weight distribution regularizer does to one client's class estimates in a round.
+"""Redraw cwFedAVG's Fig. 2: how the weight distribution regularizer changes a client's class estimates in a round.
 
-One client of a Dirichlet 0.1 split trains for an epoch without the regularizer and with it; after each step the class
-distribution is estimated from the row norms of its classification layer.
+One client of a Dirichlet 0.1 partition trains for an epoch without the regularizer and with it. After each step, the
+class distribution is estimated from the row norms of its classification layer.
 
     python examples/cwfedavg_figure_2.py [--data FOLDER_OF_FASHION_MNIST] [--out cwfedavg_figure_2.png]
 """
@@ -26,7 +26,7 @@ from fl_lightning.models import CNN4, MLP, classification_layer
 
 
 class Estimates(L.Callback):
-    """Notes the estimated class distribution before the first step and after each."""
+    """Record the estimated class distribution before the first step and after each step."""
 
     def __init__(self) -> None:
         self.seen: list[np.ndarray] = []

@@ -1,8 +1,8 @@
-"""FedDW's Fig. 8: are a model's outputs and its classification weights of one mind about the classes?
+"""Redraw FedDW's Fig. 8: do the outputs and the classification weights of a model agree about the classes?
 
-Three runs: FedAvg on IID data, FedAvg on non-IID data, FedDW on the same non-IID data. The soft-label (SL) matrix of
-each final model stands beside its class-relation (CR) matrix. The paper: they agree under IID, part under non-IID, and
-agree again with FedDW.
+Three runs: FedAvg on IID data, FedAvg on non-IID data, FedDW on the same non-IID data. The figure
+shows the soft-label (SL) matrix and the class-relation (CR) matrix of each final model. In the paper they agree with IID
+data, differ with non-IID data, and agree again with FedDW.
 
     python examples/feddw_figure_8.py [--data FOLDER_OF_FASHION_MNIST] [--out feddw_figure_8.png]
 """
@@ -28,7 +28,7 @@ from fl_lightning.models import MLP, Head, LeNet
 def final_matrices(
     algorithm: Algorithm, partition: Partition, data: str | None, rounds: int
 ) -> tuple[dict[str, np.ndarray], float]:
-    """SL and CR matrices and the test accuracy after a run."""
+    """Return the SL and CR matrices and the test accuracy of a run."""
     scenario = Scenario(
         FashionMNIST(data_dir=data) if data else Digits(), partition, clients=10, train_samples=6000 if data else None
     )

@@ -1,4 +1,4 @@
-"""FedSKC's contrastive loss (LCL) inside somebody else's LightningModule.
+"""Use FedSKC's contrastive loss (LCL) in any LightningModule.
 
 python examples/loss_term_elsewhere.py
 """
@@ -14,8 +14,8 @@ from fl_lightning.algorithms import LocalContrastive
 from fl_lightning.data import Digits
 
 
-class Stranger(L.LightningModule):
-    """A classifier that knows nothing of federated learning, with one loss term more."""
+class Classifier(L.LightningModule):
+    """A LightningModule without federated learning, with one additional loss term."""
 
     def __init__(self, class_logits: torch.Tensor) -> None:
         super().__init__()
@@ -24,21 +24,21 @@ class Stranger(L.LightningModule):
         self.lcl.load(class_logits, known=torch.ones(10, dtype=torch.bool))
 
     def training_step(self, batch, batch_idx):
-        """Cross-entropy and LCL."""
+        """Return the cross-entropy plus LCL."""
         x, y = batch
         logits = self.net(x)
         return F.cross_entropy(logits, y) + self.lcl(Step(logits=logits, targets=y))
 
     def configure_optimizers(self):
-        """Plain SGD."""
+        """Return SGD."""
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 def main() -> float:
-    """Train with one-hot targets as the knowledge; return the test accuracy."""
+    """Train with one-hot targets as the shared knowledge. Return the test accuracy."""
     L.seed_everything(0, verbose=False)
     digits = Digits().load()
-    module = Stranger(class_logits=10 * torch.eye(10))
+    module = Classifier(class_logits=10 * torch.eye(10))
     trainer = L.Trainer(
         max_epochs=10,
         accelerator="cpu",

@@ -1,6 +1,6 @@
-"""A FedSKC client under a plain Lightning Trainer: no server, no orchestrator.
+"""Train a FedSKC client with a plain Lightning Trainer, without a server and an orchestrator.
 
-The client trains, sums up what it knows of each class, and trains on with that as its contrastive targets.
+The client trains, computes its knowledge of each class, and trains again with this knowledge as contrastive targets.
 
     python examples/plain_trainer.py
 """
@@ -17,7 +17,7 @@ from fl_lightning.models import MLP
 
 
 def trainer() -> L.Trainer:
-    """Ten epochs on the CPU, without files."""
+    """Return a trainer of ten epochs on the CPU that writes no files."""
     return L.Trainer(
         max_epochs=10,
         accelerator="cpu",
@@ -29,7 +29,7 @@ def trainer() -> L.Trainer:
 
 
 def main() -> float:
-    """Train twice, the second time with LCL switched on; return the test accuracy."""
+    """Train twice, the second time with LCL. Return the test accuracy."""
     L.seed_everything(0, verbose=False)
     digits = Digits().load()
     train = DataLoader(TensorDataset(digits.x_train, digits.y_train), batch_size=32, shuffle=True)

@@ -1,7 +1,7 @@
-"""UA-PDFL's Fig. 4: does a model's output on a constant input tell which classes it was trained on?
+"""Redraw UA-PDFL's Fig. 4: does a model's output for a constant input reveal its training classes?
 
-Clients 1 and 2 hold samples of classes 0 and 1, client 3 of classes 2 and 3. Each trains an MLP of its own to 90 % on
-held-out samples, and the divergence of their unit representations is taken. The paper: Div(1,2) 0.02, Div(1,3) 0.61.
+Clients 1 and 2 hold samples of classes 0 and 1, client 3 of classes 2 and 3. Each trains its own MLP to 90 % on
+held-out samples. The script computes the divergence of their unit representations. Paper: Div(1,2) 0.02, Div(1,3) 0.61.
 
     python examples/ua_pdfl_figure_4.py [--data FOLDER_OF_FASHION_MNIST] [--out ua_pdfl_figure_4.png]
 """
@@ -25,7 +25,7 @@ HELD = {1: (0, 1), 2: (0, 1), 3: (2, 3)}
 
 
 def train(x: Tensor, y: Tensor, seed: int, init: int) -> torch.nn.Module:
-    """An MLP trained on 80 % of the samples until it gets more than 90 % of the rest right."""
+    """Train an MLP on 80 % of the samples until its accuracy on the rest is above 90 %."""
     torch.manual_seed(init)
     model = MLP(in_shape=tuple(x.shape[1:]), num_classes=10, hidden=(64,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
