@@ -1,8 +1,8 @@
 """Redraw FedDW's Fig. 8: do the outputs and the classification weights of a model agree about the classes?
 
-Three runs: FedAvg on IID data, FedAvg on non-IID data, FedDW on the same non-IID data. The figure
-shows the soft-label (SL) matrix and the class-relation (CR) matrix of each final model. In the paper they agree with IID
-data, differ with non-IID data, and agree again with FedDW.
+There are three runs: FedAvg on IID data, FedAvg on non-IID data, FedDW on the same non-IID data. The figure shows the
+soft-label (SL) matrix and the class-relation (CR) matrix of each final model. In the paper they agree with IID data,
+differ with non-IID data, and agree again with FedDW.
 
     python examples/feddw_figure_8.py [--data FOLDER_OF_FASHION_MNIST] [--out feddw_figure_8.png]
 """
@@ -51,7 +51,7 @@ def final_matrices(
 
 
 def main(data: str | None = None, out: str | None = None, rounds: int = 10, mu: float = 10.0) -> dict[str, float]:
-    """Run the three, print and draw; the distance between SL and CR of each."""
+    """Run, print and draw all three. Return the distance between SL and CR of each run."""
     uneven = Dirichlet(0.1, min_samples=20)
     runs = {
         "FedAvg, IID": (FedAvg(), IID()),

@@ -42,7 +42,7 @@ def train(x: Tensor, y: Tensor, seed: int, init: int) -> torch.nn.Module:
 
 
 def representations(x: Tensor, y: Tensor, seed: int) -> dict[int, Tensor]:
-    """The clients' unit representations for one draw of the data; all start from the same weights."""
+    """Return the clients' unit representations for one draw of the data. All start from the same weights."""
     generator = torch.Generator().manual_seed(seed)
     taken: dict[int, Tensor] = {}
     for client, classes in HELD.items():
@@ -58,7 +58,7 @@ def representations(x: Tensor, y: Tensor, seed: int) -> dict[int, Tensor]:
 
 
 def main(data: str | None = None, out: str | None = None, seeds: int = 10) -> dict[str, np.ndarray]:
-    """Print and draw both divergences over several seeds; `(seeds, 2)` for each."""
+    """Print and draw both divergences over several seeds. Return `(seeds, 2)` for each."""
     loaded = (FashionMNIST(data_dir=data) if data else Digits()).load()
     x, y = loaded.prepare(loaded.x_train), loaded.y_train
     kinds = {"Jensen-Shannon": jensen_shannon, "symmetric KL (Eq. 6 as printed)": symmetric_kl}

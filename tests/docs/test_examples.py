@@ -62,7 +62,7 @@ def test_the_custom_algorithm_runs_by_class_path(tmp_path):
     done = subprocess.run([*command, *reduced], cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     header, first, *_ = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
-    assert float(dict(zip(header.split(","), first.split(","), strict=True))["client/train_anchor"]) > 0
+    assert float(dict(zip(header.split(","), first.split(","), strict=True))["client/train_proximal_term"]) > 0
 
 
 def test_the_custom_algorithm_is_short():
