@@ -1,4 +1,8 @@
-"""Bad input in one line: the key, what was given, and what is expected instead."""
+"""One line for what `jsonargparse` refuses: the key, the value, and what is expected instead.
+
+Unknown keys and names of classes are refused before, by `unknown_names`. What is left are values of a wrong type,
+missing arguments, and classes of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -14,104 +18,74 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import names
 from fl_lightning.cli.class_names import as_backbone
-from fl_lightning.cli.unknown_names import Names, class_meant, classes_there_are
+from fl_lightning.cli.unknown_names import Names, class_choices, unknown_class
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import find_object, refusal
 from fl_lightning.core.spelling import nearest
 
-CLASS_WANTED = "it needs the name of a class, or a class_path with its init_args"
+CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
+LONGEST_VALUE = 60
+"""Characters of a value that a message shows."""
 
 
 @contextmanager
-def plainly(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what jsonargparse, or a constructor that it calls, raises inside into a `ConfigError` of one plain line.
+def readable_errors(parser: ArgumentParser, words: Sequence[str] = ()) -> Iterator[None]:
+    """Context in which errors of jsonargparse, or of a constructor that it calls, become a `ConfigError` of one line.
 
     Args:
-        parser: What parses inside.
-        words: The command line that it parses, so that a mend can be told as it is typed.
+        parser: The parser that is used inside.
+        words: The command line that it parses. With it, a message shows a fix as it is typed.
     """
     try:
         yield
     except (FLError, BrokenPipeError):
         raise
     except Exception as error:
-        raise refusal() or ConfigError(readable(one_line(error), parser, words)) from error
+        raise refusal() or ConfigError(simplify_message(one_line(error), parser, words)) from error
 
 
-def readable(message: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
-    """A message of jsonargparse cut down to the key, what was given and what is expected."""
-    if re.search(r"Problem with given class_path|value: Namespace\(class_path", message):  # a name would have done, too
+def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] = ()) -> str:
+    """Reduce a message of jsonargparse to the key, the value and what is expected."""
+    if re.search(r"Problem with given class_path|value: Namespace\(class_path", message):  # a name is accepted, too
         message = re.sub(r" - Expected a typing\.Literal\[.+", "", message)
-    message = message.removeprefix('Parser key "config": ')  # given as text: where from is told by who read it
-    where = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
-    if where == "logger":  # or a list of them, or false: what it would be as each is not told
+    message = message.removeprefix('Parser key "config": ')
+    key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', message)))
+    if key == "logger":  # leave out that a list, or false, is accepted too
         message = re.sub(r" - Expected an? (?:<class '(?:list|bool)'>|typing\.Literal\[False\])(?=[ .]|$)", "", message)
-    options = {name for action in parser._actions for name in action.option_strings}
-    if "--config" not in options and f"--{where}" in options:
-        where = f"--{where}"  # no config file can hold it
-    prefix = f"{where}: " if where else ""
-    if abstract := re.search(r"class, but (\S+) is abstract", message):
-        return f"{prefix}{abstract[1].strip(chr(39))} only says what such classes have in common; name one of them"
-    if re.search(r"Option 'class_path' is not accepted", message):
-        return f"{prefix}the arguments of a class_path stand under init_args, beside it"
-    if grouped := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        return Names.of(parser, words).unknown_key(f"{grouped[1]}.{grouped[2]}")
-    if stray := re.search(r"unrecognized arguments: (?!-)(.+)", message):
-        return Names.of(parser, words).stray_word(stray[1])
-    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: -{1,2})([\w.-]+)", message):
-        paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
-        if where and paths:
-            return f"{prefix}{Names.of(parser, words).unknown_argument(unknown[1], paths[-1], where)}"
-        return f"{prefix}{Names.of(parser, words).unknown_key(unknown[1])}"
-    if missing := re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message):
-        if "--config" not in options:
-            return f"{missing[1]}: not given. Write it after the command; `{parser.prog} --help` shows how"
-        return f"{prefix}{missing[1]} must be given, here or in a --config"
-    if re.search(r"is not iterable|no attribute 'keys'|Cannot instantiate|import path string: *(\. Got|$)", message):
-        return f"{prefix}{CLASS_WANTED}"
+    is_experiment = any("--config" in action.option_strings for action in parser._actions)
+    if key and not is_experiment:
+        key = f"--{key}"
+    reason = _missing(message, parser.prog, is_experiment) or _wrong_value(key, message, words)
+    reason = reason or _wrong_class(key, message, words) or _without_noise(message)
+    return f"{key}: {reason}" if key else reason
+
+
+def _missing(message: str, program: str, is_experiment: bool) -> str | None:
+    """Return what to say about arguments that must be given and are not."""
+    found = re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message)
+    if not found:
+        return None
+    if is_experiment:
+        return f"{found[1]} must be given, here or in a --config"
+    return f"{found[1]}: not given. Write it after the command; `{program} --help` shows how"
+
+
+def _wrong_value(key: str, message: str, words: Sequence[str]) -> str | None:
+    """Return what to say about a value of another type than the key's."""
     if "Unable to load config" in message:
-        return f"{prefix}it needs lines `key: value`"
+        return "expected lines `key: value`"
     given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
     types = re.findall(r"Expected an? (?:<class '(.+?)'>|typing\.Literal\[(.+?)\])", message)
     expected = dict.fromkeys(name for a, b in types for name in (a or b.replace("'", "")).split(", "))
     expected.pop("NoneType", None)
-    if given and expected:
-        got = given[1] if len(given[1]) <= 60 else f"{given[1][:57]}..."
-        return f"{prefix}got {got!r}, expected {' | '.join(expected)}{_as_list(where, given[1], expected, words)}"
-    if elsewhere := _misplaced(where, message):
-        return f"{prefix}{elsewhere}"
-    if named := re.search(r"dot import path string: (\S+)", message):
-        return f"{prefix}{class_meant(where, named[1])}"
-    if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
-        name = wrong[1].strip(chr(39)) or (given and given[1]) or ""
-        if told := _instead_of(where, name):
-            return f"{prefix}{name} {told}"
-        return f"{prefix}{name} is no {wrong[2]}; {classes_there_are(where)}"
-    if function := re.search(r"Expected '(\S+)' to be a function that returns", message):
-        return f"{prefix}{function[1]} makes no Backbone; did you mean {as_backbone(function[1])}?"
-    if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
-        return f"{prefix}{CLASS_WANTED}"
-    noise = (
-        r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
-        r"|Does not validate against any .+? Errors: - | - Expected a <class '(?:list|NoneType)'>.*"
-        r"|\.? (?:Got|Given) value.*"
-    )
-    return prefix + " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
+    if not given or not expected or re.search("Option '|Cannot instantiate|import path string: *(\\. Got|$)", message):
+        return None
+    value = given[1] if len(given[1]) <= LONGEST_VALUE else f"{given[1][: LONGEST_VALUE - 3]}..."
+    return f"got {value!r}, expected {' | '.join(expected)}{_list_fix(key, given[1], expected, words)}"
 
 
-def _instead_of(key: str, path: str) -> str | None:
-    """What to say of a class of torch's or torchvision's in the place of one of ours that takes it in."""
-    if key == "model" and "." in path:
-        return f"is no Backbone; did you mean {as_backbone(path)}?"
-    if key == "scenario.dataset":
-        from fl_lightning.data.torch_dataset import way_for
-
-        return f"is a Dataset of torch's; {way}" if (way := way_for(path)) else None
-    return None
-
-
-def _as_list(key: str, value: str, expected: Iterable[str], words: Sequence[str]) -> str:
-    """What to say where one thing was given for a list of such."""
+def _list_fix(key: str, value: str, expected: Iterable[str], words: Sequence[str]) -> str:
+    """Return how to give a single value to a key that takes a list."""
     if list(expected) != ["list"] or not re.fullmatch(r"[\w.+-]{1,60}", value):
         return ""
     if value == "None":
@@ -122,23 +96,68 @@ def _as_list(key: str, value: str, expected: Iterable[str], words: Sequence[str]
     return f"; did you mean --{key}+={name}?" if Names("fit", words).is_typed(key) else f"; did you mean [{name}]?"
 
 
-def _misplaced(where: str, message: str) -> str | None:
-    """What to say where the class that jsonargparse refuses is a callback under the wrong one of two keys."""
+def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
+    """Return what to say about a class that does not exist, does not fit the key, or lacks an argument."""
+    if abstract := re.search(r"class, but (\S+) is abstract", message):
+        return f"{abstract[1].strip(chr(39))} is abstract; name one of its subclasses"
+    paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
+    if paths and (unknown := re.search(r"[Oo]ption '([\w.-]+)", message)):
+        return Names("fit", words).unknown_argument(unknown[1], paths[-1], key)
+    if re.search(r"is not iterable|no attribute 'keys'|Cannot instantiate|import path string: *(\. Got|$)", message):
+        return CLASS_EXPECTED
+    if misplaced := _misplaced_callback(key, message):
+        return misplaced
+    if named := re.search(r"dot import path string: (\S+)", message):
+        return unknown_class(key, named[1])
+    if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
+        given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
+        name = wrong[1].strip(chr(39)) or (given and given[1]) or ""
+        return f"{name} is no {wrong[2]}; {_adapted(key, name) or class_choices(key)}"
+    if function := re.search(r"Expected '(\S+)' to be a function that returns", message):
+        return f"{function[1]} returns no Backbone; did you mean {as_backbone(function[1])}?"
+    if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
+        return CLASS_EXPECTED
+    return None
+
+
+def _adapted(key: str, path: str) -> str | None:
+    """Return which class of this package takes a class of torch's or torchvision's in."""
+    if key == "model" and "." in path:
+        return f"did you mean {as_backbone(path)}?"
+    if key == "scenario.dataset":
+        from fl_lightning.data.torch_dataset import way_for
+
+        return way_for(path)
+    return None
+
+
+def _misplaced_callback(key: str, message: str) -> str | None:
+    """Return what to say about a callback that was given under the wrong one of two keys."""
     homes = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}
-    if where not in homes:
+    if key not in homes:
         return None
     from fl_lightning.callbacks.defaults import misplaced
 
     for path in re.findall(r"(?:import path string:|Import path|Given value:) \[?'?([\w.]+)", message):
         module, _, name = path.rpartition(".")
-        kind = getattr(sys.modules.get(module) or import_module(homes[where]), name, None)
-        if inspect.isclass(kind) and (told := misplaced(kind)):
-            return told
+        kind = getattr(sys.modules.get(module) or import_module(homes[key]), name, None)
+        if inspect.isclass(kind) and (text := misplaced(kind)):
+            return text
     return None
 
 
+def _without_noise(message: str) -> str:
+    """Return a message without what jsonargparse puts around the reason."""
+    noise = (
+        r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
+        r"|Does not validate against any .+? Errors: - | - Expected a <class '(?:list|NoneType)'>.*"
+        r"|\.? (?:Got|Given) value.*"
+    )
+    return " - ".join(dict.fromkeys(re.sub(noise, "", message).split(" - ")))
+
+
 def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
-    """Refuse null for what cannot be null: jsonargparse takes it for any key of a config.
+    """Refuse null for arguments that do not take it. jsonargparse accepts it for any key of a config.
 
     Args:
         given: The keys and their values, classes as `class_path` and `init_args`.
@@ -150,11 +169,11 @@ def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
     """
     if "class_path" in given:
         if given.class_path.startswith("typing."):  # what jsonargparse makes of {}
-            raise ConfigError(f"{key}: {CLASS_WANTED}")
+            raise ConfigError(f"{key}: {CLASS_EXPECTED}")
         owner, given = find_object(given.class_path), given.get("init_args") or Namespace()
     try:
         parameters, hints = inspect.signature(owner).parameters, get_type_hints(owner.__init__)
-    except Exception:  # a class of the user's own may be annotated with what cannot be resolved
+    except Exception:  # a user's own class may have annotations that cannot be resolved
         return
     for name, value in vars(given).items():
         hint, place = hints.get(name), f"{key}.{name}".lstrip(".")
@@ -165,10 +184,7 @@ def refuse_nulls(given: Namespace, owner: Any, key: str = "") -> None:
                 refuse_nulls(part, None, place)
         nullable = hint in (None, Any) or type(None) in get_args(hint)
         if value is None and name in parameters and not nullable and parameters[name].default is not None:
-            raise ConfigError(f"{place}: null is no value for it; {_instead(parameters[name].default)}")
-
-
-def _instead(default: Any) -> str:
-    if default is inspect.Parameter.empty:
-        return "it must be given"
-    return f"leave it out to get {default}" if isinstance(default, int | float | str) else "leave it out"
+            default = parameters[name].default
+            is_plain = isinstance(default, int | float | str)
+            fix = f"leave it out to get {default}" if is_plain else "leave it out"
+            raise ConfigError(f"{place}: null is no value for it; {fix}")

@@ -14,7 +14,7 @@ from lightning import Trainer
 
 from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
-from fl_lightning.cli.errors import plainly, refuse_nulls
+from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
 from fl_lightning.core.config import strict
 from fl_lightning.core.errors import CheckpointError, ConfigError
@@ -58,7 +58,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
             held = "null" if value is None else repr(value)
             raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
     refuse_nulls(given, FederatedOrchestrator)
-    with plainly(parser):
+    with readable_errors(parser):
         return parser.instantiate(given)
 
 
@@ -107,7 +107,7 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
     """Return what `open_run` does; for an untrusted run the gate applies from here on in the calling context."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
-    with plainly(parser):
+    with readable_errors(parser):
         config = parser.parse_args(["--config", text, "--logger", "null"])
     orchestrator = build(config, parser, run_dir)
     orchestrator.load(chosen_round(checkpoint, run_dir), plain_config(config, parser))

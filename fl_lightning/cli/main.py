@@ -142,16 +142,16 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     if text := load("fl_lightning.cli.help").asked_for(name, words):
         print(text.rstrip("\n"))
         return 0
-    load("fl_lightning.cli.unknown_names").check(name, words)
+    load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
     if own_process:
         gc.freeze()  # what was imported is no garbage, and to look at it takes a second
     parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
-    plainly = load("fl_lightning.cli.errors").plainly
-    with plainly(parser):
+    readable_errors = load("fl_lightning.cli.errors").readable_errors
+    with readable_errors(parser):
         words = getattr(command, "expand", list)(words)
-    with plainly(parser, words):
+    with readable_errors(parser, words):
         given = parser.parse_args(words)
     with stopped_by_interrupts():
         return command.main(given, parser)

@@ -1,4 +1,4 @@
-"""Keys and classes that do not exist, and what was meant by them; without torch, whose import takes seconds."""
+"""Refuse keys and classes that do not exist, and name the ones that were probably meant, without importing torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
-from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.options import EXPERIMENTS, options_of
 from fl_lightning.cli.other_tools import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
@@ -24,28 +23,25 @@ from fl_lightning.core.gate import find_object
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest
 from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+from fl_lightning.runs.trust import let_in
 
 LONGEST_LIST = 200
-"""How many letters of names a line lists; of more it says what names them."""
+"""Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""
 LIST_KEYS = ("algorithm.loss_terms", "callbacks", "client_callbacks")
-"""Keys that take a list of classes, and no single one."""
+"""Keys that take a list of classes."""
 NOT_IN_CONFIGS = ("config", "print_config")
-BESIDE_KEYS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
-"""Options beside an experiment's keys; `partition` takes them all, so that what `fit` takes or prints can be reused."""
+COMMAND_LINE_OPTIONS = (*NOT_IN_CONFIGS, "resume", "trust", "fast")
+"""Options beside an experiment's keys. `partition` accepts them too, so that a command line of `fit` can be reused."""
 SWITCHES = ("print_config", "trust", "fast")
-"""Those that take no value."""
-
+"""Options without a value."""
 NO_CLASS = ("null", "true", "false")
-"""What may be typed in the place of a class."""
+"""What may be given instead of a class."""
 
 
-def check(command: str, words: Sequence[str]) -> None:
+def check_names(command: str, words: Sequence[str]) -> None:
     """Refuse options, keys of configs and classes that do not exist.
 
-    What only an import can tell, such as the arguments of a user's own class, is left to the command's parser.
+    The arguments of a user's own class are left to the command's parser, which imports it.
 
     Args:
         command: The command.
@@ -56,6 +52,7 @@ def check(command: str, words: Sequence[str]) -> None:
     """
     if command in EXPERIMENTS:
         words = expand_baseline(spelled(with_config_paths(words)))
+        let_in(words)
     known = Names(command, words)
     for content in known.contents:
         known.check_keys(content)
@@ -64,16 +61,16 @@ def check(command: str, words: Sequence[str]) -> None:
 
 
 class Names:
-    """The keys that a command has, and the classes that a command line chooses with their arguments.
+    """The keys of a command, and the classes that a command line chooses.
 
     Args:
         command: The command.
         words: What follows it on the command line.
 
     Attributes:
-        contents: What the config files hold.
-        typed: The options of the command line with their values; a word of no option has "" for it.
-        classes: The classes chosen, by key: their names, or import paths.
+        contents: The contents of the config files.
+        typed: The options of the command line with their values. A word without an option has "" for its option.
+        classes: The chosen classes by key: names or import paths.
     """
 
     def __init__(self, command: str, words: Sequence[str] = ()) -> None:
@@ -83,19 +80,13 @@ class Names:
         self.typed = list(self._typed(words))
         paths = [Path(value) for key, value in self.typed if key == "config" and os.path.isfile(value)]
         self.contents = [read_config(path) for path in paths] if self.is_experiment else []
-        self.classes: dict[str, Any] = {key: one.get("default") for key, one in self.options.items()}
+        found: dict[str, Any] = {key: one.get("default") for key, one in self.options.items()}
         for content in self.contents:
-            self.classes |= _classes(content)
+            found |= _chosen_classes(content)
         for option, value in self.typed:
-            self.classes |= _classes(_parsed(value), option.removesuffix(".class_path"))
-        named = {key: name for key, name in self.classes.items() if key in CLASS_KEYS and isinstance(name, str)}
-        self.classes = {key: name for key, name in named.items() if name not in NO_CLASS}
-
-    @classmethod
-    def of(cls, parser: ArgumentParser, words: Sequence[str]) -> Names:
-        """Return the names for a parser of a command's, or of an experiment."""
-        command = parser.prog.rpartition(" ")[2]
-        return cls(command if command in COMMANDS else "fit", words)
+            found |= _chosen_classes(_parsed(value), option.removesuffix(".class_path"))
+        classes = {key: name for key, name in found.items() if key in CLASS_KEYS and isinstance(name, str)}
+        self.classes = {key: name for key, name in classes.items() if name not in NO_CLASS}
 
     def _typed(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         rest = iter(words)
@@ -111,7 +102,7 @@ class Names:
     # --- Refusals ---
 
     def check_keys(self, content: dict[str, Any], group: str = "") -> None:
-        """Refuse what a config, or a group of its keys, names that does not exist."""
+        """Refuse keys and classes of a config, or of a group of its keys, that do not exist."""
         for name, value in content.items():
             key = f"{group}{name}"
             if isinstance(value, dict) and self._is_group(key):
@@ -122,12 +113,12 @@ class Names:
                 self._refuse(key)
 
     def check_option(self, option: str, value: str, later: Sequence[str]) -> None:
-        """Refuse an option that does not exist, or one that names a class or an argument that does not.
+        """Refuse an option, a class or an argument of a class that does not exist.
 
         Args:
-            option: The option, without its dashes; "" for a word that belongs to none.
-            value: What it is given.
-            later: The options that follow it; an argument of a class that one of these replaces is not looked at.
+            option: The option, without its dashes; "" for a word without an option.
+            value: Its value.
+            later: The options that follow it. They may replace the class that this one is an argument of.
         """
         key = option.removesuffix("+").removesuffix(".class_path").replace(".init_args.", ".")
         owner = max((one for one in CLASS_KEYS if key.startswith(f"{one}.")), key=len, default="")
@@ -142,7 +133,12 @@ class Names:
             self._check_argument(owner, self.classes[owner], key.removeprefix(f"{owner}."))
 
     def _has(self, key: str) -> bool:
-        known = {*self.options, "help", "h", *(BESIDE_KEYS if self.is_experiment else ())}
+        known = {
+            *(name for name, one in self.options.items() if "flags" in one),
+            "help",
+            "h",
+            *(COMMAND_LINE_OPTIONS if self.is_experiment else ()),
+        }
         above = any(key == one or key.startswith(f"{one}.") for one in known)
         return above or self._is_group(key.removesuffix(".help"))
 
@@ -150,10 +146,8 @@ class Names:
         return any(one.startswith(f"{key}.") for one in self.options)
 
     def _refuse(self, key: str) -> None:
-        """Refuse a key, unless it may be meant for a class that only an import can tell of."""
         refuse_old_option(key)
-        if all(arguments(owner, name) is not None for owner, name in self.classes.items()):
-            raise ConfigError(self.unknown_key(key))
+        raise ConfigError(self.unknown_key(key))
 
     def _check_classes(self, key: str, value: Any) -> None:
         if key not in CLASS_KEYS or (key in LIST_KEYS and not isinstance(value, list)):
@@ -166,8 +160,8 @@ class Names:
                 raise ConfigError(f"{key}: {name} is renamed to {new}. Use the new name.")
             if not self._may_be_class(key, name):
                 choices = " | ".join(self.options["engine"]["choices"])
-                told = f"got {name!r}, expected {choices}" if key == "engine" else class_meant(key, name)
-                raise ConfigError(f"{key}: {told}")
+                reason = f"got {name!r}, expected {choices}" if key == "engine" else unknown_class(key, name)
+                raise ConfigError(f"{key}: {reason}")
             for argument, given in (options or {}).items():
                 self._check_argument(key, name, argument)
                 self._check_classes(f"{key}.{argument}", given)
@@ -175,7 +169,7 @@ class Names:
     def _may_be_class(self, key: str, name: str) -> bool:
         choices = self.options.get(key, {}).get("choices", ())
         base = BASES[kind][0].rpartition(".")[2] if (kind := kind_of(key)) else ""
-        is_word = re.fullmatch(r"\w+", name, re.ASCII)  # what is more than that is a path, for Python to find
+        is_word = re.fullmatch(r"\w+", name, re.ASCII)  # anything else is an import path, for Python to find
         return not is_word or name in (*names(key), *choices, base, *NO_CLASS) or is_in_source(key, name)
 
     def _check_argument(self, key: str, name: str, argument: str) -> None:
@@ -185,28 +179,26 @@ class Names:
         if not any(one.startswith(f"{argument}.") or f"{argument}.".startswith(f"{one}.") for one in known):
             raise ConfigError(f"{key}: {self.unknown_argument(argument, name, key)}")
 
-    # --- What was meant ---
+    # --- What was probably meant ---
 
-    def settings(self, without: str = "") -> list[str]:
-        """Return the command's keys, dotted, and the arguments of the classes chosen; none of one key and below it."""
+    def settings(self) -> list[str]:
+        """Return the command's keys, dotted, and the arguments of the chosen classes."""
         found: list[str] = []
 
         def add(key: str) -> None:
-            if key != without:
-                found.append(key)
-                below = arguments_of(key, self.classes[key]) if key in self.classes else []
-                for argument in below:
-                    add(f"{key}.{argument}")
+            found.append(key)
+            for argument in arguments_of(key, self.classes[key]) if key in self.classes else []:
+                add(f"{key}.{argument}")
 
         for key in self.options:
             add(key)
         return found
 
     def unknown_key(self, name: str) -> str:
-        """Return what to say about a key that does not exist: the one that was meant, as it is typed.
+        """Return the message about a key that does not exist, with the key that was probably meant.
 
         Args:
-            name: The key, less its dashes.
+            name: The key, without dashes.
         """
         owner = "the config" if self.is_experiment else f"fl-lightning {self.command}"
         keys = [key for key, one in self.options.items() if "flags" in one]
@@ -217,21 +209,21 @@ class Names:
             if group == "trainer" and option in TRAINER_MENDS:
                 return refused(option)
             settings = self.settings()
-            meant = meant or _named_alike(plain, settings) or _from_other_tools(name)
+            meant = meant or _same_last_part(plain, settings) or _from_other_tools(name)
             keys += settings
         if not meant:
             last = {key.rpartition(".")[2]: key for key in reversed(keys)}
             near = nearest(plain, keys) or last.get(nearest(plain, last) or "")
             meant = [near] if near else [key for key in keys if key.startswith(f"{plain}.")][:1]
         if meant:
-            told = " or ".join(self._as_typed(one, name) for one in meant[:3])
-            return f"{owner} has no key {name!r}; did you mean {told}?"
+            fixes = " or ".join(self._as_typed(one, name) for one in meant[:3])
+            return f"{owner} has no key {name!r}; did you mean {fixes}?"
         top = ", ".join(dict.fromkeys(key.partition(".")[0] for key in keys))
-        help_ = f"`fl-lightning {self.command} --help` names them"
-        return f"{owner} has no key {name!r}; {f'there are {top or None}' if len(top) <= LONGEST_LIST else help_}"
+        choices = f"there are {top or None}" if len(top) <= LONGEST_LIST else ""
+        return f"{owner} has no key {name!r}; {choices or f'`fl-lightning {self.command} --help` names them'}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
-        """Return what to say about an argument that a class does not take: its own that was meant, or another setting.
+        """Return the message about an argument that a class does not take, with what was probably meant.
 
         Args:
             name: The argument.
@@ -240,52 +232,49 @@ class Names:
         """
         known = list(dict.fromkeys(one.partition(".")[0] for one in arguments_of(key, path)))
         if not (meant := [*filter(None, [nearest(name, known)])]):
-            found = _named_alike(name.replace("-", "_"), self.settings()) or _from_other_tools(name)
+            found = _same_last_part(name.replace("-", "_"), self.settings()) or _from_other_tools(name)
             meant = [self._as_typed(one, f"{key}.{name}") for one in found]
-        told = f"did you mean {' or '.join(meant[:3])}?" if meant else f"there are {', '.join(known) or 'none'}"
-        return f"{path.rpartition('.')[2]} has no key {name!r}; {told}"
+        fix = f"did you mean {' or '.join(meant[:3])}?" if meant else f"there are {', '.join(known) or 'none'}"
+        return f"{path.rpartition('.')[2]} has no key {name!r}; {fix}"
 
-    def stray_word(self, text: str) -> str:
-        """Return what to say about words that belong to no option."""
-        word = text.split(" ")[0]
-        if not self.is_experiment:
-            return f"unrecognized arguments: {text}"
-        if is_run(word):
-            return f"{word} belongs to no option; did you mean --resume {word}?"
-        if "=" in word:
-            return f"{word} belongs to no option; did you mean --{word}?"
+    def stray_word(self, word: str) -> str:
+        """Return the message about a word of an experiment's command line that belongs to no option."""
+        meant = f"--config {nearest(word, shipped('configs')) or word}"
         for key in ("algorithm", "model", "scenario.dataset", "scenario.partition"):
-            if word in names(key):
-                return f"{word} belongs to no option; did you mean --{key} {word}?"
-        return f"{word} belongs to no option; did you mean --config {nearest(word, shipped('configs')) or word}?"
+            meant = f"--{key} {word}" if word in names(key) else meant
+        if is_run(word):
+            meant = f"--resume {word}"
+        elif "=" in word:
+            meant = f"--{word}"
+        return f"{word} belongs to no option; did you mean {meant}?"
 
-    def _as_typed(self, mend: str, name: str) -> str:
-        """A mend as options, where the key that it is for stands on the command line, else as keys of a config."""
-        options, apart, remark = mend.partition(" (")
+    def _as_typed(self, fix: str, name: str) -> str:
+        """Return a fix as options where the command line gives the wrong key, and as keys where a config does."""
+        options, separator, remark = fix.partition(" (")
         shown = options.replace("=", ": ")
         if self.is_typed(name):
             shown = " ".join(f"--{option}" for option in options.split())
-        return shown + apart + remark
+        return shown + separator + remark
 
     def is_typed(self, key: str) -> bool:
         """Return whether the command line itself gives a key."""
         return any(option.removesuffix("+") == key for option, _ in self.typed)
 
 
-def class_meant(key: str, name: str) -> str:
-    """Return what to say about a name that is no class's: the nearest one, or which there are."""
-    told = f"there is no class {name!r};"
+def unknown_class(key: str, name: str) -> str:
+    """Return the message about a class that does not exist: the most similar name, or all there are."""
+    reason = f"there is no class {name!r};"
     if key == "model" and is_in_source(key, name) and name in builders_of_torchvision():
         ours = nearest(name, names(key))
-        return f"{told} did you mean {ours}, or torchvision's, {as_backbone(name)}?"
+        return f"{reason} did you mean {ours}, or torchvision's, {as_backbone(name)}?"
     alias = CLASSES.get(fold(name))
     if near := alias if alias in names(key) else nearest(name, names(key)):
-        return f"{told} did you mean {near}?"
-    return f"{told} {classes_there_are(key)}; others need an import path (package.module.Class)"
+        return f"{reason} did you mean {near}?"
+    return f"{reason} {class_choices(key)}; others need an import path (package.module.Class)"
 
 
-def classes_there_are(key: str) -> str:
-    """Return which classes a key takes, or what names them."""
+def class_choices(key: str) -> str:
+    """Return the classes that a key takes, or the command that lists them."""
     kind, known = kind_of(key), ", ".join(names(key))
     if kind and len(known) > LONGEST_LIST:
         return f"`fl-lightning list {kind}` names them"
@@ -293,41 +282,41 @@ def classes_there_are(key: str) -> str:
 
 
 def arguments_of(key: str, path: str) -> list[str]:
-    """Return the arguments that a class takes, of one that only an import can tell of, too."""
+    """Return the arguments that a class takes. A class of the user's own is imported."""
     known = arguments(key, path)
     if known is None:
-        with suppress(Exception):  # a wrong path is told of elsewhere
+        with suppress(Exception):  # a wrong path is reported elsewhere
             known = list(inspect.signature(find_object(path)).parameters)
     return known or []
 
 
-def _classes(content: Any, key: str = "") -> dict[str, Any]:
-    """The classes that a config names, by key; None for a key that has none or a list."""
+def _chosen_classes(content: Any, key: str = "") -> dict[str, Any]:
+    """Return the classes that a config names, by key; None for a key with a list or without a class."""
     if not isinstance(content, dict):
         return {key: content}
     if "class_path" in content:
-        return {key: content["class_path"]} | _classes(content.get("init_args") or {}, key)
+        return {key: content["class_path"]} | _chosen_classes(content.get("init_args") or {}, key)
     found: dict[str, Any] = {}
     for name, value in content.items():
-        found |= _classes(value, f"{key}.{name}".lstrip("."))
+        found |= _chosen_classes(value, f"{key}.{name}".lstrip("."))
     return found
 
 
 def _parsed(value: str) -> Any:
-    """What a value of the command line stands for, if it is more than a word."""
+    """Return a value of the command line as YAML if it is a list or a mapping, else as text."""
     if value[:1] in ("[", "{"):
         with suppress(ValueError, yaml.YAMLError):
             return load_yaml(value)
     return value
 
 
-def _named_alike(name: str, settings: Iterable[str]) -> list[str]:
-    """The settings whose last part is that of a name: `algorithm.tau` for `tau`."""
+def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
+    """Return the settings whose last part is that of a name: `algorithm.tau` for `tau`."""
     last = name.rpartition(".")[2]
     return [key for key in settings if key.rpartition(".")[2] == last and key != name]
 
 
 def _from_other_tools(name: str) -> list[str]:
-    """What another tool's name, or the last part of it, is called here."""
+    """Return our name for an option of another tool, given its name or the last part of it."""
     plain = name.replace("-", "_")
     return [OPTIONS[one] for one in (name, plain, plain.rpartition(".")[2]) if one in OPTIONS][:1]

@@ -141,9 +141,9 @@ def test_any_value_in_any_key_is_taken_or_refused_in_one_line(place, here):
         ("algorithm.init_args.loss_terms.0.init_args.mu", "null", "algorithm.loss_terms.mu: null is no value for it"),
         ("model", "null", "model must be given"),
         ("scenario", "null", "scenario.dataset, scenario.partition must be given"),
-        ("algorithm", "[]", "algorithm: it needs the name of a class, or a class_path with its init_args"),
-        ("lr_scheduler", "{}", "lr_scheduler: it needs the name of a class"),
-        ("logger", "true", "logger: it needs the name of a class"),
+        ("algorithm", "[]", "algorithm: expected the name of a class, or a class_path with its init_args"),
+        ("lr_scheduler", "{}", "lr_scheduler: expected the name of a class"),
+        ("logger", "true", "logger: expected the name of a class"),
         ("callbacks", "{}", "callbacks: got '{}', expected list"),
         ("callbacks", "a long word", f"callbacks: got '{'x' * 57}...', expected list"),
         ("optimizer.class_path", "[]", "optimizer: class_path needs the name of a class or the path of one"),
@@ -173,7 +173,10 @@ def test_the_config_is_good_but_for_what_is_put_in(here):
     [
         (["test", "run", "--rounds", "3"], "fl-lightning test has no key 'rounds'; there are checkpoint"),
         (["list", "--kind", "models"], "fl-lightning list has no key 'kind'"),
-        (["fit", "--config", "good.yaml", "--scenario.partition", "Partition"], "scenario.partition: Partition only"),
+        (
+            ["fit", "--config", "good.yaml", "--scenario.partition", "Partition"],
+            "scenario.partition: Partition is abstract",
+        ),
         (["test", "good", "--checkpoint", "²"], "--checkpoint: no checkpoint '²'"),
     ],
 )

@@ -15,7 +15,6 @@ from commands import TINY, contents, run
 
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli import main as cli
-from fl_lightning.cli import unknown_names
 from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, descriptions, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
 from fl_lightning.cli.commands import fit
@@ -174,14 +173,6 @@ def test_names_are_answered_without_torch(here):
         assert TYPED[line] in told
 
 
-@pytest.mark.parametrize("line", TYPED)
-def test_the_parser_would_say_the_same(line, here, monkeypatch):
-    """What the index cannot tell of is the parser's to refuse."""
-    early = refusal(line)
-    monkeypatch.setattr(unknown_names, "check", lambda *args: None)
-    assert refusal(line) == early
-
-
 OURS = {word for word in {line.split()[0] for line in TYPED} if word not in ("sweep", "reproduce")}
 """Commands whose mended lines may be carried out: a sweep's would take its time."""
 
@@ -281,35 +272,6 @@ def test_each_class_of_the_table_is_there():
 def test_in_a_file_the_mend_is_a_key(more, told, here):
     Path("bad.yaml").write_text(f"{TINY}{more}\n")
     assert refusal("fit --config bad.yaml") == told
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "scenario: {alpha: 1}",
-        "scenario: {partition: {class_path: Dirichlet, init_args: {alhpa: 1}}}",
-        "trainer: {epochs: 2}",
-        "trainer: {strategy: ddp}",
-        "algorithm: {class_path: FedSKC, init_args: {tua: 1}}",
-        "algorithm: {class_path: FedSKC, init_args: {mu: 1}}",
-        "algorithm: {class_path: FedAvg, init_args: {loss_terms: [{class_path: Proxmal}]}}",
-        "algorithm: {class_path: FedAvg, init_args: {loss_terms: [{class_path: Proximal, init_args: {nu: 1}}]}}",
-        "algorithm: {class_path: FedAvg, init_args: {aggregator: {class_path: ServerStep, init_args: {lrr: 1}}}}",
-        "model: {class_path: MLP, init_args: {head: {prediktion: 2}}}",
-        "optimizer: {class_path: SGD, init_args: {lr: 0.1, momentun: 1}}",
-        "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentun: 1}}",
-        "lr_scheduler: {class_path: StepLR, init_args: {step: 1}}",
-        "callbacks: [{class_path: EarlyStoping}]",
-        "logger: [CSVLogger, {class_path: WandbRoundLogger, init_args: {projekt: x}}]",
-        "engine: {class_path: ProcessesEngine, init_args: {worker: 2}}",
-        "engine: stakced",
-    ],
-)
-def test_of_a_file_the_parser_would_say_the_same(more, here, monkeypatch):
-    Path("bad.yaml").write_text(yaml.safe_dump(yaml.safe_load(TINY) | yaml.safe_load(more)))
-    early = refusal("fit --config bad.yaml")
-    monkeypatch.setattr(unknown_names, "check", lambda *args: None)
-    assert refusal("fit --config bad.yaml") == early
 
 
 def test_a_class_of_the_users_own_is_left_to_the_parser(here):

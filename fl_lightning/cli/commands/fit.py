@@ -17,7 +17,7 @@ from fl_lightning.analysis.baselines import option_values as values
 from fl_lightning.analysis.summary_tables import summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.class_names import spelled
-from fl_lightning.cli.errors import plainly
+from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
 from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
@@ -114,7 +114,7 @@ def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, 
 
     def stated(*more: str) -> dict[str, Any]:
         words = [*(f"--config={path}" for path in given.config or []), *more]
-        with plainly(parser), warnings.catch_warnings():
+        with readable_errors(parser), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said once already
             return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
 

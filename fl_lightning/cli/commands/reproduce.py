@@ -13,7 +13,7 @@ from fl_lightning.analysis.executor import Job, JobResult, earlier_result, is_fi
 from fl_lightning.analysis.paper_table import read_table, table_jobs
 from fl_lightning.analysis.reproduction import Reproduction
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, as_text
-from fl_lightning.cli.errors import plainly
+from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.errors import ConfigError, check_positive
@@ -56,7 +56,7 @@ def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         fit = load("fl_lightning.cli.commands.fit")
         parser = command_parser("fit")
         try:
-            with plainly(parser):
+            with readable_errors(parser):
                 parser.parse_args(fit.expand(job.words))
         except ConfigError as error:
             raise ConfigError(f"{row} / {column}: {error}") from error
