@@ -59,6 +59,12 @@ def test_documented_yaml_is_a_config(snippet, tmp_path, monkeypatch):
     assert main(["fit", "--config", "digits_fedavg.yaml", "--config", "own.yaml", *reduced]) == 0
 
 
+def test_the_files_that_the_design_names_exist():
+    paths = re.findall(r"`((?:[a-z_]+/)+[a-z_]+(?:\.py|/))`", (ROOT / "docs" / "design.md").read_text())
+    assert len(paths) > 40
+    assert not [path for path in paths if not ((ROOT / "fl_lightning" / path).exists() or (ROOT / path).exists())]
+
+
 def test_the_reference_is_that_of_the_docstrings():
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
     reference = importlib.util.module_from_spec(spec)
