@@ -1,4 +1,4 @@
-"""Objects that a run's config may name although somebody else wrote it."""
+"""Objects that an untrusted config, written by somebody else, may name."""
 
 from __future__ import annotations
 

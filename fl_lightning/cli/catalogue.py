@@ -1,4 +1,4 @@
-"""What a config can name, read from the sources, so that it needs no torch; and the classes themselves, which do."""
+"""What a config can name: classes by kind, configs and papers. Read from the sources, without importing torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 from fl_lightning.cli.signatures import Class, parameters
 from fl_lightning.cli.signatures import classes as classes_in
 
-# Each kind's base class, the module that lists its classes, both below this package, and the config key that takes one.
 BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
     "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
@@ -29,6 +28,7 @@ BASES: dict[str, tuple[str, str, str]] = {
     "engines": ("engines.Engine", "engines", "engine"),
     "callbacks": ("callbacks.RoundCallback", "callbacks", "callbacks"),
 }
+"""Each kind's base class and the module that exports its classes, both below this package; and the config key."""
 FILES = ("configs", "papers")
 KINDS = (*BASES, *FILES)
 FAMILIES = ("global_model", "personalized", "clustered", "decentralized")
@@ -49,7 +49,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
         *("ModelPruning", "ThroughputMonitor", "Timer", "WeightAveraging"),
     ),
 }
-"""Keys that take classes which are mostly not ours, and the usual ones of those."""
+"""Keys that take classes mostly of other packages, and the usual ones of them."""
 CLASS_KEYS = {*(key for _, _, key in BASES.values()), *OTHERS}
 """Keys that take a class, or a list of them."""
 
@@ -66,7 +66,7 @@ SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "client_callbacks": (("lightning", "pytorch/callbacks/**/*.py"), ("fl_lightning.callbacks", "*.py")),
     "model": (("torchvision", "models/*.py"),),
 }
-"""Packages whose classes a key takes or might be given, and the files that define those."""
+"""Packages whose classes a key takes, or may be given by mistake, and the files that define them."""
 
 
 def classes_of(kind: str) -> dict[str, Class]:
@@ -116,7 +116,7 @@ def names(key: str) -> list[str]:
 
 
 def arguments(key: str, path: str) -> list[str] | None:
-    """Return the names of the arguments that a class takes; None where only an import can tell.
+    """Return the names of the arguments that a class takes; None for a class that has to be imported.
 
     Args:
         key: The key that names the class.
@@ -134,7 +134,7 @@ def arguments(key: str, path: str) -> list[str] | None:
 
 
 def is_in_source(key: str, name: str) -> bool:
-    """Return whether a package whose classes a key may be given defines one, or a function, of that name."""
+    """Return whether a package in `SOURCES` defines a class or a function of that name for a key."""
     return any(re.search(rf"^(class|def) {re.escape(name)}\b", text, re.MULTILINE) for text in _sources(key))
 
 
@@ -160,13 +160,13 @@ def _sources(key: str) -> Iterator[str]:
 
 
 def base(kind: str) -> type:
-    """The class that all of a kind are."""
+    """Import the base class of a kind."""
     module, _, name = f"fl_lightning.{BASES[kind][0]}".rpartition(".")
     return getattr(import_module(module), name)
 
 
 def classes(kind: str) -> list[Any]:
-    """The classes of a kind as the package exports them, by name; not its base class."""
+    """Import the classes of a kind that the package exports, in alphabetical order, without the base class."""
     module = import_module(f"fl_lightning.{BASES[kind][1]}")
     members = (getattr(module, name) for name in module.__all__)
     found = [m for m in members if inspect.isclass(m) and issubclass(m, base(kind)) and m is not base(kind)]

@@ -1,4 +1,4 @@
-"""Names of classes on the command line: their case, and torchvision's builders of networks."""
+"""Names of classes on the command line: corrects their case, and knows torchvision's model builders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """A command line with the names of its classes in their own case, and null where jsonargparse would lose it.
+    """Return a command line with the class names in their correct case, and with nulls that jsonargparse keeps.
 
-    It hands what stands within an argument of a class on as text, null as Python's `None`; in a mapping it stays null.
+    For an option within an argument of a class, jsonargparse turns null into the text `None`,
+    unless it is in a mapping.
     """
     found = list(words)
     for place, word in enumerate(words):
@@ -40,24 +41,24 @@ def spelled(words: Sequence[str]) -> list[str]:
 
 
 def _in_its_own_case(name: str, key: str) -> str:
-    """A class's name as it is spelled, but where it could be torchvision's `resnet18` as well as our `ResNet18`."""
+    """Return a class's name in its correct case, unless it is ambiguous: torchvision's `resnet18`, our `ResNet18`."""
     found = same(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
     unclear = key == "model" and found != name and is_in_source(key, name) and name in builders_of_torchvision()
     return name if unclear else found
 
 
 def builders_of_torchvision() -> list[str]:
-    """The names of torchvision's functions that build a classifier: those that `torchvision.models` itself has."""
+    """Return the names of torchvision's functions that build a classifier."""
     from torchvision import models
 
     return models.list_models(models)
 
 
 def as_backbone(module: str) -> str:
-    """The options that make of anybody's module a backbone, by `FromModule`.
+    """Return the options that turn any module into a backbone, with `FromModule`.
 
     Args:
-        module: Its import path, or the bare name of a function of torchvision's that builds one.
+        module: The import path of the module, or the name of a model builder of torchvision.
     """
     builder = module.removeprefix("torchvision.models.")
     if builder not in builders_of_torchvision():

@@ -112,7 +112,7 @@ def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
         given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
         name = wrong[1].strip(chr(39)) or (given and given[1]) or ""
-        return f"{name} is no {wrong[2]}; {_adapted(key, name) or class_choices(key)}"
+        return f"{name} {_other_class(key, name) or f'is no {wrong[2]}; {class_choices(key)}'}"
     if function := re.search(r"Expected '(\S+)' to be a function that returns", message):
         return f"{function[1]} returns no Backbone; did you mean {as_backbone(function[1])}?"
     if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
@@ -120,14 +120,14 @@ def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def _adapted(key: str, path: str) -> str | None:
-    """Return which class of this package takes a class of torch's or torchvision's in."""
+def _other_class(key: str, path: str) -> str | None:
+    """Return what to say about a model or dataset of torch or torchvision that one of our classes can wrap."""
     if key == "model" and "." in path:
-        return f"did you mean {as_backbone(path)}?"
+        return f"is no Backbone; did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
         from fl_lightning.data.torch_dataset import way_for
 
-        return way_for(path)
+        return f"is a Dataset of torch's; {way}" if (way := way_for(path)) else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""From a config to the `FederatedOrchestrator` it describes, and from a run's folder back to one."""
+"""Build a `FederatedOrchestrator` from a config, or from a run's folder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
 
 NOTED_BARE = ("FedAvg", "FedSKC")
-"""The algorithms that runs have noted without the module they are in."""
+"""Algorithms that configs of runs have always recorded without a module."""
 
 WATCHERS = ("engine", "logger", "callbacks")
-"""Keys of a run that change nothing about what a checkpoint of it holds."""
+"""Keys of a run that have no influence on its checkpoints."""
 
 
 def experiment_parser() -> ArgumentParser:
-    """The parser of an experiment's keys."""
+    """Build the parser of an experiment's keys."""
     parser = strict(ArgumentParser(exit_on_error=False, allow_abbrev=False))
     parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
@@ -44,7 +44,7 @@ def experiment_parser() -> ArgumentParser:
 
 
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
-    """The orchestrator that a parsed command line describes."""
+    """Build the orchestrator that a parsed command line describes."""
     objects = instantiate(given, parser)
     parameters = inspect.signature(FederatedOrchestrator).parameters
     options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
@@ -52,7 +52,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
-    """The objects that a parsed command line describes."""
+    """Build the objects that a parsed command line describes."""
     for group in ("scenario", "evaluation", "trainer"):
         if not isinstance(value := given[group], Namespace):
             held = "null" if value is None else repr(value)
@@ -63,13 +63,13 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
-    """The resolved config as plain values, less what belongs to one run only."""
+    """Return the resolved config as plain values, without keys that belong to one run only."""
     config = by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
 
 def by_home(value: Any) -> Any:
-    """A config with our classes by the modules they are in, as runs have always noted them: seals go by that."""
+    """Return a config with our classes under the modules that runs have always recorded: digests depend on them."""
     if isinstance(value, dict):
         return {key: by_home(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -82,29 +82,29 @@ def by_home(value: Any) -> Any:
 
 
 def run_keys() -> set[str]:
-    """The keys that a run's own config can hold."""
+    """Return the keys that a run's own config can have."""
     return set(inspect.signature(FederatedOrchestrator).parameters) - {"run_dir"}
 
 
 def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """A run as a checkpoint left it, to look into: `open_run("runs/...").client_module(3)` is client 3's module.
+    """Load a run from a checkpoint: `open_run("runs/...").client_module(3)` is the module of client 3.
 
-    The module is in train mode, ready for a `Trainer.fit` of your own; call `eval()` before you predict.
+    The module is in train mode, ready for a `Trainer.fit` of your own. Call `eval()` before you predict.
 
     Args:
-        run_dir: Folder of a finished or half-finished run.
+        run_dir: Folder of a finished or unfinished run.
         checkpoint: `last`, `best`, or the number of a round.
-        trust: Run the code that the folder's config names, whoever made it. Your own runs need no such word.
+        trust: Run code that the folder's config names, whoever wrote it. Your own runs do not need this.
 
     Raises:
-        ConfigError: There is no run, or no such checkpoint, or the run is somebody else's and names code of its own.
-        CheckpointError: The run holds no checkpoint, or only damaged ones.
+        ConfigError: No run or no such checkpoint found, or the run was made by somebody else and names its own code.
+        CheckpointError: The run has no checkpoint, or only damaged ones.
     """
     return copy_context().run(load_run, Path(run_dir), checkpoint, trust)
 
 
 def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:
-    """Return what `open_run` does; for an untrusted run the gate applies from here on in the calling context."""
+    """Load a run as `open_run` does. For an untrusted run, the gate applies in the calling context from here on."""
     parser = experiment_parser()
     text = run_config(run_dir, run_keys(), allowed_objects, trust, without=WATCHERS)
     with readable_errors(parser):
@@ -117,10 +117,10 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
 
 
 def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
-    """The round that `last`, `best` or a number stands for; None is the newest sound one.
+    """Return the round of a checkpoint: `last`, `best` or a number. None stands for the newest undamaged one.
 
     Raises:
-        ConfigError: It stands for none.
+        ConfigError: The run has no such checkpoint.
     """
     folder = CheckpointFolder(run_dir / "checkpoints")
     if checkpoint == "last":

@@ -1,4 +1,4 @@
-"""The command line: which command is meant, and one line for whatever goes wrong in it."""
+"""Entry point of the command line: runs a command and prints every error as one line."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LONGEST_LINE = 360
 
 
 def run() -> None:
-    """Entry point of the console script."""
-    if "_ARGCOMPLETE" in os.environ:  # the shell wants a word completed
+    """Run the console script: the command of `sys.argv`, then exit with its code."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
     end_quickly()
     die_of_interrupts()
@@ -43,13 +43,13 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        args: The command line less the program's name; `sys.argv` by default, when the process is the command's own.
+        args: The command line without the program's name. By default `sys.argv`, in a process of the command's own.
 
     Returns:
         The exit code: 0, 2 for bad input, 1 for a run that failed, 128 + n for signal n.
 
     Raises:
-        SystemExit: `--help` or `--print_config` has shown what it was asked for.
+        SystemExit: `--help` or `--print_config` has printed its text.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words
@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = copy_context().run(_dispatch, words, own_process=args is None)  # what it trusts ends with it
+            code = copy_context().run(_dispatch, words, own_process=args is None)  # trust ends with the command
         sys.stdout.flush()  # a closed pipe or a full disk shows here, not when Python exits
         return code
     except BaseException as error:
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _ended_by(error: BaseException) -> tuple[int, str]:
-    """The exit code that an error stands for, and what to say about it; nothing where the user knows."""
+    """Return the exit code and the message of an error; no message for a signal or a closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = users_place(cause) if cause else getattr(error, "place", "")
@@ -101,25 +101,25 @@ def _ended_by(error: BaseException) -> tuple[int, str]:
     first = next(each for each in reversed(chain) if not isinstance(each, Exception))  # Lightning ends a fit in its own
     frame, line = _raised_in(first)
     where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"
-    return 1, f"{one_line(repr(first))} was raised in {where} before the command had come to its end"
+    return 1, f"{one_line(repr(first))} was raised in {where} before the command had finished"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it was raised in the course of."""
+    """Yield an error and the errors that were being handled when it was raised."""
     while error:
         yield error
         error = error.__context__
 
 
 def _has_shown(error: BaseException) -> bool:
-    """Whether argparse ends the command because it has shown what it was asked for: `--help`, `--print_config`."""
+    """Return whether argparse ends the command after printing a text: `--help` or `--print_config`."""
     if not isinstance(error, SystemExit) or error.code != 0:
         return False
     return any(frame.f_code is ArgumentParser.exit.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _raised_in(error: BaseException) -> tuple[FrameType, int]:
-    """The frame and the line that an error was raised in; W&B puts a `sys.exit` of its own in Python's place."""
+    """Return the frame and the line that raised an error, leaving out W&B's replacement of `sys.exit`."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, place = (
         (frame, line) for frame, line in frames if not frame.f_globals.get("__name__", "").startswith("wandb.")
@@ -128,7 +128,7 @@ def _raised_in(error: BaseException) -> tuple[FrameType, int]:
 
 
 def _brief(line: str) -> str:
-    """A line that fits a screen: of a longer one the beginning and the end, where the mend is."""
+    """Shorten a long message to its beginning and its end, which holds the fix."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
@@ -139,13 +139,13 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name!r}; {_command_meant(name, words)}")
-    if text := load("fl_lightning.cli.help").asked_for(name, words):
+    if text := load("fl_lightning.cli.help").requested_help(name, words):
         print(text.rstrip("\n"))
         return 0
     load("fl_lightning.cli.unknown_names").check_names(name, words)
     command = load(f"fl_lightning.cli.commands.{name}")
     if own_process:
-        gc.freeze()  # what was imported is no garbage, and to look at it takes a second
+        gc.freeze()  # scanning all imported objects takes a second
     parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog, parser.description = f"fl-lightning {name}", COMMANDS[name]
     readable_errors = load("fl_lightning.cli.errors").readable_errors
@@ -168,15 +168,15 @@ def _command_meant(name: str, words: Sequence[str]) -> str:
 
 
 def usage() -> str:
-    """What `fl-lightning --help` prints."""
+    """Return the text of `fl-lightning --help`."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return (
         "usage: fl-lightning COMMAND [options]\n\n"
         "Federated learning with non-IID clients on PyTorch Lightning.\n\n"
         f"commands:\n{commands}\n\n"
-        "fl-lightning COMMAND --help tells of a command's options; --debug, with any of them, shows tracebacks;\n"
-        "--version says which version this is."
+        "fl-lightning COMMAND --help shows the options of a command. --debug shows tracebacks of errors.\n"
+        "--version prints the version."
     )
 
 

@@ -27,7 +27,7 @@ Keywords = dict[str, Any]
 SWITCH: Keywords = {"action": "store_true"}
 RUN: Keywords = {"type": str, "help": "Folder of the run."}
 CHECKPOINT: Keywords = {"type": str, "default": "last", "help": "last, best, or the number of a round."}
-TRUST = SWITCH | {"help": "Run the code that somebody else's run names."}
+TRUST = SWITCH | {"help": "Run the code that a run of somebody else names."}
 WHERE: Keywords = {"type": str, "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
 THREADS: Keywords = {
     "type": int | None,

@@ -1,7 +1,7 @@
-"""What other tools call things: the options and commands that a hand types from habit, and ours in their place.
+"""Names that other tools use for commands, options and classes, and ours for them.
 
-LightningCLI's, PFLlib's, Flower's, FedLab's and FedML's, and those of scripts in general. What is the name of one of a
-config's own settings, `tau` say or `max_epochs`, is not here: it is found among the settings of the classes chosen.
+They are those of LightningCLI, PFLlib, Flower, FedLab, FedML and common training scripts. The last part of one of our
+own keys, such as `tau` or `max_epochs`, needs no entry: it is found among the settings of the chosen classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMANDS = {
     "algorithms": "list algorithms",
     "configs": "list configs",
 }
-"""Commands, and which of ours they are."""
+"""Our command for each command of another tool."""
 
 EPOCHS, ROUNDS, SHARE = "trainer.max_epochs", "rounds", "clients_per_round (a number of clients, no share)"
 ALPHA = "scenario.partition=Dirichlet scenario.partition.alpha"
@@ -184,7 +184,7 @@ OPTIONS = {
     "frequency_of_the_test": "evaluate_every",
     "save_every": "checkpoint_every",
 }
-"""Options by their names with `_` for `-`, and ours: one, or several with what they are set to, apart by spaces."""
+"""Our option for each option of another tool, with `_` for `-`. Several options are separated by spaces."""
 
 CLASSES = {
     "wandb": "WandbRoundLogger",
@@ -205,4 +205,4 @@ CLASSES = {
     "fedopt": "FedAdam",
     "hetero": "Dirichlet",
 }
-"""Classes by their names without case, `_` and `-`, and ours."""
+"""Our class for each name of another tool, without case, `_` and `-`."""

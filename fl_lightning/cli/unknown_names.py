@@ -20,10 +20,10 @@ from fl_lightning.cli.other_tools import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.gate import find_object
+from fl_lightning.core.lazy import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest
 from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
-from fl_lightning.runs.trust import let_in
 
 LONGEST_LIST = 200
 """Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""
@@ -52,7 +52,7 @@ def check_names(command: str, words: Sequence[str]) -> None:
     """
     if command in EXPERIMENTS:
         words = expand_baseline(spelled(with_config_paths(words)))
-        let_in(words)
+        load("fl_lightning.runs.trust").let_in(words)  # imports numpy
     known = Names(command, words)
     for content in known.contents:
         known.check_keys(content)

@@ -95,7 +95,7 @@ def test_a_shell_that_asks_is_answered_without_what_takes_seconds_to_import():
     source = f"""
 import sys
 from fl_lightning.cli.commands import completion
-completion.everything(["fit", "--config", "digits_fedskc.yaml"])
+completion.completion_parser(["fit", "--config", "digits_fedskc.yaml"])
 print(sorted(sys.modules.keys() & {SLOW}))
 """
     assert python(source) == "[]\n"
@@ -160,9 +160,9 @@ def test_a_trainers_null_comes_to_what_its_help_says(monkeypatch):
 
 
 def test_every_key_of_an_experiment_has_a_heading(actions):
-    assert {help.heading_of(key) for key in actions} == help.HEADINGS.keys()
-    assert help.heading_of("nothing") == "more"
-    groups = help.by_heading({"nothing": {"help": "No key.", "flags": ["--nothing"], "metavar": "INT"}})
+    assert {help.find_heading(key) for key in actions} == help.HEADINGS.keys()
+    assert help.find_heading("nothing") == "more"
+    groups = help.group_by_heading({"nothing": {"help": "No key.", "flags": ["--nothing"], "metavar": "INT"}})
     assert groups == {"more": {"nothing": {"help": "No key", "flags": ["--nothing"], "metavar": "INT"}}}
 
 
@@ -179,12 +179,12 @@ def test_every_key_of_an_experiment_has_a_heading(actions):
     ],
 )
 def test_a_key_is_told_briefly(option, line):
-    assert help.briefly(option)["help"] == line
+    assert help.shorten(option)["help"] == line
 
 
 def test_a_percent_sign_is_one():
     option = {"flags": ["--x"], "metavar": "INT", "help": "Half of 95 %s."}
-    assert help.told({"": {"x": option}}).format_help().endswith("  Half of 95 %s.\n")
+    assert help.help_parser({"": {"x": option}}).format_help().endswith("  Half of 95 %s.\n")
 
 
 @pytest.mark.parametrize("columns", [1, 80, 120])
@@ -268,13 +268,13 @@ def test_help_of_a_class_without_options_says_so():
 
 @pytest.mark.parametrize("path", ["mine.FedSKC", "fl_lightning.data.FedSKC", "FedSKCC", "fl_lightning.FedSKC"])
 def test_what_the_index_does_not_know_is_asked_of_the_class(path):
-    assert help.asked_for("fit", ["--algorithm.help", path]) is None
+    assert help.requested_help("fit", ["--algorithm.help", path]) is None
 
 
 def test_only_what_a_command_takes_can_be_asked_for():
-    assert help.asked_for("sweep", ["a.yaml", "--algorithm.help"]) is None
-    assert help.asked_for("fit", ["--rounds", "3", "--nothing.help"]) is None
-    assert help.asked_for("fit", ["--config", "help", "--algorithm", "help"]) is None
+    assert help.requested_help("sweep", ["a.yaml", "--algorithm.help"]) is None
+    assert help.requested_help("fit", ["--rounds", "3", "--nothing.help"]) is None
+    assert help.requested_help("fit", ["--config", "help", "--algorithm", "help"]) is None
 
 
 # --- Completion ---
@@ -355,7 +355,7 @@ def test_completion_without_argcomplete_names_what_to_install(monkeypatch):
 
 
 def test_all_that_fit_takes_can_be_completed(actions):
-    made = completion.everything(["fit"])
+    made = completion.completion_parser(["fit"])
     command = made._subparsers._group_actions[0].choices["fit"]
     flags = {flag for action in actions.values() for flag in action.option_strings if not flag.endswith("+")}
     assert flags <= command._option_string_actions.keys()

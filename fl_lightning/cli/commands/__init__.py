@@ -1,15 +1,15 @@
 """The commands of `fl-lightning`, one file each: `parser()` builds its arguments, `main(given, parser)` runs it."""
 
 COMMANDS = {
-    "fit": "Run an experiment, or go on with one.",
-    "test": "Evaluate a run's checkpoint again.",
+    "fit": "Run an experiment, or resume one.",
+    "test": "Evaluate a checkpoint of a run.",
     "watch": "Follow a running experiment in the terminal.",
-    "partition": "Show and draw which client holds what.",
-    "compare": "Set groups of runs side by side.",
-    "report": "Draw runs as one HTML page.",
+    "partition": "Show how the data are partitioned among clients.",
+    "compare": "Compare groups of runs.",
+    "report": "Write runs as an HTML report.",
     "export": "Write a run's model to a file.",
-    "sweep": "Carry a W&B sweep file out here, without a server.",
-    "reproduce": "Run a paper's table, and show it beside the paper's.",
-    "list": "List what can be named in a config.",
-    "completion": "Print what makes a shell complete commands, options and names.",
+    "sweep": "Run a W&B sweep file on this machine, without a server.",
+    "reproduce": "Run a paper's table and compare with its numbers.",
+    "list": "List the names that a config can use.",
+    "completion": "Print the script for shell completion.",
 }

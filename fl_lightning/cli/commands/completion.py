@@ -1,4 +1,4 @@
-"""`fl-lightning completion`: what makes a shell complete commands, options and names."""
+"""`fl-lightning completion`: shell completion of commands, options and names."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError
 
 KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")
-"""Keys that take a class of this package's, whose options stand beside the keys."""
+"""Keys that take a class of this package. The options of the chosen class are completed, too."""
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print a script that has the shell ask `fl-lightning` for completions."""
+    """Print the script that makes a shell ask `fl-lightning` for completions."""
     print(argcomplete().shellcode(["fl-lightning"], shell=given.shell))
     return 0
 
 
 def argcomplete() -> ModuleType:
-    """The package that speaks with shells.
+    """Import argcomplete, which talks to the shell.
 
     Raises:
         ConfigError: It is not installed.
@@ -44,22 +44,22 @@ def argcomplete() -> ModuleType:
 
 
 def answer() -> None:
-    """Answer a shell that asks what a word could become, and end the process; argcomplete's variables hold its line."""
-    argcomplete().autocomplete(everything(words_so_far()), always_complete_options="long")
+    """Answer a shell that asks for completions, and end the process. argcomplete's variables hold the line."""
+    argcomplete().autocomplete(completion_parser(words_so_far()), always_complete_options="long")
 
 
 def words_so_far() -> list[str]:
-    """The words before the one to complete."""
+    """Return the words before the one to complete."""
     from argcomplete.lexers import split_line
 
     *_, words, _ = split_line(os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0)))
     return words[1:]
 
 
-def everything(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The whole command line as argparse takes it; of the command under way, the options of its classes too."""
+def completion_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Build a parser of all commands; for the command being typed, with the options of the chosen classes."""
     whole = argparse.ArgumentParser(prog="fl-lightning")
-    whole.add_argument("-V", "--version", action="store_true", help="Say which version this is.")
+    whole.add_argument("-V", "--version", action="store_true", help="Print the version.")
     commands = whole.add_subparsers(dest="command")
     for name, line in COMMANDS.items():
         made = help.parser(name)
@@ -75,39 +75,39 @@ def everything(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def options_of_classes(command: str, words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The options of the classes that a command line names, itself or by its configs."""
-    told = chosen(words)
+    """Yield the options of the classes that a command line or its configs name."""
+    names = chosen_classes(words)
     for key in set(KEYS) & options_of(command).keys():
-        kind, name = kind_of(key), told.get(key)
+        kind, name = kind_of(key), names.get(key)
         if kind and name in classes_of(kind):
             yield from ((f"{key}.{argument}", option) for argument, option in class_options(kind, name).items())
 
 
-def chosen(words: Sequence[str]) -> dict[str, str]:
-    """The classes that a command line names, by key."""
+def chosen_classes(words: Sequence[str]) -> dict[str, str]:
+    """Return the classes that a command line names, by key."""
     found: dict[str, Any] = {}
     for _, config in values(words, "config"):
         try:
             found |= flatten(read_config(Path(config_path(config))))
-        except FLError:  # it is being typed
+        except FLError:  # its name is still being typed
             continue
     found |= {key: value for key in KEYS for _, value in values(words, key)}
     return {key: class_name(value) for key, value in found.items()}
 
 
 def completer(command: str, key: str) -> Callable[..., list[str]]:
-    """What gives the words that a key can take, for argcomplete."""
+    """Return the function that argcomplete asks for the values of a key."""
     from argcomplete.completers import FilesCompleter
 
     def complete(prefix: str, **about: Any) -> list[str]:
-        choices = words_for(command, key)
+        choices = values_of(command, key)
         return choices if choices and key != "config" else [*choices, *FilesCompleter()(prefix)]
 
     return complete
 
 
-def words_for(command: str, key: str) -> list[str]:
-    """The words that a key of a command can take; none where any file or text will do."""
+def values_of(command: str, key: str) -> list[str]:
+    """Return the values that a key of a command can take; an empty list if any file or text is accepted."""
     if key == "config" or (command, key) == ("reproduce", "table"):
         return list(descriptions("configs" if key == "config" else "papers"))
     if (command, key) == ("list", "kind"):

@@ -1,4 +1,4 @@
-"""`fl-lightning fit`: run an experiment, or go on with one."""
+"""`fl-lightning fit`: run an experiment, or resume one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fl_lightning.runs.trust import let_in, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
-    """The words with what they stand for: the paths of configs, what a baseline brings, a resumed run's config."""
+    """Fill in the paths of configs, the settings of a baseline and the config of a resumed run."""
     words = with_engine_class(expand_baseline(spelled(with_config_paths(words))))
     let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run an experiment, or go on with one, and print the table it ends with; or only try one out."""
+    """Run or resume an experiment and print its table, or do a dry run."""
     if given.fast and given.resume:
         raise ConfigError("--fast: a dry run cannot resume. Leave out either --fast or --resume.")
     config = plain_config(given, parser)
@@ -64,10 +64,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def with_engine_class(words: Sequence[str]) -> list[str]:
-    """Return the command line with the engine's class in place of its short name where options for it are given.
+    """Replace an engine's short name by its class if the command line has options for it.
 
-    `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`; the short name may be
-    a config's, too.
+    `--engine processes --engine.workers 2` becomes `--engine ProcessesEngine --engine.workers 2`. The short name may
+    also come from a config.
     """
     typed = values(words, "engine")
     stated = [read_config(Path(path)).get("engine") for _, path in values(words, "config")]
@@ -81,10 +81,10 @@ def with_engine_class(words: Sequence[str]) -> list[str]:
 
 
 def with_resumed_config(words: Sequence[str]) -> list[str]:
-    """The command line with the resumed run's own config, unless another is given.
+    """Return the command line with the resumed run's own config, unless another is given.
 
     Raises:
-        ConfigError: There is none, or it is somebody else's and names code of its own.
+        ConfigError: The run has no config, or somebody else made it and it names its own code.
     """
     resumed = values(words, "resume")
     if not resumed or values(words, "config"):
@@ -95,47 +95,47 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
 
 
 def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> tuple[str, str]:
-    """What a run and its group are called."""
+    """Return the names of a run and of its group."""
     setting = setting_of(config)
     return run_names(config_name(given.config), given.seed, setting, stated_setting(given, parser, setting))
 
 
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What runs share that differ in the seed: a config's keys, dotted, less those that do not alter the maths."""
+    """Return the settings that runs of one group share: without the seed and keys that change no result."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
     return {key: value for key, value in flatten(config).items() if key not in apart and not below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:
-    """The setting that the config files alone describe; of a class that the command line put in, its own defaults.
+    """Return the settings that the config files alone describe, with the defaults of classes from the command line.
 
-    Files that are no whole config are taken to describe all there is.
+    If the files are no complete config, all settings count as described by them.
     """
 
     def stated(*more: str) -> dict[str, Any]:
         words = [*(f"--config={path}" for path in given.config or []), *more]
         with readable_errors(parser), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said once already
+            warnings.simplefilter("ignore")  # shown once already
             return setting_of(plain_config(parser.parse_args(expand_baseline(words)), parser))
 
     try:
         found = stated()
     except ConfigError:
         return setting
-    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # they have keys below them
+    classes = {key.rpartition(".")[0] for key in setting} & setting.keys()  # those have keys below them
     put_in = {key: found.get(key) for key in classes if setting[key] not in (None, found.get(key))}
-    with suppress(ConfigError):  # a class with arguments that must be given
+    with suppress(ConfigError):  # a class may have required arguments
         found = stated(*(f"--{key}={setting[key]}" for key in put_in)) | put_in if put_in else found
     return found
 
 
 def config_name(configs: Sequence[Any] | None) -> str:
-    """The name of the last config file, which a run is named after."""
+    """Return the name of the last config file, after which a run is named."""
     return Path(str(configs[-1])).stem if configs else "run"
 
 
 def dry_run_report(run: FederatedOrchestrator, seconds: float) -> str:
-    """Return what a dry run that found no error says that it did."""
+    """Return what a dry run without errors prints."""
     what = f"{type(run.algorithm).__name__} on {type(run.scenario.dataset).__name__}"
     callbacks = ", ".join(type(callback).__name__ for callback in run.callbacks)
     clients = f"{run.clients_per_round} of {len(run.data.shards)} clients"

@@ -1,4 +1,4 @@
-"""`fl-lightning list`: what can be named in a config."""
+"""`fl-lightning list`: the names that a config can use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fl_lightning.core.errors import ConfigError
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """One line for each thing a config can name."""
+    """Print a line for each name."""
     if given.kind not in (None, *KINDS):
         raise ConfigError(f"list: there is no kind {given.kind!r}; there are {', '.join(KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:
-        listed = groups(kind)
-        width = max(len(name) for lines in listed.values() for name in lines)
-        for heading, lines in listed.items():
+        by_heading = groups(kind)
+        width = max(len(name) for lines in by_heading.values() for name in lines)
+        for heading, lines in by_heading.items():
             print(heading, *(f"  {name:<{width}}  {line}" for name, line in lines.items()), sep="\n")
     return 0

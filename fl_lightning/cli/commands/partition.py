@@ -1,4 +1,4 @@
-"""`fl-lightning partition`: show and draw which client holds what."""
+"""`fl-lightning partition`: show how the data are partitioned among clients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ __all__ = ["expand", "main"]
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print who holds what, and draw it."""
-    if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for a name that is none
-        raise ConfigError(f"--out: {given.out} holds a run, whose partition.csv stays; choose another folder")
+    """Print the partition as a table, and write its figure."""
+    if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for an invalid name
+        raise ConfigError(
+            f"--out: {given.out} is the folder of a run, and its partition.csv must not change. Choose another folder"
+        )
     scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
     if schema := data.data.schema:
         print(schema.summary())
     counts, test_counts = data.class_counts("train"), data.class_counts("test")
     console = Console()
-    if not console.is_terminal:  # a file takes whole lines
+    if not console.is_terminal:  # do not wrap lines in a file
         console = Console(width=1000)
     console.print(partition_table(counts, test_counts, data.client_ids), no_wrap=True)
     if given.out:
@@ -37,7 +39,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         try:
             partition_figure(counts, out / "partition.png")
             write_counts(out / "partition.csv", data)
-        except (OSError, ValueError) as error:  # a zero byte in the name is a ValueError
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise ConfigError(f"--out: {out} cannot be written to: {error}") from error
         print(f"wrote {out / 'partition.png'} and {out / 'partition.csv'}")
     return 0

@@ -1,4 +1,4 @@
-"""`fl-lightning reproduce`: run a paper's table, and show it beside the paper's."""
+"""`fl-lightning reproduce`: run the experiments of a paper's table, and compare with the paper's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fl-lightning sweep`: carry a W&B sweep file out here, without a server."""
+"""`fl-lightning sweep`: run the trials of a W&B sweep file on this machine, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fl_lightning.runs.folder import alone
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Carry a sweep out, or go on with it, and print the table it ends with."""
+    """Start or resume a sweep, and print its table."""
     path = sweep_path(given.sweep or "")
     content = read_sweep(path)
     sweep = parse_sweep(content, path, given.set or [])

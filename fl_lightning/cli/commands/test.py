@@ -1,4 +1,4 @@
-"""`fl-lightning test`: evaluate a run's checkpoint again."""
+"""`fl-lightning test`: evaluate a checkpoint of a run."""
 
 from __future__ import annotations
 
