@@ -11,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from fl_lightning.analysis.paper_table import PaperTable, PaperValue, read_table
+from fl_lightning.core.config import config_path, shipped
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {  # prefix of its files: title, and anchor of its method in algorithms.md
@@ -32,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def page(paper: str) -> str:
     """Return the page of a paper."""
     name, anchor = PAPERS[paper]
-    configs = sorted((ROOT / "configs").glob(f"*_{paper}*.yaml"))
+    configs = [Path(config_path(name)) for name in shipped("configs") if f"_{paper}" in name]
     sections = [section(path) for path in sorted((ROOT / "papers").glob(f"{paper}_*.yaml"))]
     return "\n".join(
         [

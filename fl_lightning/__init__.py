@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.lazy import load
+from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.renamed import MODULES
 
 if TYPE_CHECKING:  # the same names, for who reads the code without running it
@@ -46,9 +47,15 @@ if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning.data.transforms import Normalize as Normalize
     from fl_lightning.engines import *
     from fl_lightning.evaluation.evaluation import Evaluation as Evaluation
-    from fl_lightning.loggers.files import CSVLogger as CSVLogger
-    from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger
-    from fl_lightning.loggers.files import TensorBoardLogger as TensorBoardLogger
+    from fl_lightning.loggers.files import (
+        CSVLogger as CSVLogger,
+    )
+    from fl_lightning.loggers.files import (
+        MLFlowLogger as MLFlowLogger,
+    )
+    from fl_lightning.loggers.files import (
+        TensorBoardLogger as TensorBoardLogger,
+    )
     from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
     from fl_lightning.models import *
     from fl_lightning.orchestrator import FederatedOrchestrator as FederatedOrchestrator
@@ -57,17 +64,7 @@ if TYPE_CHECKING:  # the same names, for who reads the code without running it
 __version__ = "0.1.0"
 
 _NAMES = {
-    "algorithms": """
-        AdaptiveServer Adjacency Affinities Aggregator Algorithm APPLE CFL ClassifierVariance ClassShares ClassWise
-        ClusterMeans Complete ControlVariates Cores CriticalFL CwFedAvg DFedAvgM DisPFL DistillingWeights Ditto
-        DualAggregation EntryMean ErdosRenyi FedAdagrad FedAdam FedALA FedAMP FedAvg FedAvgM FedBABU FedDistill
-        FedDistillPlus FedDW FedFomo FedNH FedPer FedProto FedProx FedRCL FedRep FedSiamDA FedSKC FedUV FedYogi
-        GlobalDiscrepancy GlobalPeriodReview Graph HeurFedAMP HistoryContrast HypersphericalUniformity IFCA
-        LastUploads Local LocalContrastive LogitDistillation MeanLogits ModelContrast MOON PeerAlgorithm
-        PeerCriticalFL PeerFedPer PerFedAvg PrototypeAlignment PrototypeAveraging Prototypes Prototypical Proximal
-        RelaxedContrastive Ring SCAFFOLD ServerMomentum ServerStep SiameseAlignment SoftLabels Splits State
-        StructuralKnowledge Torus UAPDFL UnitAlignment UnitRepresentation WeightDistribution WeightedMean
-    """,
+    "algorithms": " ".join(["State", *public_classes()]),
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence

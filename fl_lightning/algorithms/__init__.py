@@ -1,143 +1,118 @@
-"""One method, one file, in a folder a family; `base` holds what they share."""
+"""Federated methods: one file for each, in a folder for its family. `base` holds what they share.
 
-from fl_lightning.algorithms.aggregators import Aggregator, ServerStep, WeightedMean
-from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.algorithms.clustered.cfl import CFL, Splits
-from fl_lightning.algorithms.clustered.ifca import IFCA, ClusterMeans
-from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL
-from fl_lightning.algorithms.decentralized.dfedavgm import DFedAvgM
-from fl_lightning.algorithms.decentralized.dispfl import DisPFL
-from fl_lightning.algorithms.decentralized.fedper import PeerFedPer
-from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.decentralized.ua_pdfl import UAPDFL, UnitAlignment, UnitRepresentation
-from fl_lightning.algorithms.global_model.criticalfl import CriticalFL, EntryMean
-from fl_lightning.algorithms.global_model.fedavg import FedAvg
-from fl_lightning.algorithms.global_model.fedavgm import FedAvgM, ServerMomentum
-from fl_lightning.algorithms.global_model.feddw import DistillingWeights, FedDW, SoftLabels
-from fl_lightning.algorithms.global_model.fednh import FedNH, PrototypeAveraging
-from fl_lightning.algorithms.global_model.fedopt import AdaptiveServer, FedAdagrad, FedAdam, FedYogi
-from fl_lightning.algorithms.global_model.fedprox import FedProx, Proximal
-from fl_lightning.algorithms.global_model.fedrcl import FedRCL, RelaxedContrastive
-from fl_lightning.algorithms.global_model.fedsiam_da import (
-    DualAggregation,
-    FedSiamDA,
-    HistoryContrast,
-    SiameseAlignment,
-)
-from fl_lightning.algorithms.global_model.fedskc import (
-    FedSKC,
-    GlobalDiscrepancy,
-    GlobalPeriodReview,
-    LocalContrastive,
-    StructuralKnowledge,
-)
-from fl_lightning.algorithms.global_model.feduv import ClassifierVariance, FedUV, HypersphericalUniformity
-from fl_lightning.algorithms.global_model.moon import MOON, ModelContrast
-from fl_lightning.algorithms.global_model.protonet import Prototypical
-from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD, ControlVariates
-from fl_lightning.algorithms.graphs import Adjacency, Complete, ErdosRenyi, Graph, Ring, Torus
-from fl_lightning.algorithms.personalized.apple import APPLE, Cores
-from fl_lightning.algorithms.personalized.cwfedavg import ClassShares, ClassWise, CwFedAvg, WeightDistribution
-from fl_lightning.algorithms.personalized.ditto import Ditto
-from fl_lightning.algorithms.personalized.fedala import FedALA
-from fl_lightning.algorithms.personalized.fedamp import FedAMP, HeurFedAMP, LastUploads
-from fl_lightning.algorithms.personalized.fedbabu import FedBABU
-from fl_lightning.algorithms.personalized.feddistill import (
-    FedDistill,
-    FedDistillPlus,
-    LogitDistillation,
-    MeanLogits,
-)
-from fl_lightning.algorithms.personalized.fedfomo import Affinities, FedFomo
-from fl_lightning.algorithms.personalized.fedper import FedPer
-from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
-from fl_lightning.algorithms.personalized.fedrep import FedRep
-from fl_lightning.algorithms.personalized.local import Local
-from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg
-from fl_lightning.core.state import State
+Every `Algorithm`, `LossTerm`, `Aggregator`, `SharedKnowledge` and `Graph` in a file of this folder is exported: a new
+method needs a new file and nothing here.
+"""
 
-__all__ = [
-    "APPLE",
-    "CFL",
-    "IFCA",
-    "MOON",
-    "SCAFFOLD",
-    "UAPDFL",
-    "AdaptiveServer",
-    "Adjacency",
-    "Affinities",
-    "Aggregator",
-    "Algorithm",
-    "ClassShares",
-    "ClassWise",
-    "ClassifierVariance",
-    "ClusterMeans",
-    "Complete",
-    "ControlVariates",
-    "Cores",
-    "CriticalFL",
-    "CwFedAvg",
-    "DFedAvgM",
-    "DisPFL",
-    "DistillingWeights",
-    "Ditto",
-    "DualAggregation",
-    "EntryMean",
-    "ErdosRenyi",
-    "FedALA",
-    "FedAMP",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedBABU",
-    "FedDW",
-    "FedDistill",
-    "FedDistillPlus",
-    "FedFomo",
-    "FedNH",
-    "FedPer",
-    "FedProto",
-    "FedProx",
-    "FedRCL",
-    "FedRep",
-    "FedSKC",
-    "FedSiamDA",
-    "FedUV",
-    "FedYogi",
-    "GlobalDiscrepancy",
-    "GlobalPeriodReview",
-    "Graph",
-    "HeurFedAMP",
-    "HistoryContrast",
-    "HypersphericalUniformity",
-    "LastUploads",
-    "Local",
-    "LocalContrastive",
-    "LogitDistillation",
-    "MeanLogits",
-    "ModelContrast",
-    "PeerAlgorithm",
-    "PeerCriticalFL",
-    "PeerFedPer",
-    "PerFedAvg",
-    "PrototypeAlignment",
-    "PrototypeAveraging",
-    "Prototypes",
-    "Prototypical",
-    "Proximal",
-    "RelaxedContrastive",
-    "Ring",
-    "ServerMomentum",
-    "ServerStep",
-    "SiameseAlignment",
-    "SoftLabels",
-    "Splits",
-    "State",
-    "StructuralKnowledge",
-    "Torus",
-    "UnitAlignment",
-    "UnitRepresentation",
-    "WeightDistribution",
-    "WeightedMean",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fl_lightning.core.public_names import public_classes
+from fl_lightning.core.state import State as State
+
+if TYPE_CHECKING:  # for editors; one that is not listed is `Any` to a type checker
+    from fl_lightning.algorithms.aggregators import (
+        Aggregator as Aggregator,
+        ServerStep as ServerStep,
+        WeightedMean as WeightedMean,
+    )
+    from fl_lightning.algorithms.base import Algorithm as Algorithm
+    from fl_lightning.algorithms.clustered.cfl import CFL as CFL, Splits as Splits
+    from fl_lightning.algorithms.clustered.ifca import IFCA as IFCA, ClusterMeans as ClusterMeans
+    from fl_lightning.algorithms.decentralized.criticalfl import PeerCriticalFL as PeerCriticalFL
+    from fl_lightning.algorithms.decentralized.dfedavgm import DFedAvgM as DFedAvgM
+    from fl_lightning.algorithms.decentralized.dispfl import DisPFL as DisPFL
+    from fl_lightning.algorithms.decentralized.fedper import PeerFedPer as PeerFedPer
+    from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm as PeerAlgorithm
+    from fl_lightning.algorithms.decentralized.ua_pdfl import (
+        UAPDFL as UAPDFL,
+        UnitAlignment as UnitAlignment,
+        UnitRepresentation as UnitRepresentation,
+    )
+    from fl_lightning.algorithms.global_model.criticalfl import CriticalFL as CriticalFL, EntryMean as EntryMean
+    from fl_lightning.algorithms.global_model.fedavg import FedAvg as FedAvg
+    from fl_lightning.algorithms.global_model.fedavgm import FedAvgM as FedAvgM, ServerMomentum as ServerMomentum
+    from fl_lightning.algorithms.global_model.feddw import (
+        DistillingWeights as DistillingWeights,
+        FedDW as FedDW,
+        SoftLabels as SoftLabels,
+    )
+    from fl_lightning.algorithms.global_model.fednh import FedNH as FedNH, PrototypeAveraging as PrototypeAveraging
+    from fl_lightning.algorithms.global_model.fedopt import (
+        AdaptiveServer as AdaptiveServer,
+        FedAdagrad as FedAdagrad,
+        FedAdam as FedAdam,
+        FedYogi as FedYogi,
+    )
+    from fl_lightning.algorithms.global_model.fedprox import FedProx as FedProx, Proximal as Proximal
+    from fl_lightning.algorithms.global_model.fedrcl import FedRCL as FedRCL, RelaxedContrastive as RelaxedContrastive
+    from fl_lightning.algorithms.global_model.fedsiam_da import (
+        DualAggregation as DualAggregation,
+        FedSiamDA as FedSiamDA,
+        HistoryContrast as HistoryContrast,
+        SiameseAlignment as SiameseAlignment,
+    )
+    from fl_lightning.algorithms.global_model.fedskc import (
+        FedSKC as FedSKC,
+        GlobalDiscrepancy as GlobalDiscrepancy,
+        GlobalPeriodReview as GlobalPeriodReview,
+        LocalContrastive as LocalContrastive,
+        StructuralKnowledge as StructuralKnowledge,
+    )
+    from fl_lightning.algorithms.global_model.feduv import (
+        ClassifierVariance as ClassifierVariance,
+        FedUV as FedUV,
+        HypersphericalUniformity as HypersphericalUniformity,
+    )
+    from fl_lightning.algorithms.global_model.moon import MOON as MOON, ModelContrast as ModelContrast
+    from fl_lightning.algorithms.global_model.protonet import Prototypical as Prototypical
+    from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD as SCAFFOLD, ControlVariates as ControlVariates
+    from fl_lightning.algorithms.graphs import (
+        Adjacency as Adjacency,
+        Complete as Complete,
+        ErdosRenyi as ErdosRenyi,
+        Graph as Graph,
+        Ring as Ring,
+        Torus as Torus,
+    )
+    from fl_lightning.algorithms.personalized.apple import APPLE as APPLE, Cores as Cores
+    from fl_lightning.algorithms.personalized.cwfedavg import (
+        ClassShares as ClassShares,
+        ClassWise as ClassWise,
+        CwFedAvg as CwFedAvg,
+        WeightDistribution as WeightDistribution,
+    )
+    from fl_lightning.algorithms.personalized.ditto import Ditto as Ditto
+    from fl_lightning.algorithms.personalized.fedala import FedALA as FedALA
+    from fl_lightning.algorithms.personalized.fedamp import (
+        FedAMP as FedAMP,
+        HeurFedAMP as HeurFedAMP,
+        LastUploads as LastUploads,
+    )
+    from fl_lightning.algorithms.personalized.fedbabu import FedBABU as FedBABU
+    from fl_lightning.algorithms.personalized.feddistill import (
+        FedDistill as FedDistill,
+        FedDistillPlus as FedDistillPlus,
+        LogitDistillation as LogitDistillation,
+        MeanLogits as MeanLogits,
+    )
+    from fl_lightning.algorithms.personalized.fedfomo import Affinities as Affinities, FedFomo as FedFomo
+    from fl_lightning.algorithms.personalized.fedper import FedPer as FedPer
+    from fl_lightning.algorithms.personalized.fedproto import (
+        FedProto as FedProto,
+        PrototypeAlignment as PrototypeAlignment,
+        Prototypes as Prototypes,
+    )
+    from fl_lightning.algorithms.personalized.fedrep import FedRep as FedRep
+    from fl_lightning.algorithms.personalized.local import Local as Local
+    from fl_lightning.algorithms.personalized.perfedavg import PerFedAvg as PerFedAvg
+
+__all__ = sorted(["State", *public_classes()])
+
+for _name, _module in public_classes().items():
+    globals()[_name] = getattr(import_module(f"{__name__}.{_module}"), _name)
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse a name that no file defines."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli.signatures import Class, parameters
 from fl_lightning.cli.signatures import classes as classes_in
+from fl_lightning.core.config import shipped, shipped_text
 
 BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
@@ -85,9 +85,7 @@ def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
 def descriptions(kind: str) -> dict[str, str]:
     """Return the names of a kind with one line each: a docstring's first, or a file's."""
     if kind in FILES:
-        folder = files(f"fl_lightning.{kind}")
-        paths = sorted((p for p in folder.iterdir() if p.name.endswith(".yaml")), key=lambda p: p.name)
-        return {path.name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in paths}
+        return {name: shipped_text(name, kind).partition("\n")[0].lstrip("# ") for name in shipped(kind)}
     return {name: one.summary for name, one in classes_of(kind).items()}
 
 

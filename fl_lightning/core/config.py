@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,10 +17,14 @@ import yaml
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import read_file
+from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.spelling import nearest
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+DIGITS = "digits_fedavg.yaml"
+"""The config that an algorithm without one of its own gets for digits, with its name in the place of FedAvg."""
 
 FREE_KEYS = {
     "engine",
@@ -75,7 +81,9 @@ def named_file(name: str, kind: str) -> Path | None:
     folder = Path(str(files(f"fl_lightning.{kind}")))
     names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
     paths = [Path(one) for one in names] + [folder / one for one in names if os.sep not in one]
-    return next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises where a name is too long
+    found = next((path for path in paths if os.path.isfile(path)), None)  # Path.is_file raises where a name is too long
+    derived = [one for one in names if kind == "configs" and one in derived_configs()]
+    return found or (_derived_file(derived[0]) if derived else None)
 
 
 def nearest_file(name: str, kind: str) -> str | None:
@@ -89,8 +97,39 @@ def nearest_file(name: str, kind: str) -> str | None:
 
 
 def shipped(kind: str) -> list[str]:
-    """The names of the shipped `configs`, `sweeps` or `papers`, with their ending."""
-    return sorted(path.name for path in files(f"fl_lightning.{kind}").iterdir() if path.name.endswith(".yaml"))
+    """Return the names of the shipped `configs`, `sweeps` or `papers`, with their ending."""
+    return sorted([*_files(kind), *(derived_configs() if kind == "configs" else ())])
+
+
+def shipped_text(name: str, kind: str) -> str:
+    """Return the content of a shipped file, of a derived config as it would be written."""
+    algorithm = derived_configs().get(name) if kind == "configs" else None
+    text = files(f"fl_lightning.{kind}").joinpath(DIGITS if algorithm else name).read_text(encoding="utf-8")
+    return text.replace("FedAvg", algorithm) if algorithm else text
+
+
+@cache
+def derived_configs() -> dict[str, str]:
+    """Return the algorithms that have no config for digits in a file of its own, by the name of the one derived."""
+    own = {name.removeprefix("digits_").removesuffix(".yaml").replace("_", "") for name in _files("configs")}
+    algorithms = public_classes("Algorithm").keys() - {"Algorithm"}
+    return {f"digits_{name.lower()}.yaml": name for name in algorithms if name.lower() not in own}
+
+
+def _files(kind: str) -> list[str]:
+    return [path.name for path in files(f"fl_lightning.{kind}").iterdir() if path.name.endswith(".yaml")]
+
+
+@cache
+def _derived_file(name: str) -> Path:
+    path = Path(_derived_folder().name, name)
+    path.write_text(shipped_text(name, "configs"), encoding="utf-8")
+    return path
+
+
+@cache
+def _derived_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fl-lightning-configs-")  # until the process ends
 
 
 def is_run(path: str) -> bool:

@@ -19,6 +19,7 @@ from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import FAMILIES
 from fl_lightning.cli.experiment import open_run
 from fl_lightning.core import objectives
+from fl_lightning.core.config import shipped, shipped_text
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 
@@ -190,8 +191,7 @@ def test_list_shows_algorithms_by_family():
 def test_list_names_the_shipped_configs_with_their_first_line():
     code, out, _ = run("list", "configs")
     assert code == 0
-    shipped = (Path(__file__).parents[2] / "configs").glob("*.yaml")
-    lines = {path.name: path.read_text().splitlines()[0].removeprefix("# ") for path in shipped}
+    lines = {name: shipped_text(name, "configs").splitlines()[0].removeprefix("# ") for name in shipped("configs")}
     assert listed(out)["configs"] == lines
     assert "digits_fedskc.yaml" in lines
 

@@ -20,7 +20,7 @@ from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, s
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
-from fl_lightning.core.config import nearest_file, shipped
+from fl_lightning.core.config import derived_configs, nearest_file, shipped
 from fl_lightning.core.spelling import fold, nearest, same
 
 FIT = "fit --config digits_fedskc.yaml --logger null"
@@ -367,7 +367,8 @@ def test_a_sweep_and_a_table_need_no_ending(here, monkeypatch):
 @pytest.mark.parametrize("kind", ["configs", "sweeps", "papers"])
 def test_the_nearest_of_the_shipped_files_is_the_one_meant(kind, here):
     folder = Path(str(files(f"fl_lightning.{kind}")))
-    assert shipped(kind) == sorted(path.name for path in folder.glob("*.yaml"))
+    derived = derived_configs() if kind == "configs" else {}
+    assert shipped(kind) == sorted([*derived, *(path.name for path in folder.glob("*.yaml"))])
     for name in shipped(kind):
         stem = name.removesuffix(".yaml")
         middle = len(stem) // 2

@@ -10,9 +10,9 @@ import yaml
 
 from fl_lightning.cli.experiment import by_home, experiment_parser, plain_config
 from fl_lightning.cli.main import main
-from fl_lightning.core.config import config_path, flatten
+from fl_lightning.core.config import config_path, flatten, shipped
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = [Path(config_path(name)) for name in shipped("configs")]
 
 # What the papers say of all of a method's experiments, by the keys of the resolved config.
 PAPERS = {

@@ -22,11 +22,11 @@ from methods import CLASSES, elements
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
 from fl_lightning.cli.main import main
 from fl_lightning.client.module import LossTerm
+from fl_lightning.core.config import shipped, shipped_text
 from fl_lightning.core.errors import CheckpointError, Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
 FIRST_ROUND = "checkpoints/round-000001"
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
@@ -232,11 +232,10 @@ def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path, method)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_every_method_survives_a_kill(tmp_path, name):
-    """Each on its own digits config; those that have none on that of their family."""
+    """Each on its own digits config."""
     own = {}
-    for path in CONFIGS.glob("digits_*.yaml"):
-        algorithm = yaml.safe_load(path.read_text())["algorithm"]
-        own[algorithm if isinstance(algorithm, str) else algorithm["class_path"]] = path.stem.removeprefix("digits_")
-    config = own.get(name) or {"HeurFedAMP": "fedamp", "PeerAlgorithm": "peer_fedper"}[name]
-    words = [] if name in own else ["--algorithm", name]
-    survive_kills(command_line(config, "--rounds", "4", *words), tmp_path, 1)
+    for config in shipped("configs"):
+        if config.startswith("digits_"):
+            algorithm = yaml.safe_load(shipped_text(config, "configs"))["algorithm"]
+            own[algorithm if isinstance(algorithm, str) else algorithm["class_path"]] = Path(config).stem[7:]
+    survive_kills(command_line(own[name], "--rounds", "4"), tmp_path, 1)

@@ -1,0 +1,47 @@
+"""The classes of the algorithms folder that the package exports, read from the source: nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ALGORITHMS = Path(__file__).parents[1] / "algorithms"
+BASES = {"Aggregator", "Algorithm", "ClassMeans", "Graph", "LossTerm", "SharedKnowledge"}
+"""A class in the algorithms folder is public if it is one of these or derives from one."""
+
+CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
+
+
+class Definition(NamedTuple):
+    """Where a class is defined.
+
+    Attributes:
+        module: Its module below `fl_lightning.algorithms`.
+        bases: The names of its base classes.
+    """
+
+    module: str
+    bases: list[str]
+
+
+@cache
+def public_classes(base: str | None = None) -> dict[str, str]:
+    """Return the module, below `fl_lightning.algorithms`, of each public class, by the class's name.
+
+    Args:
+        base: Only this class and those that derive from it.
+    """
+    found = {}
+    for path in sorted(ALGORITHMS.rglob("*.py")):
+        module = ".".join(path.relative_to(ALGORITHMS).with_suffix("").parts)
+        for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
+            found[name] = Definition(module, [one.strip() for one in bases.split(",")])
+    wanted = {base} if base else BASES
+    return {name: one.module for name, one in sorted(found.items()) if _derives(name, wanted, found)}
+
+
+def _derives(name: str, wanted: set[str], found: dict[str, Definition]) -> bool:
+    bases = found[name].bases if name in found else []
+    return name in wanted or any(_derives(base, wanted, found) for base in bases)

@@ -1,0 +1,90 @@
+"""A new algorithm is one file: dropped into a family folder, it is found everywhere that algorithms are named."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ALGORITHM = '''"""FedHalf: FedAvg with half of the update."""
+
+from fl_lightning.algorithms.aggregators import ServerStep
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.module import LossTerm
+
+
+class HalfTerm(LossTerm):
+    """A term that is zero."""
+
+    def forward(self, step):
+        return step.logits.new_zeros(())
+
+
+class _Private(LossTerm):
+    """A class that is not exported."""
+
+
+class FedHalf(Algorithm):
+    """FedAvg whose server goes half of the way.
+
+    Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Args:
+        lr: The share of the way.
+    """
+
+    def __init__(self, lr: float = 0.5) -> None:
+        super().__init__([HalfTerm()], ServerStep(lr))
+'''
+
+LOOKUPS = """
+import sys
+from fl_lightning.core.public_names import public_classes
+from fl_lightning.core.config import config_path, shipped
+from fl_lightning.cli.catalogue import class_options, groups
+assert public_classes()["FedHalf"] == "global_model.fedhalf"
+assert "_Private" not in public_classes()
+assert "FedHalf" in groups("algorithms")["algorithms, global model"]
+assert "HalfTerm" in groups("loss_terms")["loss_terms"]
+assert "lr" in class_options("algorithms", "FedHalf")
+assert "digits_fedhalf.yaml" in shipped("configs")
+assert "algorithm: FedHalf" in open(config_path("digits_fedhalf")).read()
+assert "torch" not in sys.modules
+
+from fl_lightning import FedHalf, HalfTerm, algorithms
+assert {"FedHalf", "HalfTerm"} <= set(algorithms.__all__)
+assert algorithms.FedHalf is FedHalf
+assert FedHalf().family() == "global_model"
+
+from fl_lightning.cli.main import main
+words = ["fit", "--config", "digits_fedhalf.yaml", "--algorithm.lr", "0.25", "--fast"]
+assert main(words) == 0
+sys.path.insert(0, sys.argv[1])
+import reference
+reference.PAGE = reference.PAGE.with_name("page.md")
+page = open(f"{sys.argv[1]}/algorithms.md").read()
+page += "\\n### FedHalf\\n\\n<!-- from the docstring: FedHalf -->\\n<!-- end -->\\n"
+reference.PAGE.write_text(page)
+filled = reference.filled(page)
+assert "| [FedHalf](#fedhalf) | global model | FedAvg whose server goes half of the way. | `model` |" in filled
+assert "| `lr` | `0.5` | The share of the way. |" in filled
+"""
+
+
+def test_a_file_in_a_family_folder_is_all_that_a_new_algorithm_needs(tmp_path):
+    package = tmp_path / "fl_lightning"
+    shutil.copytree(ROOT / "fl_lightning", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("callbacks", "configs", "papers", "sweeps"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (package / "algorithms" / "global_model" / "fedhalf.py").write_text(ALGORITHM)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKUPS, str(docs)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
