@@ -852,7 +852,7 @@ KINDS = {
     ),
     "partition into a run": (
         ["partition", "--config", "one.yaml", "--out", "done"],
-        "--out: done holds a run, whose partition.csv stays; choose another folder",
+        "--out: done is the folder of a run. Choose another folder.",
     ),
     "partition into a long name": (
         ["partition", "--config", "one.yaml", "--out", "x" * 256],

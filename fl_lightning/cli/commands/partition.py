@@ -22,9 +22,7 @@ __all__ = ["expand", "main"]
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print the partition as a table, and write its figure."""
     if given.out and os.path.exists(Path(given.out, "metrics.csv")):  # False for an invalid name
-        raise ConfigError(
-            f"--out: {given.out} is the folder of a run, and its partition.csv must not change. Choose another folder"
-        )
+        raise ConfigError(f"--out: {given.out} is the folder of a run. Choose another folder.")
     scenario: Scenario = instantiate(given, parser).scenario
     data = scenario.build(given.seed)
     if schema := data.data.schema:
