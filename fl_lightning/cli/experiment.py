@@ -16,7 +16,7 @@ from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
-from fl_lightning.core.config import strict
+from fl_lightning.core.config import use_strict_yaml
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
 from fl_lightning.core.trainer_options import TRAINER_KEYS
@@ -33,7 +33,7 @@ WATCHERS = ("engine", "logger", "callbacks")
 
 def experiment_parser() -> ArgumentParser:
     """Build the parser of an experiment's keys."""
-    parser = strict(ArgumentParser(exit_on_error=False, allow_abbrev=False))
+    parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
     parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
     parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
     parser.add_argument("--baselines", type=str | dict | list | None)

@@ -23,7 +23,7 @@ from fl_lightning.core.gate import find_object
 from fl_lightning.core.lazy import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest
-from fl_lightning.core.trainer_options import TRAINER_MENDS, refused
+from fl_lightning.core.trainer_options import TRAINER_FIXES, refused
 
 LONGEST_LIST = 200
 """Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""
@@ -206,7 +206,7 @@ class Names:
         meant = [plain] if plain in keys else []
         if self.is_experiment:
             group, _, option = plain.rpartition(".")
-            if group == "trainer" and option in TRAINER_MENDS:
+            if group == "trainer" and option in TRAINER_FIXES:
                 return refused(option)
             settings = self.settings()
             meant = meant or _same_last_part(plain, settings) or _from_other_tools(name)

@@ -1,1 +1,1 @@
-"""What every room needs: errors, files, messages, seeding, config files, state dicts, names."""
+"""What every room uses: errors, files, messages, seeding, config files, state dicts, renamed options."""

@@ -1,4 +1,4 @@
-"""Config files: found by path or by name, read strictly, and looked at key by key."""
+"""Config files: find them by path or name, read them strictly, and flatten them to dotted keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -40,11 +39,11 @@ FREE_KEYS = {
     "trainer.accelerator",
     "trainer.devices",
 }
-"""Keys that say where, how fast and what to watch, not what is computed; with all keys below them."""
+"""Keys that say where and how fast to compute and what to log, but not what; with all keys below them."""
 
 
 def with_config_paths(words: Sequence[str]) -> list[str]:
-    """The command line with each `--config` a path: a file as named from here, else a shipped config of that name."""
+    """Return the command line with the path of each `--config`: a file, or else the shipped config of that name."""
     found = list(words)
     for i, word in enumerate(words):
         if word in ("-c", "--config") and i + 1 < len(words):
@@ -55,28 +54,28 @@ def with_config_paths(words: Sequence[str]) -> list[str]:
 
 
 def config_path(name: str) -> str:
-    """A config file by path, or by the bare name of a shipped one; `.yaml` may be left out.
+    """Return the path of a config file, given its path or the name of a shipped one. `.yaml` may be left out.
 
     Raises:
-        ConfigError: There is none, or it is no YAML mapping.
+        ConfigError: The file does not exist, or is no YAML mapping.
     """
     path = named_file(name, "configs")
     if path is None:
         if is_run(name):
             raise ConfigError(f"--config: {name} is the folder of a run; did you mean --resume {name}?")
         near = nearest_file(name, "configs")
-        mend = f"did you mean {near}?" if near else "`fl-lightning list configs` names those"
-        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {mend}")
+        fix = f"did you mean {near}?" if near else "`fl-lightning list configs` names those"
+        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {fix}")
     read_config(path, f"--config: {name}")
     return str(path)
 
 
 def named_file(name: str, kind: str) -> Path | None:
-    """A YAML file by path, else by the bare name of a shipped one; `.yaml` may be left out. None if there is none.
+    """Return the path of a YAML file, given its path or the name of a shipped one; None if it does not exist.
 
     Args:
-        name: The path or the name.
-        kind: Where the shipped ones lie: `configs`, `sweeps` or `papers`.
+        name: The path or the name; `.yaml` may be left out.
+        kind: The folder of the shipped ones: `configs`, `sweeps` or `papers`.
     """
     folder = Path(str(files(f"fl_lightning.{kind}")))
     names = [name, f"{name}.yaml"] if name and not name.endswith(os.sep) else []
@@ -87,7 +86,7 @@ def named_file(name: str, kind: str) -> Path | None:
 
 
 def nearest_file(name: str, kind: str) -> str | None:
-    """The file that a name was most likely meant for: one beside where it would lie, or a shipped one; None if none."""
+    """Return the file with the most similar name, in the same folder or among the shipped ones, if there is one."""
     folder, _, last = name.rpartition(os.sep)
     with suppress(OSError):
         near = nearest(last, (one for one in os.listdir(folder or ".") if one.endswith((".yaml", ".yml"))))
@@ -133,32 +132,32 @@ def _derived_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def is_run(path: str) -> bool:
-    """Whether a path is a run's folder."""
+    """Return whether a path is a run's folder."""
     return os.path.isfile(os.path.join(path, "config.yaml"))
 
 
 def read_config(path: Path, what: str | None = None) -> dict[str, Any]:
-    """A config file's content.
+    """Read a config file.
 
     Args:
-        path: Where it lies.
+        path: The file.
         what: What to call it in a message; its path by default.
 
     Raises:
-        ConfigError: It is no readable YAML, or no mapping.
+        ConfigError: The file is no readable YAML, or no mapping.
     """
     return _checked(read_yaml(path, what), what or str(path))
 
 
 def parse_config(text: bytes, what: str) -> dict[str, Any]:
-    """Return the content of a config file that was read already.
+    """Parse the text of a config file.
 
     Args:
         text: The bytes of the file.
         what: What to call it in a message.
 
     Raises:
-        ConfigError: It is no readable YAML, or no mapping.
+        ConfigError: The text is no readable YAML, or no mapping.
     """
     return _checked(_parse_yaml(text, what), what)
 
@@ -166,35 +165,39 @@ def parse_config(text: bytes, what: str) -> dict[str, Any]:
 def _checked(content: Any, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{what} needs lines `key: value`, it holds {type(content).__name__}")
-    refuse_misshapen(content)
+    check_class_paths(content)
     return content
 
 
-def refuse_misshapen(content: Any, key: str = "") -> None:
-    """Refuse classes that a config names in no way that a class can be named.
+def check_class_paths(content: Any, key: str = "") -> None:
+    """Refuse a `class_path` that is no text, or `init_args` that are no mapping.
 
     Raises:
-        ConfigError: A `class_path` is no text, or its `init_args` are no mapping; the message names the key.
+        ConfigError: Names the key.
     """
     if isinstance(content, list):
         for part in content:
-            refuse_misshapen(part, key)
+            check_class_paths(part, key)
     if not isinstance(content, dict):
         return
     path, options = content.get("class_path", "-"), content.get("init_args", {})
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"{key}: class_path needs the name of a class or the path of one, it holds {path!r}")
     if "class_path" in content and (beside := content.keys() - {"class_path", "init_args", "dict_kwargs"}):
-        told = ", ".join(sorted(map(str, beside)))
-        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {told}")
+        wrong = ", ".join(sorted(map(str, beside)))
+        raise ConfigError(f"{key}: the arguments of a class_path stand under init_args, beside it: {wrong}")
     if not isinstance(options, dict):
         raise ConfigError(f"{key}: init_args needs lines `key: value`, it holds {options!r}")
     for part, value in content.items():
-        refuse_misshapen(value, key if part == "init_args" else f"{key}.{part}".lstrip("."))
+        check_class_paths(value, key if part == "init_args" else f"{key}.{part}".lstrip("."))
 
 
 def config_file(run_dir: Path) -> str:
-    """A run's `config.yaml`; a folder without one is no run."""
+    """Return the path of a run's `config.yaml`.
+
+    Raises:
+        ConfigError: The folder does not exist, or is no run.
+    """
     path = run_dir / "config.yaml"
     if not os.path.lexists(run_dir):
         raise ConfigError(f"{run_dir}: folder not found")
@@ -204,12 +207,12 @@ def config_file(run_dir: Path) -> str:
 
 
 def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda path: path) -> dict[str, Any]:
-    """Nested dicts as one, with dotted keys; `init_args` and `class_path` are left out of the keys.
+    """Flatten nested dicts to one with dotted keys, in which `init_args` and `class_path` are left out.
 
     Args:
         config: The nested dict.
         prefix: What the keys begin with.
-        name: What to make of the paths of classes.
+        name: Applied to the path of each class.
     """
     if not isinstance(config, dict):
         return {prefix: config}
@@ -223,20 +226,25 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 
 
 def below(key: str, others: Iterable[str]) -> bool:
-    """Whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
+    """Return whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
 
 
-# --- YAML that anybody may have written ------------------------------------------------------------------------------
+# --- YAML from an untrusted source ---
 
 MOST_SETTINGS = 200_000
-"""No config is larger; one that is would fill the memory of whoever reads it."""
+"""Keys and values that a config may have, with its aliases resolved. More would fill the memory."""
 DEEPEST = 50
+"""Levels of nesting that a config may have. Much deeper ones crash PyYAML's C loader."""
 LONGEST_NUMBER = 300
+"""Digits that a number may have."""
+PLAIN = re.compile(r"[\w./ +-]*")
+"""Matches words and numbers, in which nothing can be refused."""
+NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: ten times as fast, if built
-    """PyYAML's safe loader, to which a date is text, as it is to jsonargparse's: no setting is a date."""
+    """PyYAML's safe loader, which reads dates as text, as jsonargparse's does: no setting is a date."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -245,18 +253,18 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class StrictYAMLError(yaml.YAMLError):
-    """YAML that can be read, but not as a config; the message names line and key."""
+    """YAML that is valid, but not as a config. The message names the line and the key."""
 
 
 def read_yaml(path: Path, what: str | None = None) -> Any:
-    """What a YAML file holds, read strictly: see `load_yaml`.
+    """Read a YAML file strictly, see `load_yaml`.
 
     Args:
-        path: Where it lies.
+        path: The file.
         what: What to call it in a message; its path by default.
 
     Raises:
-        ConfigError: It cannot be read; the message names file, line and reason.
+        ConfigError: The file cannot be read. The message names the file, the line and the reason.
     """
     try:
         return _parse_yaml(read_file(path), what or str(path))
@@ -272,30 +280,30 @@ def _parse_yaml(text: bytes, what: str) -> Any:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """What YAML stands for: keys come once, and nothing unfolds to more than a config can be.
+    """Parse YAML. Refuses keys that come twice, and what no config contains, see `check_yaml`.
 
     Args:
-        text: The YAML; bytes are UTF-8, with or without a mark that says so.
+        text: The YAML; bytes are UTF-8, with or without a byte order mark.
 
     Raises:
-        ValueError, yaml.YAMLError: It cannot be read; the message says where and why.
+        ValueError, yaml.YAMLError: The text cannot be parsed. The message names the place and the reason.
     """
-    text = _decoded(text) if isinstance(text, bytes) else text
-    refuse_traps(text)
+    text = _decode(text) if isinstance(text, bytes) else text
+    check_yaml(text)
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise _told(error, text) from error
+        raise _with_line(error, text) from error
 
 
-def strict(parser: ArgumentParser) -> ArgumentParser:
-    """Have a parser refuse in YAML what `load_yaml` refuses, in files and words alike; it reads the rest as ever."""
-    from jsonargparse import get_loader, set_loader  # half a second, for those who have a parser
+def use_strict_yaml(parser: ArgumentParser) -> ArgumentParser:
+    """Have a parser refuse what `check_yaml` refuses, in files and on the command line."""
+    from jsonargparse import get_loader, set_loader  # half a second
 
     usual = get_loader("yaml")
 
     def load(text: str) -> Any:
-        refuse_traps(text)
+        check_yaml(text)
         return usual(text)
 
     set_loader("strict", load, (yaml.YAMLError,))
@@ -303,110 +311,120 @@ def strict(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def refuse_traps(text: str) -> None:
-    """Refuse YAML that says two things of one key, or unfolds to no config: by aliases, depth or endless numbers.
+def check_yaml(text: str) -> None:
+    """Refuse YAML with duplicate keys, tags, endless numbers, deep nesting, or aliases that expand to too much.
 
-    Its events are looked at, of which there are no more than the text is long, before anything is built from them.
+    Looks at the events of the parser, before anything is built from them.
 
     Raises:
-        StrictYAMLError: Names the line, the key and what is wrong.
-        yaml.YAMLError: It is no YAML.
+        StrictYAMLError: Names the line, the key and the reason.
+        yaml.YAMLError: The text is not YAML.
     """
     if len(text) < LONGEST_NUMBER and PLAIN.fullmatch(text):
         return
-    count = 0
-    sizes: dict[str | None, int] = {}
-    opened: list[_Opened] = []
-    event: Any = None  # mypy knows less of events than there is
-
-    def refuse(reason: str) -> None:
-        key = ".".join(one.key for one in opened if one.key is not None)
-        raise StrictYAMLError(f"line {event.start_mark.line + 1}: {key and f'{key}: '}{reason}")
-
+    checker = _Checker()
     try:
         for event in yaml.parse(text, _Loader):
-            if isinstance(event, yaml.CollectionEndEvent):
-                ended = opened.pop()
-                sizes[ended.anchor] = count - ended.before
-            elif isinstance(event, NODES):
-                if opened and (flaw := opened[-1].take(event)):
-                    refuse(flaw)
-                if isinstance(event, yaml.AliasEvent):
-                    if event.anchor not in sizes:
-                        refuse(f"*{event.anchor} leads nowhere, or into itself")
-                    count += sizes[event.anchor]
-                elif event.tag is not None:
-                    refuse(f"{event.tag.replace('tag:yaml.org,2002:', '!!')}: a config has no tags")
-                elif isinstance(event, yaml.ScalarEvent):
-                    if "\0" in event.value:
-                        refuse("a NUL byte")
-                    if len(event.value) > LONGEST_NUMBER and NUMBER.fullmatch(event.value):
-                        refuse(f"a number of {len(event.value):,} digits")
-                    sizes[event.anchor] = 1
-                    count += 1
-                else:
-                    keys: dict[str, int] | None = {} if isinstance(event, yaml.MappingStartEvent) else None
-                    opened.append(_Opened(event.anchor, count, keys))
-                    count += 1
-                if count > MOST_SETTINGS or len(opened) > DEEPEST:
-                    refuse("it unfolds to more than a config can be")
+            if reason := checker.check(event):
+                key = ".".join(one.key for one in checker.open if one.key is not None)
+                assert event.start_mark
+                raise StrictYAMLError(f"line {event.start_mark.line + 1}: {key and f'{key}: '}{reason}")
     except yaml.MarkedYAMLError as error:
-        raise _told(error, text) from error
+        raise _with_line(error, text) from error
 
 
-PLAIN = re.compile(r"[\w./ +-]*")
-"""Text that is one word or number, or a few: nothing in it could be refused."""
-NODES = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
-NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-Fox_:.+-]*")
+class _Checker:
+    """Checks the events of a YAML parser one by one.
 
-
-@dataclass
-class _Opened:
-    """A mapping or a list that is being looked at.
-
-    Args:
-        anchor: What aliases call it.
-        before: How many settings came before it.
-        keys: Of a mapping, the line of each key that came so far; None for a list.
-        key: Of a mapping, the key whose value comes next.
+    Attributes:
+        open: The mappings and lists around the next event, outermost first.
+        count: Keys and values so far, with aliases resolved.
+        sizes: How many of them each anchor stands for.
     """
 
-    anchor: str | None
-    before: int
-    keys: dict[str, int] | None
-    key: str | None = None
-    value_is_next: bool = False
+    def __init__(self) -> None:
+        self.open: list[_Collection] = []
+        self.count = 0
+        self.sizes: dict[str | None, int] = {}
 
-    def take(self, event: Any) -> str | None:
-        """Take in what comes next inside it, a key or a value; what is wrong with the key."""
-        if self.keys is None:
+    def check(self, event: Any) -> str | None:
+        """Return what is wrong with an event; None if nothing is."""
+        if isinstance(event, yaml.CollectionEndEvent):
+            ended = self.open.pop()
+            self.sizes[ended.anchor] = self.count - ended.before
             return None
-        self.value_is_next = not self.value_is_next
-        if not self.value_is_next:
+        if not isinstance(event, yaml.NodeEvent):
+            return None
+        reason = self.open[-1].add(event) if self.open else None
+        return reason or self._check_node(event)
+
+    def _check_node(self, event: Any) -> str | None:
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.sizes:
+                return f"*{event.anchor} leads nowhere, or into itself"
+            self.count += self.sizes[event.anchor]
+        elif event.tag is not None:
+            return f"{event.tag.replace('tag:yaml.org,2002:', '!!')}: a config has no tags"
+        elif isinstance(event, yaml.ScalarEvent):
+            if "\0" in event.value:
+                return "a NUL byte"
+            if len(event.value) > LONGEST_NUMBER and NUMBER.fullmatch(event.value):
+                return f"a number of {len(event.value):,} digits"
+            self.sizes[event.anchor] = 1
+            self.count += 1
+        else:
+            self.open.append(_Collection(event.anchor, self.count, isinstance(event, yaml.MappingStartEvent)))
+            self.count += 1
+        if self.count > MOST_SETTINGS or len(self.open) > DEEPEST:
+            return "it unfolds to more than a config can be"
+        return None
+
+
+class _Collection:
+    """A mapping or a list that is being parsed.
+
+    Args:
+        anchor: The name that aliases use for it.
+        before: The number of keys and values before it.
+        is_mapping: Whether it is a mapping.
+
+    Attributes:
+        key: Of a mapping, the key that came last.
+    """
+
+    def __init__(self, anchor: str | None, before: int, is_mapping: bool) -> None:
+        self.anchor, self.before, self.is_mapping = anchor, before, is_mapping
+        self.key: str | None = None
+        self._lines: dict[str, int] = {}
+        self._expects_key = True
+
+    def add(self, event: Any) -> str | None:
+        """Take the next event inside: a key or a value. Return what is wrong with a key, if anything is."""
+        is_key, self._expects_key = self.is_mapping and self._expects_key, not self._expects_key
+        if not is_key:
             return None
         self.key = event.value if isinstance(event, yaml.ScalarEvent) else None
         if self.key is None:
             return "a key must be a word"
-        if self.key in self.keys and self.key != "<<":
-            return f"given on line {self.keys[self.key]} already"
-        assert event.start_mark
-        self.keys[self.key] = event.start_mark.line + 1
+        if self.key in self._lines and self.key != "<<":
+            return f"given on line {self._lines[self.key]} already"
+        self._lines[self.key] = event.start_mark.line + 1
         return None
 
 
-def _told(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
-    """An error of PyYAML's with its line in front, and the letter that it is about."""
+def _with_line(error: yaml.MarkedYAMLError, text: str) -> yaml.YAMLError:
+    """Return an error of PyYAML with the line, and the character that it is about, in its message."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return error
     lines = text.splitlines() or [""]
-    number = min(mark.line, len(lines) - 1)  # the end of a text may count as a line more
+    number = min(mark.line, len(lines) - 1)  # the end of a text may count as another line
     reason = ", ".join(filter(None, [error.context, error.problem]))
-    letter = f": {lines[number][mark.column]!r}" if reason.endswith("any token") else ""
-    return StrictYAMLError(f"line {number + 1}: {reason}{letter}")
+    character = f": {lines[number][mark.column]!r}" if reason.endswith("any token") else ""
+    return StrictYAMLError(f"line {number + 1}: {reason}{character}")
 
 
-def _decoded(content: bytes) -> str:
+def _decode(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

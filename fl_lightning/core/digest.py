@@ -1,4 +1,4 @@
-"""A digest of rows of figures."""
+"""A digest of rows of metrics."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 
 
 class Digest:
-    """A running SHA-256 over rows of names and cells; blank cells and the order of columns do not count."""
+    """SHA-256 over rows of names and cells. Empty cells and the order of columns have no influence."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()
 
     @classmethod
     def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
-        """That of all these rows."""
+        """Return the digest of all these rows."""
         digest = cls()
         for row in rows:
             digest.add(row)

@@ -1,4 +1,4 @@
-"""What can go wrong in ways a user can mend: each error is one line that says what, where and the mend."""
+"""Errors that a user can fix. Each message is one line with the place, the reason and the fix."""
 
 import math
 import os
@@ -9,41 +9,41 @@ from contextlib import contextmanager
 from traceback import walk_tb
 
 NO_ROOM = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed|Overflow when unpacking")
-"""How torch says that a tensor is larger than there is room for."""
+"""Matches torch's messages about a tensor that does not fit in memory."""
 
 
 class FLError(Exception):
-    """An error whose message is the whole story; the command line prints it without a traceback.
+    """An error that the command line prints as one line, without a traceback.
 
     Attributes:
-        exit_code: What the command line exits with.
+        exit_code: The exit code of the command line.
     """
 
     exit_code = 2
 
 
 class ConfigError(FLError, ValueError):
-    """A key, a file or a combination of them that cannot work."""
+    """A setting, a file or a combination of settings that is invalid."""
 
 
 class CheckpointError(FLError):
-    """A checkpoint that is missing, damaged or of another experiment."""
+    """A checkpoint is missing, damaged, or of another experiment."""
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that is not as it was written, or to which the rest of the folder does not fit any more."""
+    """A checkpoint was changed after it was written, or no longer fits the other files of its folder."""
 
 
 class ClientFailure(FLError):
-    """A client that could not finish its round.
+    """A client failed in a round.
 
     Args:
         client: Id of the client.
         round: The round, from 1.
-        reason: What happened, and the mend where there is one.
+        reason: What happened, and how to fix it.
 
     Attributes:
-        place: Where that was in the user's own code, see `users_place`.
+        place: The place in the user's own code, see `users_place`.
     """
 
     exit_code = 1
@@ -58,23 +58,23 @@ class ClientFailure(FLError):
 
 
 class TooFewClients(FLError):
-    """So many clients of a round failed that what is left is no round."""
+    """Too many clients of a round failed to go on with the rest."""
 
     exit_code = 1
 
 
 class NonFiniteError(FLError):
-    """A loss or an upload that holds NaN or Inf."""
+    """A loss or an upload contains NaN or Inf."""
 
     exit_code = 1
 
 
 class Interrupted(FLError):
-    """SIGINT or SIGTERM arrived; what was finished is on disk.
+    """The run ended by SIGINT or SIGTERM, after its last round was saved.
 
     Args:
         signum: The signal's number; the exit code is 128 more, as shells expect.
-        message: Where the run stands and how to go on.
+        message: How far the run came, and how to resume it.
     """
 
     def __init__(self, signum: int, message: str) -> None:
@@ -83,18 +83,18 @@ class Interrupted(FLError):
 
 
 def one_line(error: BaseException | str) -> str:
-    """An error's message, or any text, on one line that a terminal shows and does not obey."""
+    """Return an error's message, or any text, as one line without control characters."""
     try:
         text = str(error)
-    except Exception:  # whatever a stranger's __str__ raises
-        text = "(its message cannot be had)"
+    except Exception:  # a __str__ of unknown code may raise anything
+        text = "(no message)"
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
 
 
 def users_place(error: BaseException) -> str:
-    """Return where an error was raised in the user's own code, as ` (mine.py, line 7)`; nothing if it was not.
+    """Return where in the user's own code an error was raised, as ` (mine.py, line 7)`; empty text if nowhere.
 
-    That is the innermost frame, of those that this package called, in neither a library nor this package.
+    This is the innermost frame, called by this package, that is neither in a library nor in this package.
     """
     place, inside = "", False
     for frame, line in walk_tb(error.__traceback__):
@@ -112,17 +112,17 @@ def _is_library(path: str) -> bool:
 
 
 MOST = 10**12
-"""What is counted, such as rounds and samples a batch; times the bytes of a sample, it still has to fit 64 bits."""
+"""Maximum of a count, such as rounds or samples of a batch. Its product with a sample's bytes must fit in 64 bits."""
 
 
 def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:
-    """Refuse a number that is not in its interval, as NaN never is; None is not given.
+    """Refuse a number outside an interval. NaN is outside of every interval; None is not checked.
 
     Args:
-        key: Names the number as the user types it.
+        key: The key that the user types.
         value: The number.
-        within: Where it may be: `[0, 1)`, say, or `(0, inf)` for any finite number above 0.
-        mend: What to give instead.
+        within: The interval, such as `[0, 1)`, or `(0, inf)` for any finite number above 0.
+        mend: How to fix it.
 
     Raises:
         ConfigError: Names the key, the number and the interval.
@@ -149,10 +149,10 @@ def check_number(key: str, value: float | None, within: str, mend: str = "") -> 
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
-    """Refuse arguments below 1 or above `MOST`; those that are None are not given.
+    """Refuse numbers below 1 or above `MOST`. None is not checked.
 
     Raises:
-        ConfigError: Names the key, after the prefix.
+        ConfigError: Names the key, with the prefix.
     """
     for name, number in numbers.items():
         check_number(f"{prefix}{name}", number, "[1, inf)")
@@ -162,7 +162,7 @@ def check_positive(prefix: str = "", **numbers: int | None) -> None:
 
 @contextmanager
 def blame(key: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a `ConfigError` that names the config key."""
+    """Context in which any exception becomes a `ConfigError` that names the config key."""
     try:
         yield
     except FLError:

@@ -1,4 +1,4 @@
-"""Files that a kill leaves whole, and that lead nowhere else."""
+"""Write files atomically, and read files that others may have written."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 UNFINISHED = ".*.writing"
-"""What the name of a file looks like that a kill left half written."""
+"""Matches files that a killed process left unfinished."""
 
 
 @contextmanager
 def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """A file to write that takes the place of another once it is whole and on disk.
+    """Open a file for writing that replaces another once it is complete and on disk.
 
-    A reader, or a kill, sees the old content or the new, never half of it. Whatever goes wrong inside leaves the old.
+    Readers, and a killed process, leave or see either the old or the new content. An error inside keeps the old one.
 
     Args:
-        path: The file to replace; a link is replaced itself, what it leads to is left alone.
+        path: The file to replace. Of a link, the link itself is replaced.
         mode: `wb` or `w`.
         options: More arguments of `open`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     try:
-        with open(partial, mode.replace("w", "x"), **options) as file:  # x: never through a link that lies there
+        with open(partial, mode.replace("w", "x"), **options) as file:  # x: does not follow a link
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -41,13 +41,13 @@ def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file's content at once; see `replacing`."""
+    """Replace a file's content atomically, see `replacing`."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def flush(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on disk when this returns."""
+    """Write a file's content, or a folder's entries, to disk before this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -56,28 +56,28 @@ def flush(path: Path) -> None:
 
 
 MOST_BYTES = {"metrics.csv": 2**27, "clients.csv": 2**30, "warnings.txt": 2**27, "partition.csv": 2**28}
-"""Bytes that a file of this name in a run folder has at most; more would fill the memory of whoever reads it."""
+"""Maximum size in bytes of files in a run folder, by name. Larger ones could fill the memory of a reader."""
 MOST_OF_OTHERS = 2**20
 
 
 def most_bytes(path: Path) -> int:
-    """Return how many bytes a text file of a run folder, or a config, has at most."""
+    """Return the maximum size in bytes of a text file in a run folder, or of a config."""
     return MOST_BYTES.get(path.name, MOST_OF_OTHERS)
 
 
 @contextmanager
 def open_file(path: Path, most: float | None = None, links: bool = True) -> Iterator[BinaryIO]:
-    """Open a file of a run folder to read it; reading it ends, whoever made it.
+    """Open a file that others may have written. Pipes, devices and very large files are refused.
 
     Args:
         path: The file.
-        most: The most bytes it may have; by default what its name says, see `most_bytes`.
+        most: The maximum size in bytes; by default `most_bytes`.
         links: Follow links.
 
     Raises:
-        OSError: It cannot be read, is no regular file (a pipe, a device, a refused link), or is too large.
+        OSError: The file cannot be read, is not regular (a pipe, a device, a refused link), or is too large.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # a pipe would wait for who writes into it
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # else a pipe waits for a writer
     with open(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -88,13 +88,13 @@ def open_file(path: Path, most: float | None = None, links: bool = True) -> Iter
 
 
 def read_file(path: Path, most: float | None = None) -> bytes:
-    """Return the content of a file; see `open_file`."""
+    """Return the content of a file, see `open_file`."""
     with open_file(path, most) as file:
         return file.read()
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a checkpoint's file, a MiB at a time; links are refused."""
+    """Yield the content of a checkpoint's file in blocks of 1 MiB. Links are refused."""
     with open_file(path, math.inf, links=False) as file:
         while block := file.read(1 << 20):
             yield block

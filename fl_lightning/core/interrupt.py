@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: waiting for a safe point when they arrive, or ending at once without a traceback."""
+"""Handling of SIGINT and SIGTERM: wait for a safe point, or end at once without a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that ends what is under way: a `KeyboardInterrupt` that no code raised of itself.
+    """A `KeyboardInterrupt` that a signal caused, not code that raised one itself.
 
     Args:
         number: The signal's number.
@@ -23,19 +23,19 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """A signal's handler that raises `Stopped`."""
+    """Raise `Stopped`: a signal handler."""
     raise Stopped(number)
 
 
 def die_of_interrupts() -> None:
-    """Let SIGINT end the process as SIGTERM does, without a word: there is nothing yet, or no more, to be left tidy."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets its background ignore it
+    """Let SIGINT end the process silently, as SIGTERM does. For the time in which there is nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes of a shell may ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def stopped_by_interrupts() -> Iterator[None]:
-    """Context in which SIGINT raises `Stopped`, unless it is ignored or somebody else's; in the main thread only."""
+    """Context in which SIGINT raises `Stopped`, in the main thread, unless it is ignored or has another handler."""
     before = signal.getsignal(signal.SIGINT)
     ours = before in (signal.SIG_DFL, signal.default_int_handler)
     if not ours or threading.current_thread() is not threading.main_thread():
@@ -49,9 +49,9 @@ def stopped_by_interrupts() -> Iterator[None]:
 
 
 class DeferredSignals:
-    """Context in which SIGINT and SIGTERM are noted, not acted on; a second one acts at once.
+    """Context in which SIGINT and SIGTERM are only recorded. A second signal raises `Stopped` at once.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    Does nothing outside the main thread, where Python allows no handlers.
 
     Attributes:
         received: The signal's number, or None.

@@ -1,4 +1,4 @@
-"""Modules imported when they are needed: torch and lightning take seconds, and not every command wants them."""
+"""Import modules when they are needed: torch and lightning take seconds, and not every command uses them."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """A module by its full name; garbage is not looked for meanwhile, which would take a quarter of the time."""
+    """Import a module by its full name, without garbage collection, which would take a quarter of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -21,9 +21,9 @@ def load(name: str) -> ModuleType:
 
 @contextmanager
 def away_from_here() -> Iterator[None]:
-    """Have interpreters that are started inside not look for modules in the working folder first.
+    """Context in which new Python processes do not search the working folder for modules first.
 
-    They do so from Python 3.11 on; those of `multiprocessing` are then told where their parent looks.
+    This works from Python 3.11 on. Processes of `multiprocessing` get their parent's search path.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -1,4 +1,4 @@
-"""Comparison of names: the one that a misspelled name most likely stands for."""
+"""Find the name that a misspelled name most likely stands for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from difflib import get_close_matches
 
 
 def fold(name: str) -> str:
-    """A name as it is compared: without case, `_`, `-` and the ending of a config."""
+    """Return a name for comparison: without case, `_`, `-` and the ending of a config."""
     return re.sub(r"[-_]", "", name.removesuffix(".yaml").casefold())
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was most likely meant: the same but for case and `_`, else the most alike; None if none is.
+    """Return the most similar name: equal except for case and `_`, or else the closest; None if none is similar.
 
     Example:
         >>> nearest("fed_skc", ["FedAvg", "FedSKC"])
@@ -29,7 +29,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def same(name: str, names: Iterable[str]) -> str:
-    """The one name that is the same but for case and `_`, if the name itself is not among them; else the name."""
+    """Return the one name that is equal except for case and `_`; the name itself if it is known, or if several are."""
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]
     return alike[0] if len(alike) == 1 and name not in known else name

@@ -1,4 +1,4 @@
-"""The temporary files of libraries, in a folder that is removed however the process ends."""
+"""A folder for the temporary files of libraries, which is removed even if the process is killed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from multiprocessing import util
 from subprocess import DEVNULL, PIPE, Popen
 
 LONGEST = 60
-"""Letters of the system's temporary folder: with W&B's and multiprocessing's names below, a socket may have 107."""
+"""Characters of the system's temporary folder. The path of a socket below it may have 107."""
 
 
 @contextmanager
 def temporary_files(of_programs: bool = False) -> Iterator[None]:
-    """Put what is made with `tempfile` inside into a folder of this process, which goes with it even if it is killed.
+    """Context in which `tempfile` uses a folder that is removed with this process, even if it is killed.
 
-    W&B and `multiprocessing` make folders that they remove only when Python ends as usual.
+    W&B and `multiprocessing` make folders that they remove only when Python exits normally.
 
     Args:
-        of_programs: Do so for the programs that are started inside, too, by `TMPDIR`.
+        of_programs: Do the same for programs that are started inside, by setting `TMPDIR`.
     """
     usual, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    with suppress(OSError):  # no place to write, or no shell: then the files lie where they usually do
+    with suppress(OSError):  # nowhere to write, or no shell: use the usual folder
         tempfile.tempdir = _folder()
     if of_programs and tempfile.tempdir:
         os.environ["TMPDIR"] = tempfile.tempdir
@@ -40,9 +40,9 @@ def temporary_files(of_programs: bool = False) -> Iterator[None]:
 
 @cache
 def _folder() -> str:
-    """Make the folder; a shell waits for the process to end, by a pipe that closes then, and removes the folder."""
+    """Create the folder, and start a shell that removes it when a pipe from this process closes."""
     if len(tempfile.gettempdir()) > LONGEST:
-        raise OSError(errno.ENAMETOOLONG, "sockets in a folder there would have too long a path")
+        raise OSError(errno.ENAMETOOLONG, "paths of sockets there would be too long")
     folder = tempfile.mkdtemp(prefix="fl-")
     remove = ["sh", "-c", 'cat > /dev/null; rm -rf "$0"', folder]
     shell = Popen(remove, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, cwd="/", start_new_session=True)

@@ -1,4 +1,4 @@
-"""What a process finds around it: streams that are closed or know few letters, a folder that is gone."""
+"""The environment of a command's process: closed streams, limited encodings, a deleted working folder."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from io import TextIOWrapper
 
 
 def prepare() -> str | None:
-    """Make of the process's surroundings what a command may rely on; what stands in its way, if anything does."""
-    os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook's shell, say, names a backend that is not there
+    """Prepare streams and environment variables for a command. Return what makes that impossible, if anything does."""
+    os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # better a question mark than a run that ends at its table
+            stream.reconfigure(errors="replace")  # an unknown character must not end a run
     if sys.stdout is None:
-        return "stdout is closed; send it somewhere, to /dev/null say"
+        return "stdout is closed. Redirect it, for example to /dev/null"
     try:
         os.getcwd()
     except OSError:
-        return "the working folder is gone; go to one that is there"
+        return "the working folder was deleted. Change to another one"
     return None
 
 
 def open_streams() -> None:
-    """Take the places of standard streams that are closed: a file of ours that took one would be printed into."""
+    """Open /dev/null for closed standard streams. Otherwise the next file would take their place."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number: this one
             if name != "stdout":
                 setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 def tell(line: str) -> None:
-    """Say something on stderr, if anybody is there to be told."""
+    """Print a line to stderr, if possible."""
     with suppress(OSError, ValueError):
         print(f"fl-lightning: {line}", file=sys.stderr, flush=True)
 
 
 def forget_stdout() -> None:
-    """Let what is still to be written to stdout, which takes no more, go nowhere: Python would complain at its end."""
+    """Redirect a stdout that accepts no more output to /dev/null. Otherwise Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

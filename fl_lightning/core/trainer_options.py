@@ -1,4 +1,4 @@
-"""What of Lightning's `Trainer` a client's fit takes, and what stands in the place of what it does not."""
+"""The options of Lightning's `Trainer` that a client's fit takes, and what to use instead of the others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TRAINER_KEYS = {
     "benchmark",
     "detect_anomaly",
 }
-"""Where and how precisely to compute, and how much."""
+"""The options that a client's fit takes."""
 
 _MEASURED = "clients are measured between fits; see evaluation and evaluate_every, and scenario.local_test for the data"
 _ONE_DEVICE = "a client's fit runs on one device; the engines processes and ray spread clients over several"
 _ENDS = "a client's fit ends at trainer.max_epochs or trainer.max_steps; leave it out"
 
-TRAINER_MENDS = {
+TRAINER_FIXES = {
     "strategy": _ONE_DEVICE,
     "num_nodes": "a client's fit runs on one device; the engine ray spreads clients over machines",
     "use_distributed_sampler": _ONE_DEVICE,
@@ -53,10 +53,10 @@ TRAINER_MENDS = {
     "barebones": "a client's fit has neither logger, bar nor checkpoints as it is; leave it out",
     "reload_dataloaders_every_n_epochs": "each client's fit makes its own batches as it is; leave it out",
 }
-"""Of the other options, what to use instead."""
+"""What to use instead of each other option."""
 
 
 def refused(name: str) -> str:
-    """Why an option of Lightning's `Trainer` is not taken, and what stands in its place, in one line."""
+    """Return the message about an option of Lightning's `Trainer` that a client's fit does not take."""
     known = f"a client's fit does not take it; there are {', '.join(sorted(TRAINER_KEYS))}"
-    return f"trainer.{name}: {TRAINER_MENDS.get(name, known)}"
+    return f"trainer.{name}: {TRAINER_FIXES.get(name, known)}"

@@ -42,7 +42,7 @@ def is_one_line(text):
         ("fl-lightning --help >&-", 2, "stdout is closed"),
         ("fl-lightning --help >/dev/full", 1, "No space left on device"),
         ("fl-lightning nothing", 2, "'nothing'"),
-        ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder is gone"),
+        ("mkdir gone && cd gone && rmdir ../gone && fl-lightning list configs", 2, "the working folder was deleted"),
     ],
 )
 def test_a_command_that_cannot_do_its_work_says_so_in_one_line(line, code, told, here):

@@ -10,7 +10,7 @@ import yaml
 from commands import TINY, contents, run
 from jsonargparse import ArgumentParser
 
-from fl_lightning.core.config import load_yaml, read_yaml, strict
+from fl_lightning.core.config import load_yaml, read_yaml, use_strict_yaml
 from fl_lightning.core.errors import ConfigError
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11))
@@ -134,7 +134,7 @@ def test_a_parser_reads_words_as_jsonargparse_does():
         parser.add_argument("--any", type=int | float | bool | list | dict | str | None)
         return [parser.parse_args([f"--any={word}"]).any for word in words]
 
-    assert read(strict(ArgumentParser(exit_on_error=False))) == read(ArgumentParser(exit_on_error=False))
+    assert read(use_strict_yaml(ArgumentParser(exit_on_error=False))) == read(ArgumentParser(exit_on_error=False))
 
 
 def test_yaml_may_share_parts_merge_them_and_say_that_it_is_utf_8():

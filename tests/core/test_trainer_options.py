@@ -15,14 +15,14 @@ from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.trainer_options import TRAINER_KEYS, TRAINER_MENDS
+from fl_lightning.core.trainer_options import TRAINER_FIXES, TRAINER_KEYS
 
 OPTIONS = set(inspect.signature(L.Trainer).parameters)
 
 
 def test_none_is_both_taken_and_refused_and_none_is_forgotten():
-    assert not TRAINER_KEYS & TRAINER_MENDS.keys()
-    assert TRAINER_KEYS | TRAINER_MENDS.keys() == OPTIONS
+    assert not TRAINER_KEYS & TRAINER_FIXES.keys()
+    assert TRAINER_KEYS | TRAINER_FIXES.keys() == OPTIONS
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS - TRAINER_KEYS))
@@ -32,7 +32,7 @@ def test_a_key_that_is_not_taken_says_what_to_use(name, tmp_path, monkeypatch):
     config = yaml.safe_load(TINY)
     config["trainer"][name] = 1
     Path("bad.yaml").write_text(yaml.safe_dump(config))
-    told = f"fl-lightning: error: trainer.{name}: {TRAINER_MENDS[name]}\n"
+    told = f"fl-lightning: error: trainer.{name}: {TRAINER_FIXES[name]}\n"
     assert run("fit", "--config", "tiny.yaml", f"--trainer.{name}", "1") == (2, "", told)
     assert run("fit", "--config", "bad.yaml") == (2, "", told)
     with pytest.raises(ConfigError, match=f"^{re.escape(told[21:-1])}$"):
@@ -43,11 +43,11 @@ def test_a_key_that_is_not_taken_says_what_to_use(name, tmp_path, monkeypatch):
 def test_what_is_told_of_is_there():
     """The keys that a mend names are keys of an experiment."""
     keys = {action.dest for action in experiment_parser()._actions}
-    own = {word for mend in TRAINER_MENDS.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", mend)}
+    own = {word for mend in TRAINER_FIXES.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", mend)}
     assert own <= keys
     for key in ("client_callbacks", "callbacks", "checkpoint_every", "keep_checkpoints", "evaluate_every", "run_dir"):
         assert key in keys
-        assert any(key in mend for mend in TRAINER_MENDS.values())
+        assert any(key in mend for mend in TRAINER_FIXES.values())
 
 
 @pytest.mark.parametrize("name", sorted(TRAINER_KEYS))

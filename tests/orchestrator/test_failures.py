@@ -237,7 +237,7 @@ ODD = {
     "GeneratorExit": GeneratorExit(),
     "MemoryError": MemoryError(),
     "RecursionError: too deep": RecursionError("too deep"),
-    r"Strange: \(its message cannot be had\)": Strange(),
+    r"Strange: \(no message\)": Strange(),
     "Ctrl-C": KeyboardInterrupt(),
 }
 
