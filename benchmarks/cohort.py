@@ -105,7 +105,7 @@ def from_python(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
     """fl-lightning from Python."""
     from functools import partial
 
-    from fl_lightning import FederatedOrchestrator
+    from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining
     from fl_lightning.algorithms import FedAvg
     from fl_lightning.data import IID, Arrays, Scenario
     from fl_lightning.models import FromModule
@@ -116,10 +116,10 @@ def from_python(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
         FedAvg(),
         rounds=rounds,
         clients_per_round=PER_ROUND,
-        batch_size=BATCH,
-        optimizer=partial(torch.optim.SGD, lr=LR),
-        trainer={"accelerator": "cpu", "max_epochs": 1},
-        evaluate_every=rounds,
+        training=LocalTraining(
+            batch_size=BATCH, optimizer=partial(torch.optim.SGD, lr=LR), trainer={"accelerator": "cpu", "max_epochs": 1}
+        ),
+        evaluation=Evaluation(every=rounds),
         run_dir=str(folder / "run"),
     )
     run.fit()
@@ -146,7 +146,7 @@ def command_line(data: Path, rounds: int, folder: Path) -> Iterable[Tensor]:
         "batch_size": BATCH,
         "optimizer": {"class_path": "SGD", "init_args": {"lr": LR}},
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
-        "evaluate_every": rounds,
+        "evaluation": {"every": rounds},
         "run_dir": str(folder / "run"),
     }
     (folder / "cohort.yaml").write_text(yaml.safe_dump(settings))

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from fl_lightning.callbacks import RoundProgress
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from rich.console import Console
 
-from fl_lightning import FederatedOrchestrator, engines
+from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining, engines
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import CNN, MLP, ModelFactory, ResNet8, ResNet18
@@ -65,13 +65,12 @@ def round_times(case: Case, data: Path, engine: str, rounds: int, run_dir: Path,
         case.model,
         FedAvg(),
         rounds=1 + rounds,
-        batch_size=case.batch_size,
-        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        trainer=trainer,
         engine=engine_of(engine),
-        evaluate_every=1 + rounds,
-        checkpoint_every=1 + rounds,
-        callbacks=[RoundProgress(Console(quiet=True))],
+        callbacks=[RoundProgress(Console(quiet=True)), Checkpointing(every=1 + rounds)],
+        training=LocalTraining(
+            batch_size=case.batch_size, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9), trainer=trainer
+        ),
+        evaluation=Evaluation(every=1 + rounds),
         run_dir=str(run_dir),
     )
     torch.set_num_threads(int(engine.partition("@")[2] or THREADS))

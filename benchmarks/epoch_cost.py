@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from fl_lightning.callbacks import RoundCallback
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL, Algorithm, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.data.loaders import Batches, ClientDataModule
@@ -75,10 +75,12 @@ def prepared(algorithm: Algorithm, data: Path, run_dir: Path) -> FederatedOrches
         partial(CNN4, head=Head(projection=256, prediction=256)),
         algorithm,
         rounds=2,
-        batch_size=BATCH,
-        optimizer=partial(torch.optim.SGD, lr=0.01),
-        trainer={"accelerator": "auto", "max_steps": 2},
         callbacks=[OneRound()],
+        training=LocalTraining(
+            batch_size=BATCH,
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            trainer={"accelerator": "auto", "max_steps": 2},
+        ),
         run_dir=str(run_dir),
     )
     run.fit()

@@ -20,7 +20,12 @@ from fl_lightning.core.config import with_config_paths
 from fl_lightning.evaluation.evaluation import evaluate
 
 ROUNDS = 20
-MANY = ["--scenario.clients=100", "--clients_per_round=10", "--scenario.partition=IID", "--evaluation.clients=received"]
+MANY = [
+    "--scenario.clients=100",
+    "--clients_per_round=10",
+    "--scenario.partition=IID",
+    "--evaluation.client_model=received",
+]
 
 
 def by_torchmetrics(module, batches, classes):

@@ -55,7 +55,7 @@ def config(data: Path, run_dir: Path, batch_size: int, clients: int, rounds: int
         "batch_size": batch_size,
         "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.01}},
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
-        "evaluate_every": rounds,
+        "evaluation": {"every": rounds},
         "logger": None,
         "run_dir": str(run_dir),
     }

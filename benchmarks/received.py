@@ -3,8 +3,8 @@
     python benchmarks/received.py
 
 1,000 clients, 50 a round, an MLP on noise of Fashion-MNIST's shape; after each round every client's next start is
-scored on its own test split (`evaluation: {clients: received}`). Runs of a few rounds of the two methods take turns in
-one process, on one thread. Prints the median seconds of a round and their ratio; single times vary by machine.
+scored on its own test split (`evaluation.client_model: received`). Runs of a few rounds of the two methods take turns
+in one process, on one thread. Prints the median seconds of a round and their ratio; single times vary by machine.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import RoundProgress
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import CwFedAvg, FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -54,12 +54,10 @@ def rounds(method: str, data: Path, run_dir: Path, count: int) -> list[dict[str,
         METHODS[method](),
         rounds=1 + count,
         clients_per_round=PER_ROUND,
-        batch_size=10,
-        trainer={"accelerator": "cpu"},
-        evaluation=Evaluation(clients="received"),
-        checkpoint_every=1 + count,
+        evaluation=Evaluation(client_model="received"),
         log_clients=False,
-        callbacks=[Silent()],
+        callbacks=[Silent(), Checkpointing(every=1 + count)],
+        training=LocalTraining(batch_size=10, trainer={"accelerator": "cpu"}),
         run_dir=str(run_dir),
     )
     run.fit()

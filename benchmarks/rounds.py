@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import FedSKC
 from fl_lightning.client.module import ClientModule
 from fl_lightning.data import Dirichlet, LoadedData, Scenario
@@ -63,11 +63,13 @@ def prepared(data: Path, run_dir: Path, rounds: int, precision: str, options: di
         FedSKC(),
         rounds=rounds,
         clients_per_round=PER_ROUND,
-        batch_size=BATCH,
-        optimizer=partial(torch.optim.SGD, lr=0.01),
-        trainer={"accelerator": "auto", "precision": precision, "max_epochs": EPOCHS},
-        evaluate_every=rounds,
+        training=LocalTraining(
+            batch_size=BATCH,
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            trainer={"accelerator": "auto", "precision": precision, "max_epochs": EPOCHS},
+        ),
         run_dir=str(run_dir),
+        evaluation=Evaluation(every=rounds),
         **options,
     )
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from fl_lightning.callbacks import RoundProgress
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import MLP
@@ -83,10 +83,9 @@ def measure(clients: int, data: Path, rounds: int) -> None:
             FedAvg(),
             rounds=2 + rounds,
             clients_per_round=cohort,
-            batch_size=10,
-            trainer={"accelerator": "cpu", "max_steps": 2},
             log_clients=clients <= 1000,
             callbacks=[clock],
+            training=LocalTraining(batch_size=10, trainer={"accelerator": "cpu", "max_steps": 2}),
             run_dir=str(Path(folder) / "run"),
         )
         started = time.perf_counter()

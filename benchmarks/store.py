@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from fl_lightning.callbacks import RoundCallback, RoundProgress
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL, FedAvg, HistoryContrast
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.models import ResNet18
@@ -97,10 +97,9 @@ def measure(method: str, clients: int, rounds: int, folder: Path) -> None:
         algorithm(),
         rounds=rounds,
         clients_per_round=min(50, clients),
-        batch_size=4,
-        trainer={"accelerator": "cpu", "max_steps": 1},
         client_store="disk",
         callbacks=[Silent(), Written()],
+        training=LocalTraining(batch_size=4, trainer={"accelerator": "cpu", "max_steps": 1}),
         run_dir=str(folder / "run"),
     ).fit()
     resident = field("/proc/self/status", "VmHWM")

@@ -14,25 +14,22 @@ from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
 from lightning.pytorch.callbacks import Callback
 
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.client_callbacks import refused
 
 
-def with_defaults(callbacks: Sequence[RoundCallback], every: int, keep: int) -> list[RoundCallback]:
+def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
     """The callbacks, and those that every run has unless there is one of their class.
 
     Those that watch metrics come after those that may add some, and checkpointing, which notes how all stand, last.
 
     Args:
         callbacks: A run's own.
-        every: Rounds between checkpoints.
-        keep: How many of the newest checkpoints to keep.
 
     Raises:
-        ConfigError: One of those is there twice, or a number of rounds or checkpoints is below 1.
+        ConfigError: One of those is there twice.
     """
-    check_positive(checkpoint_every=every, keep_checkpoints=keep)
-    defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing(every, keep)]
+    defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing()]
     for kind in map(type, defaults):
         if sum(isinstance(callback, kind) for callback in callbacks) > 1:
             raise ConfigError(f"callbacks: {kind.__name__} is there twice; list it once")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fl_lightning.callbacks import ClassRelations
+from fl_lightning.callbacks import Checkpointing, ClassRelations
 from fl_lightning.callbacks.plots import heat_maps, write_png
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import Evaluation, FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import Algorithm, FedAvg, FedDW
 from fl_lightning.data import IID, Digits, Dirichlet, FashionMNIST, Partition, Scenario
 from fl_lightning.models import MLP, Head, LeNet
@@ -39,11 +39,13 @@ def final_matrices(
             LeNet if data else partial(MLP, head=mapping),
             algorithm,
             rounds=rounds,
-            batch_size=32,
-            optimizer=partial(torch.optim.Adam, lr=1e-3),
-            trainer={"accelerator": "cpu", "max_epochs": 5},
-            evaluate_every=rounds,
-            checkpoint_every=rounds,
+            training=LocalTraining(
+                batch_size=32,
+                optimizer=partial(torch.optim.Adam, lr=1e-3),
+                trainer={"accelerator": "cpu", "max_epochs": 5},
+            ),
+            evaluation=Evaluation(every=rounds),
+            callbacks=[Checkpointing(every=rounds)],
             run_dir=f"{folder}/run",
         )
         done = run.fit()

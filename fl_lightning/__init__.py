@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the same names, for who reads the code without running it
     from fl_lightning.callbacks import RoundFigure as RoundFigure
     from fl_lightning.cli.experiment import open_run as open_run
     from fl_lightning.client.knowledge import SharedKnowledge as SharedKnowledge
+    from fl_lightning.client.local_training import LocalTraining as LocalTraining
     from fl_lightning.client.module import ClientModule as ClientModule
     from fl_lightning.client.module import LossTerm as LossTerm
     from fl_lightning.client.module import Step as Step
@@ -69,12 +70,13 @@ _NAMES = {
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter
         ConfusionMatrix EarlyStopping KnowledgeMap RoundCallback RoundFigure RoundProgress RowNorms UnitDivergence
     """,
+    "client.local_training": "LocalTraining",
     "client.module": "ClientModule LossTerm Step",
     "data": """
         AGNews Arrays ByClient CIFAR10 CIFAR100 Dataset Digits Dirichlet DisjointClasses EMNIST FashionMNIST FC100
-        FederatedData FEMNIST FewShot Given HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition PathMNIST
-        Pathological QuantitySkew Scenario Sent140 Shakespeare Shard Shards Shares SVHN Table TableSchema TextTable
-        TinyImageNet TorchDataset
+        FederatedData FEMNIST FewShot HuggingFace IID ImageFolder IMDB LoadedData MNIST Partition PathMNIST
+        Pathological PredefinedSplit QuantitySkew Scenario Sent140 Shakespeare Shard Shards Shares SVHN Table
+        TableSchema TextTable TinyImageNet TorchDataset
     """,
     "data.transforms": "CropFlip Normalize",
     "engines": """

@@ -12,15 +12,14 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Literal
 
-import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.algorithms.base import Algorithm, OptimizerState
+from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
@@ -56,35 +55,19 @@ class FederatedOrchestrator:
         algorithm: The federated method.
         rounds: Communication rounds.
         clients_per_round: How many clients take part in a round, drawn anew each time; all by default.
-        batch_size: Samples a training batch.
         seed: Everything random derives from it.
-        optimizer: A torch optimizer; each client fit makes one.
-        optimizer_state: A client's optimizer is `fresh` each round or `kept`: it then goes on with the state (momentum,
-            step counts, ...) that it ended the client's last round with, at this round's learning rate; the algorithm's
-            own by default, which is `fresh` but for presets that say otherwise.
-        lr_scheduler: A torch scheduler within one client fit, stepped once an epoch.
+        training: How each client trains: optimizer, batch size, local epochs, precision, ...
         round_lr_scheduler: A torch scheduler over rounds, given an optimizer of learning rate 1; what it makes of
             that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
-        trainer: Keyword arguments of Lightning's `Trainer` for each client fit: `accelerator`, `precision`,
-            `max_epochs` or `max_steps` (the local work, one epoch by default), `gradient_clip_val`, ...
-        compile: Compile the network, once for all clients and rounds; worth it where a step is long.
-        channels_last: Lay images and convolutions out with their channels side by side; GPUs want it in mixed
-            precision.
         engine: How a round's client fits are carried out: `sequential`, one after another, `stacked`, `processes`,
             `ray`, `auto` for the fastest of the first three, or an engine with arguments of its own.
-        evaluation: What is measured beside the global model.
-        evaluate_every: Rounds between evaluations; the last round always has one.
-        checkpoint_every: Rounds between checkpoints.
-        keep_checkpoints: How many of the newest checkpoints to keep, beside the best.
+        evaluation: What is measured beside the global model, and how often.
         client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
         on_client_failure: When a client fails, `raise` ends the run, `drop` goes on without its upload.
         min_clients: With `drop`, the fewest uploads a round may be left with.
         logger: A Lightning logger beside `metrics.csv`, or a list of them; none with `false` or `null`. Those of this
             package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the run's folder.
         log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
-        client_callbacks: Lightning's callbacks for each client fit, which gets copies of them: `LearningRateMonitor`,
-            `EarlyStopping` on `train_loss`, your own. What they log joins the round's metrics, `client/<name>` being
-            the mean over the round's clients.
         callbacks: What watches the rounds; progress, communication and checkpointing are added unless there is one of
             their class.
         run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
@@ -109,57 +92,35 @@ class FederatedOrchestrator:
         algorithm: Algorithm,
         rounds: int = 10,
         clients_per_round: int | None = None,
-        batch_size: int = 64,
+        training: LocalTraining = LocalTraining(),
         seed: int = 0,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        optimizer_state: OptimizerState | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
         round_lr_scheduler: LRSchedulerCallable | None = None,
-        trainer: dict[str, Any] | None = None,
-        compile: bool = False,
-        channels_last: bool = False,
         engine: Engine | EngineName = "sequential",
         evaluation: Evaluation = Evaluation(),
-        evaluate_every: int = 1,
-        checkpoint_every: int = 1,
-        keep_checkpoints: int = 2,
         client_store: Literal["memory", "disk"] = "memory",
         on_client_failure: Literal["raise", "drop"] = "raise",
         min_clients: int = 1,
         logger: RoundLogger | Logger | list[RoundLogger | Logger] | Literal[False] | None = None,
         log_clients: bool | None = None,
-        client_callbacks: list[Callback] | None = None,
         callbacks: list[RoundCallback] | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
-        check_positive(rounds=rounds, batch_size=batch_size, evaluate_every=evaluate_every, min_clients=min_clients)
+        check_positive(rounds=rounds, min_clients=min_clients)
         check_number("seed", seed, "[0, inf)")
         self.scenario, self.algorithm, self.rounds = scenario, algorithm, rounds
         self.seed, self._asked_per_round = seed, clients_per_round
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
-        self.evaluation, self.evaluate_every = evaluation, evaluate_every
+        self.evaluation, self.training = evaluation, training
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
         if scenario.clients is not None:  # else the data say it
             self._count(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
-        refuse_misplaced(callbacks or [], client_callbacks or [])
-        self.callbacks = with_defaults(callbacks or [], checkpoint_every, keep_checkpoints)
+        refuse_misplaced(callbacks or [], training.client_callbacks)
+        self.callbacks = with_defaults(callbacks or [])
         self.round = 0
         self.state: State = {}
         self._lie_in(Path(run_dir) if run_dir else fresh(type(algorithm).__name__))
-        self._worker_options: dict[str, Any] = {
-            "model": model,
-            "batch_size": batch_size,
-            "trainer": trainer or {},
-            "optimizer": optimizer,
-            "optimizer_state": optimizer_state,
-            "lr_scheduler": lr_scheduler,
-            "compile": compile,
-            "channels_last": channels_last,
-            "metrics": evaluation.metrics,
-            "positive_class": evaluation.positive_class,
-            "client_callbacks": client_callbacks or [],
-        }
+        self._model = model
         self._signals = DeferredSignals()
         self._tried = False
         self._begun_at = 0
@@ -241,7 +202,7 @@ class FederatedOrchestrator:
                     self._notify("on_round_metrics", metrics)
                     self.record.log(metrics)
                     self._notify("on_round_end", metrics)
-                    self.logger.end_round(self.csv.rows, self.evaluation.targets)
+                    self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
                     if fast and not self.is_over:
                         self._restart()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
@@ -311,8 +272,11 @@ class FederatedOrchestrator:
 
     def _fitted(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
         """Fit the participants, in ascending client id; leave in `results` what is not for the server or kept."""
-        due, how = self._evaluation_due(round), self.evaluation
-        wanted = {"evaluate": due and how.clients == "trained", "evaluate_globally": due and how.personal_on_global}
+        due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
+        wanted = {
+            "evaluate": due and how.client_model == "trained",
+            "evaluate_globally": due and how.personal_on_global,
+        }
         downloads = zip(participants, self.downloads(round, participants), strict=True)
         tasks = (self._task(round, client, download, **wanted) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
@@ -354,14 +318,11 @@ class FederatedOrchestrator:
 
     # --- Evaluation and logging ---
 
-    def _evaluation_due(self, round: int) -> bool:
-        return round % self.evaluate_every == 0 or round == self.rounds
-
     def _evaluate(self, results: Sequence[Result]) -> Row:
-        if not self._evaluation_due(self.round):
+        if not self.evaluation.is_due(self.round, self.rounds):
             return {}
         clients: Iterable[Result] = results
-        if self.evaluation.clients == "received":
+        if self.evaluation.client_model == "received":
             clients = self._untrained(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
         metrics = self._measured(clients, [result.on_global for result in results if result.on_global])
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
@@ -448,7 +409,9 @@ class FederatedOrchestrator:
     def _build(self) -> None:
         data = self.scenario.build(self.seed)
         self._count(len(data.shards))
-        self._set_up(Worker(self.seed, self.algorithm, data=data, **self._worker_options))
+        options: dict[str, Any] = dict(vars(self.training))
+        options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
+        self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
 
     def _set_up(self, worker: Worker) -> None:
         """Take a worker and its data, once they are checked, and begin at the state that the method begins at."""
@@ -492,7 +455,7 @@ class FederatedOrchestrator:
 
     def _finish(self) -> Figures:
         one = self.worker.shared_module(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
-        return self.record.end(self.evaluation.targets, None if one is None else one.state_dict())
+        return self.record.end(self.evaluation.target_accuracies, None if one is None else one.state_dict())
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"

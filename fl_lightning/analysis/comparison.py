@@ -19,7 +19,7 @@ from fl_lightning.runs.reader import Run, is_setting, known_key
 LEVELS = (0.05, 0.01, 0.001)
 """Significance: a star for each of these that p is below."""
 
-UNCOMPARED = FREE_KEYS | {"seed", "evaluation.targets"}
+UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
 """Settings that tell no groups apart."""
 
 

@@ -48,7 +48,7 @@ class Look:
     @property
     def round_seconds(self) -> float | None:
         """How long a round takes: the mean of the last ten, or of as many as lie between evaluations."""
-        every = self.run.config.get("evaluate_every")
+        every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]
         return sum(times) / len(times) if times else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextvars import copy_context
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fl_lightning import HOMES
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors, refuse_nulls
 from fl_lightning.cli.options import EXPERIMENT_DEFAULTS
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.config import use_strict_yaml
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import MODULES
@@ -35,7 +37,8 @@ def experiment_parser() -> ArgumentParser:
     """Build the parser of an experiment's keys."""
     parser = use_strict_yaml(ArgumentParser(exit_on_error=False, allow_abbrev=False))
     parser.add_argument("-c", "--config", action=ActionConfigFile, metavar="FILE")
-    parser.add_class_arguments(FederatedOrchestrator, skip={"trainer"}, fail_untyped=False)
+    parser.add_class_arguments(FederatedOrchestrator, skip={"training"}, fail_untyped=False)
+    parser.add_class_arguments(LocalTraining, skip={"trainer"}, fail_untyped=False)
     parser.add_argument("--baselines", type=str | dict | list | None)
     unwanted = set(inspect.signature(Trainer).parameters) - TRAINER_KEYS
     parser.add_class_arguments(Trainer, "trainer", skip=unwanted, instantiate=False)
@@ -46,9 +49,12 @@ def experiment_parser() -> ArgumentParser:
 def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedOrchestrator:
     """Build the orchestrator that a parsed command line describes."""
     objects = instantiate(given, parser)
-    parameters = inspect.signature(FederatedOrchestrator).parameters
-    options = {name: objects[name] for name in parameters if name not in ("trainer", "run_dir")}
-    return FederatedOrchestrator(**options, trainer=given.trainer.as_dict(), run_dir=run_dir)
+    run, local = (
+        {name: objects[name] for name in inspect.signature(kind).parameters if name in objects}
+        for kind in (FederatedOrchestrator, LocalTraining)
+    )
+    local["trainer"], local["client_callbacks"] = given.trainer.as_dict(), local["client_callbacks"] or []
+    return FederatedOrchestrator(**run | {"training": LocalTraining(**local), "run_dir": run_dir})
 
 
 def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
@@ -58,6 +64,7 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
             held = "null" if value is None else repr(value)
             raise ConfigError(f"{group}: it needs lines `key: value`, it holds {held}")
     refuse_nulls(given, FederatedOrchestrator)
+    refuse_nulls(given, LocalTraining)
     with readable_errors(parser):
         return parser.instantiate(given)
 
@@ -83,7 +90,8 @@ def by_home(value: Any) -> Any:
 
 def run_keys() -> set[str]:
     """Return the keys that a run's own config can have."""
-    return set(inspect.signature(FederatedOrchestrator).parameters) - {"run_dir"}
+    parameters = (inspect.signature(kind).parameters for kind in (FederatedOrchestrator, LocalTraining))
+    return {*chain(*parameters)} - {"run_dir", "training"}
 
 
 def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False) -> FederatedOrchestrator:

@@ -24,15 +24,8 @@ HEADINGS = {
     "training of each client": ("batch_size", "optimizer", "optimizer_state", "lr_scheduler", "round_lr_scheduler"),
     "Lightning Trainer of each client": ("trainer.", "client_callbacks"),
     "execution": ("engine", "compile", "channels_last", "on_client_failure", "min_clients"),
-    "evaluation": ("evaluation.", "evaluate_every"),
-    "run folder and checkpoints": (
-        "run_dir",
-        "resume",
-        "trust",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "client_store",
-    ),
+    "evaluation": ("evaluation.",),
+    "run folder and checkpoints": ("run_dir", "resume", "trust", "client_store"),
     "loggers and callbacks": ("logger", "log_clients", "callbacks", "print_config"),
 }
 """The keys of an experiment by topic. A key that ends with a dot stands for all keys below it."""

@@ -225,8 +225,9 @@ def options_of(command: str) -> dict[str, Option]:
 
 
 def _experiment_options() -> dict[str, Option]:
-    keys = {one.name: one.option for one in parameters(find_class("fl_lightning.orchestrator.FederatedOrchestrator"))}
-    keys = {name: option for name, option in keys.items() if name != "trainer"}
+    homes = ("orchestrator.FederatedOrchestrator", "client.local_training.LocalTraining")
+    keys = {one.name: one.option for home in homes for one in parameters(find_class(f"fl_lightning.{home}"))}
+    keys = {name: option for name, option in keys.items() if name.partition(".")[0] not in ("training", "trainer")}
     keys["logger"]["default"] = EXPERIMENT_DEFAULTS["logger"]["class_path"].rpartition(".")[2]
     keys["baselines"] = {"metavar": "VALUE", "help": BASELINES}
     keys |= {f"trainer.{name}": option for name, option in TRAINER.items()}

@@ -178,11 +178,10 @@ OPTIONS = {
     "checkpoint": "resume",
     "resume_from": "resume",
     "resume_from_checkpoint": "resume",
-    "eval_gap": "evaluate_every",
-    "eg": "evaluate_every",
-    "eval_every": "evaluate_every",
-    "frequency_of_the_test": "evaluate_every",
-    "save_every": "checkpoint_every",
+    "eval_gap": "evaluation.every",
+    "eg": "evaluation.every",
+    "eval_every": "evaluation.every",
+    "frequency_of_the_test": "evaluation.every",
 }
 """Our option for each option of another tool, with `_` for `-`. Several options are separated by spaces."""
 

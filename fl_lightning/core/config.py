@@ -27,8 +27,6 @@ DIGITS = "digits_fedavg.yaml"
 
 FREE_KEYS = {
     "engine",
-    "checkpoint_every",
-    "keep_checkpoints",
     "client_store",
     "logger",
     "log_clients",

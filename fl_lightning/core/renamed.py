@@ -23,13 +23,20 @@ from typing import Any
 
 from fl_lightning.core.errors import ConfigError
 
-OPTIONS: dict[str, str] = {}
+OPTIONS: dict[str, str] = {
+    "evaluate_every": "evaluation.every",
+    "evaluation.clients": "evaluation.client_model",
+    "evaluation.targets": "evaluation.target_accuracies",
+}
 """The new key of each renamed option, by its old key."""
 
-CALLBACK_OPTIONS: dict[str, tuple[str, str]] = {}
+CALLBACK_OPTIONS: dict[str, tuple[str, str]] = {
+    "checkpoint_every": ("Checkpointing", "every"),
+    "keep_checkpoints": ("Checkpointing", "keep_last"),
+}
 """The callback that took over an option and what its argument is called, by the option's old key."""
 
-CLASSES: dict[str, str] = {}
+CLASSES: dict[str, str] = {"Given": "PredefinedSplit"}
 """The new name of each renamed class of this package, by its old name."""
 
 MODULES = {"file_loggers": "loggers.files", "objectives": "core.objectives", "wandb_logger": "loggers.wandb"}

@@ -18,7 +18,7 @@ TRAINER_KEYS = {
 }
 """The options that a client's fit takes."""
 
-_MEASURED = "clients are measured between fits; see evaluation and evaluate_every, and scenario.local_test for the data"
+_MEASURED = "clients are measured between fits; see evaluation, and scenario.local_test for the data"
 _ONE_DEVICE = "a client's fit runs on one device; the engines processes and ray spread clients over several"
 _ENDS = "a client's fit ends at trainer.max_epochs or trainer.max_steps; leave it out"
 
@@ -39,12 +39,12 @@ TRAINER_FIXES = {
     "limit_val_batches": _MEASURED,
     "limit_test_batches": _MEASURED,
     "limit_predict_batches": "a client's fit predicts nothing; leave it out",
-    "val_check_interval": "use evaluate_every, the rounds between evaluations",
-    "check_val_every_n_epoch": "use evaluate_every, the rounds between evaluations",
+    "val_check_interval": "use evaluation.every, the rounds between evaluations",
+    "check_val_every_n_epoch": "use evaluation.every, the rounds between evaluations",
     "num_sanity_val_steps": "everything is tried before round 1 as it is; leave it out",
     "inference_mode": "clients are measured without gradients as it is; leave it out",
     "log_every_n_steps": "a round is a row, with the means over each client's steps; leave it out",
-    "enable_checkpointing": "the run is checkpointed, not a client's fit; use checkpoint_every and keep_checkpoints",
+    "enable_checkpointing": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
     "default_root_dir": "use run_dir, in which a run leaves everything",
     "enable_progress_bar": "the run has a bar, a client's fit none: the callback RoundProgress; leave it out",
     "enable_model_summary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one; leave it out",

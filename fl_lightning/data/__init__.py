@@ -16,7 +16,7 @@ from fl_lightning.data.images import (
     TinyImageNet,
 )
 from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
-from fl_lightning.data.natural import ByClient, Given
+from fl_lightning.data.natural import ByClient, PredefinedSplit
 from fl_lightning.data.partitions import (
     IID,
     Dirichlet,
@@ -54,13 +54,13 @@ __all__ = [
     "FashionMNIST",
     "FederatedData",
     "FewShot",
-    "Given",
     "HuggingFace",
     "ImageFolder",
     "LoadedData",
     "Partition",
     "PathMNIST",
     "Pathological",
+    "PredefinedSplit",
     "QuantitySkew",
     "Scenario",
     "Sent140",

@@ -65,7 +65,7 @@ class ByClient(Partition):
         return [enough[k] for k in drawn(clients, len(enough), "the data", rng)]
 
 
-class Given(Partition):
+class PredefinedSplit(Partition):
     """Index lists from a file, `.npz` or `.json`: a published split, or one of your own.
 
     Client k is the k-th in the file. Indices count the dataset's training samples from 0, each in one list at most;
@@ -142,7 +142,7 @@ def read_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
     """Each client's `train` and `test` indices by the client's name, in the file's order; `test` may be empty.
 
     Raises:
-        BadFile: It is not there, or not what `Given` says.
+        BadFile: It is not there, or not what `PredefinedSplit` says.
     """
     with told_of(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)

@@ -151,7 +151,7 @@ class Scenario:
         dataset: What is learnt.
         partition: How its training samples are dealt out to clients.
         clients: Number of clients, `K`, no more than there are training samples. By default as many as the data know
-            (`ByClient`, `Given`), and 10 where they know none.
+            (`ByClient`, `PredefinedSplit`), and 10 where they know none.
         local_test: What a client's own test split is. A number in [0, 1): that share of the samples the client was
             dealt, stratified by class as far as whole samples allow (0.25 in cwFedAvg, 0.2 in UA-PDFL's code).
             `official`: of each class of the official test set the share that the client has of the class's training
@@ -227,7 +227,7 @@ class Scenario:
 
     def _refuse_what_needs_classes(self, objective: Objective) -> None:
         if self.partition.needs_classes:
-            mend = "take IID, QuantitySkew, ByClient or Given"
+            mend = "take IID, QuantitySkew, ByClient or PredefinedSplit"
             raise ConfigError(f"{self.partition.blamed} deals classes out, and {objective.no_classes}; {mend}")
         if self.long_tail is not None:
             raise ConfigError(f"scenario.long_tail: it thins classes out, and {objective.no_classes}; leave it out")

@@ -17,7 +17,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, blame, one_line
 
 INSTEAD = {
-    "Checkpoint": "the run is checkpointed, not a client's fit; use checkpoint_every, or Checkpointing under callbacks",
+    "Checkpoint": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
     "OnExceptionCheckpoint": "what a run has finished is checkpointed however it ends; leave it out",
     "ProgressBar": "the run has a bar, a client's fit none; use RoundProgress under callbacks",
     "ModelSummary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.task import Result, Score
@@ -25,36 +25,46 @@ class Evaluation:
     """What is measured beside the global model on the global test set.
 
     Args:
-        clients: Which model stands for a client on its own test split: the one it `trained` this round, for the
-            round's participants, or the one it has `received` after the aggregation, for all clients.
+        client_model: The model that is scored on a client's own test split: the one that a participant has just
+            `trained`, or the one that each client has `received` after the aggregation.
         personal_on_global: Also score the participants' trained models on the global test set.
         max_clients: With `received`, score no more than so many, drawn once by the run's seed; all by default.
-        targets: Accuracies for which R_acc, the first round reaching it, is reported: of the global model or, for
-            methods without one, of the clients' mean.
+        target_accuracies: Accuracies for which R_acc, the first round that reaches it, is reported. The accuracy is
+            that of the global model or, for methods without one, the clients' mean.
         metrics: Metrics of torchmetrics beside loss and accuracy, for the global model and every client: names
             (`MulticlassAUROC`, or `AUROC` for the one of the objective), mappings of `class_path` and `init_args`, or
             mappings of a name of one's own to either. The number of classes, labels or outputs is filled in.
         positive_class: Index of the positive class in metrics of a two-class task.
+        every: Rounds between evaluations. The last round is always evaluated.
 
     Raises:
-        ConfigError: A target is outside (0, 1], `max_clients` is below 1, or `positive_class` is neither 0 nor 1.
+        ConfigError: A target is outside (0, 1], `max_clients` or `every` is below 1, or `positive_class` is not 0
+            or 1.
     """
 
-    clients: Literal["trained", "received"] = "trained"
+    client_model: Literal["trained", "received"] = "trained"
     personal_on_global: bool = False
     max_clients: int | None = None
-    targets: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+    target_accuracies: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
     metrics: list[str | dict[str, Any]] = field(default_factory=list)
     positive_class: int = 1
+    every: int = 1
 
     def __post_init__(self) -> None:
         if self.positive_class not in (0, 1):
             raise ConfigError(f"evaluation.positive_class: must be 0 or 1 ({self.positive_class}). Give a class index.")
         if self.max_clients is not None and self.max_clients < 1:
             raise ConfigError(f"evaluation.max_clients: {self.max_clients} is below 1; leave it out to score all")
-        for target in self.targets:
+        check_positive("evaluation.", every=self.every)
+        for target in self.target_accuracies:
             if not 0 < target <= 1:
-                raise ConfigError(f"evaluation.targets: {target} is outside (0, 1]; accuracies are shares, not percent")
+                raise ConfigError(
+                    f"evaluation.target_accuracies: {target} is outside (0, 1]; accuracies are shares, not percent"
+                )
+
+    def is_due(self, round: int, rounds: int) -> bool:
+        """Return whether a round is evaluated, of so many rounds."""
+        return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
         """Ids of the clients that are scored where all could be, ascending; the same in every round and method."""

@@ -69,7 +69,7 @@ class Run:
         """Its figures, as in `final/summary.json`; of a run that has not ended, those of the rounds that it has."""
         if self.final is not None:
             return self.final
-        targets = self.settings.get("evaluation.targets")
+        targets = self.settings.get("evaluation.target_accuracies")
         numbers = [each for each in targets if isinstance(each, float | int)] if isinstance(targets, list) else []
         return summarize(self.rounds, numbers)
 

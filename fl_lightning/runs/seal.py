@@ -26,7 +26,7 @@ from fl_lightning.core.config import FREE_KEYS, below, flatten, read_config
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import update_config, update_settings
 
-MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation", "evaluate_every"}
+MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
 """Keys that a resumed run may change: what is computed in a round stays the same."""
 
 

@@ -175,7 +175,7 @@ def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
 
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients):
-    evaluation = Evaluation(clients=clients, personal_on_global=True)
+    evaluation = Evaluation(client_model=clients, personal_on_global=True)
     plain = experiment(tmp_path / "plain", FedAvg(), evaluation=evaluation)
     run = experiment(tmp_path / "personal", Personal(), evaluation=evaluation)
     plain.fit()

@@ -22,7 +22,7 @@ from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
-RECEIVED = {"evaluation": Evaluation(clients="received")}
+RECEIVED = {"evaluation": Evaluation(client_model="received")}
 PLAIN = partial(torch.optim.SGD, lr=0.5)
 WHOLE = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}, "optimizer": PLAIN}
 

@@ -272,7 +272,7 @@ def test_what_crosses_is_sparse_and_its_bytes_are_counted(tmp_path):
 
 
 def test_received_models_are_measured_in_the_new_mask(tmp_path):
-    run = experiment(tmp_path, DisPFL(0.3, graph=Ring()), rounds=2, evaluation=Evaluation(clients="received"))
+    run = experiment(tmp_path, DisPFL(0.3, graph=Ring()), rounds=2, evaluation=Evaluation(client_model="received"))
     run.fit()
     assert run.csv.rows[-1]["client/acc_mean"] > 0.3
 

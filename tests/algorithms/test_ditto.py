@@ -19,7 +19,7 @@ from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
-RECEIVED = Evaluation(clients="received")
+RECEIVED = Evaluation(client_model="received")
 SMALL = partial(MLP, hidden=(16,))
 # Dropout, BatchNorm, momentum, a schedule in the fit and over rounds, clipping.
 ALL = {
@@ -125,7 +125,7 @@ def test_a_large_lambda_holds_the_own_model_at_the_received_one():
 
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_the_own_model_is_what_is_measured(tmp_path, clients):
-    run = experiment(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(clients=clients))
+    run = experiment(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))
     run.fit()
     scores = []
     for client in run.participants(1) if clients == "trained" else range(6):

@@ -18,7 +18,7 @@ from fl_lightning.models import MLP, Head
 
 pytestmark = pytest.mark.numeric
 
-RECEIVED = {"evaluation": Evaluation(clients="received")}
+RECEIVED = {"evaluation": Evaluation(client_model="received")}
 SMALL = partial(MLP, (6,), 4, hidden=(5,))
 
 

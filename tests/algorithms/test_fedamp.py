@@ -202,7 +202,7 @@ def test_statistics_of_batchnorm_stay_at_home(tmp_path):
 def test_wdr_goes_with_it_from_yaml(tmp_path):
     terms = "{loss_terms: [{class_path: WeightDistribution, init_args: {lam: 1.0}}], sigma: 50.0}"
     method = f"algorithm: {{class_path: FedAMP, init_args: {terms}}}"
-    tiny(tmp_path / "run", "--evaluation.clients=trained", text=TINY.replace("algorithm: FedSKC", method))
+    tiny(tmp_path / "run", "--evaluation.client_model=trained", text=TINY.replace("algorithm: FedSKC", method))
     first, _, last = rows(tmp_path / "run")
     assert all(float(row["client/train_wdr"]) > 0 for row in (first, last))
     assert not first["client/train_proximal"]

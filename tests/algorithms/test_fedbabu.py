@@ -108,7 +108,7 @@ def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_p
 
 @pytest.mark.parametrize(("tune", "moves"), [("full", ("encoder.", "head.")), ("body", "encoder."), ("head", "head.")])
 def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tune, moves):
-    received = {"evaluation": Evaluation(clients="received"), "model": NormMLP, "optimizer": HEAVY}
+    received = {"evaluation": Evaluation(client_model="received"), "model": NormMLP, "optimizer": HEAVY}
     plain = experiment(tmp_path / "plain", FedBABU(tune_epochs=0), rounds=1, **received)
     tuned = experiment(tmp_path / "tuned", FedBABU(tune=tune, tune_epochs=2), rounds=1, **received)
     for run in (plain, tuned):

@@ -17,7 +17,7 @@ from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
 
-RECEIVED = {"evaluation": Evaluation(clients="received")}
+RECEIVED = {"evaluation": Evaluation(client_model="received")}
 SMALL = partial(MLP, (6,), 4, hidden=(5,))
 X, Y = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 4
 

@@ -13,7 +13,7 @@ from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 DEEP = partial(MLP, hidden=(16, 8))
-RECEIVED = {"evaluation": Evaluation(clients="received")}
+RECEIVED = {"evaluation": Evaluation(client_model="received")}
 
 
 def cut(entries, *parts):

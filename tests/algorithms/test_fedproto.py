@@ -193,7 +193,7 @@ def test_the_nearest_prototype_is_told_among_the_known():
 
 
 def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_path):
-    received = {"evaluation": Evaluation(clients="received")}
+    received = {"evaluation": Evaluation(client_model="received")}
     runs = {
         how: experiment(tmp_path / how, FedProto(predict=how), **received, rounds=2) for how in ("logits", "prototypes")
     }

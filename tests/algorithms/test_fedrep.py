@@ -140,7 +140,7 @@ def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model
     ("clients", "engine"), [("received", "sequential"), ("trained", "sequential"), ("trained", StackedEngine())]
 )
 def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients, engine):
-    options = {"model": NormMLP, "evaluation": Evaluation(clients=clients), "engine": engine}
+    options = {"model": NormMLP, "evaluation": Evaluation(client_model=clients), "engine": engine}
     runs = {n: experiment(tmp_path / str(n), FedRep(final_epochs=n), **options) for n in (0, 3)}
     for run in runs.values():
         run.fit()

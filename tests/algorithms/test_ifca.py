@@ -192,7 +192,7 @@ def test_shared_layers_travel_once(tmp_path):
 
 
 def test_what_a_client_receives_is_measured_for_all(tmp_path):
-    run = experiment(tmp_path, IFCA(), evaluation=Evaluation(clients="received"))
+    run = experiment(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"))
     run.fit()
     assert "global/acc" not in run.csv.rows[-1]
     assert run.csv.rows[-1]["client/acc_mean"] > 0.5

@@ -58,7 +58,7 @@ def test_each_client_goes_on_from_its_own_model_alone(tmp_path, model):
 
 
 def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_path):
-    run = experiment(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(clients="received"))
+    run = experiment(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
     run.fit()
     (never, *_) = set(range(6)) - run.memory.keys()
     initial = run.worker.template.backbone

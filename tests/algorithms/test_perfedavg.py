@@ -19,7 +19,7 @@ from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 ORDERS = {"first": 2, "hessian_free": 3}
-RECEIVED = {"evaluation": Evaluation(clients="received")}
+RECEIVED = {"evaluation": Evaluation(client_model="received")}
 DECAY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 

@@ -153,7 +153,7 @@ def test_runs_are_grouped_by_all_that_differs_but_the_seed_and_what_alters_no_fi
             seed,
             callbacks=None,
             arguments={"tau": 0.1},
-            evaluation={"clients": "trained", "targets": [seed]},
+            evaluation={"client_model": "trained", "target_accuracies": [seed]},
         )
         write(tmp_path, "FedDW", seed, arguments={"mu": 1}, lr=0.5)
     found = compared(tmp_path)
@@ -607,7 +607,6 @@ def test_values_are_told_as_in_yaml():
         (["--by", "algoritm"], "--by: no run has a setting 'algoritm'; did you mean algorithm?"),
         (["--by", "seed"], "--by: seed tells no groups apart"),
         (["--by", "data_dir"], "--by: scenario.dataset.data_dir tells no groups apart"),
-        (["--by", "clients"], "--by: clients may be evaluation.clients or scenario.clients; give the whole key"),
         (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'; there are comm/down_bytes, comm/up_bytes, glob"),
         (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
         (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),

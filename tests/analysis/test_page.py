@@ -27,7 +27,7 @@ from fl_lightning.runs.reader import open_runs
 
 CONFIG = {
     "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.08}},
-    "evaluation": {"targets": [0.5]},
+    "evaluation": {"target_accuracies": [0.5]},
     "rounds": 4,
 }
 METRICS = {
@@ -255,8 +255,20 @@ def test_settings_are_told_apart_and_can_be_put_together_again(tmp_path):
     write_run(tmp_path / "c", config(seed=1, note="y"), METRICS)
     data = contents(tmp_path)
     first, second, _ = ({**data["common"], **run["settings"]} for run in data["runs"])
-    assert first == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "1", "note": "x"}
-    assert second == {"algorithm": "FedSKC", "evaluation.targets": "[0.5]", "rounds": "4", "seed": "2", "flag": "null"}
+    assert first == {
+        "algorithm": "FedSKC",
+        "evaluation.target_accuracies": "[0.5]",
+        "rounds": "4",
+        "seed": "1",
+        "note": "x",
+    }
+    assert second == {
+        "algorithm": "FedSKC",
+        "evaluation.target_accuracies": "[0.5]",
+        "rounds": "4",
+        "seed": "2",
+        "flag": "null",
+    }
     assert data["runs"][0]["settings"] == {"seed": "1", "note": "x"}
 
 

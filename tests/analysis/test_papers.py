@@ -362,7 +362,7 @@ def few():
 def check(table, column, row):
     found = taken(words(table, column, row))
     expected = {key: value for key, value in said_of_column(table, column).items() if key != "metric"}
-    expected |= said_of_row(table, row) | {"evaluation.clients": MEASURED[table["paper"]], "seed": 1}
+    expected |= said_of_row(table, row) | {"evaluation.client_model": MEASURED[table["paper"]], "seed": 1}
     assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
 
 
@@ -428,7 +428,7 @@ def test_its_metric_is_a_figure_of_such_a_run(stem, table):
         logged = {"round": 1, "client/acc_mean": 0.5, "client/acc_weighted": 0.5}
         logged |= {"global/acc": 0.5} if one_model(cell) else {}
         logged |= {"personal_on_global/acc_mean": 0.5} if found["evaluation.personal_on_global"] else {}
-        assert figure in summarize([logged], found["evaluation.targets"]), (column, row)
+        assert figure in summarize([logged], found["evaluation.target_accuracies"]), (column, row)
         assert one_model(cell) or not figure.startswith("R_"), (column, row)
 
 

@@ -42,7 +42,7 @@ CONFIG = {
     "algorithm": {"class_path": "fl_lightning.algorithms.FedSKC", "init_args": {"tau": 0.1}},
     "clients_per_round": 5,
     "rounds": 30,
-    "evaluate_every": 1,
+    "evaluation": {"every": 1},
     "seed": 7,
 }
 
@@ -264,7 +264,7 @@ def test_a_run_that_goes_on_has_not_ended_though_the_summary_of_its_first_end_is
     ("done", "every", "since", "last"), [(4, 1, 0.0, 4), (12, 1, 3.0, 10), (25, 20, 0.0, 20), (9, 1, 1e9, 9)]
 )
 def test_the_time_left_is_that_of_the_rounds_to_come(done, every, since, last):
-    look = look_at(rounds(done), CONFIG | {"evaluate_every": every}, since_round=since)
+    look = look_at(rounds(done), CONFIG | {"evaluation": {"every": every}}, since_round=since)
     mean = statistics.fmean(range(done - last + 1, done + 1))  # round n takes n seconds
     assert look.round_seconds == pytest.approx(mean)
     assert look.seconds_left == pytest.approx((30 - done) * mean - min(since, mean))

@@ -116,10 +116,10 @@ def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):
     assert run.checkpoints.rounds() == [5, 4, 2, 0]
 
 
-@pytest.mark.parametrize("key", ["checkpoint_every", "keep_checkpoints"])
-def test_checkpoint_options_below_one_are_named(tmp_path, key):
-    with pytest.raises(ConfigError, match=f"{key}: 0 is below 1"):
-        experiment(tmp_path, **{key: 0})
+@pytest.mark.parametrize("key", ["every", "keep_last"])
+def test_checkpoint_options_below_one_are_named(key):
+    with pytest.raises(ConfigError, match=f"callbacks: Checkpointing.{key}: 0 is below 1"):
+        Checkpointing(**{key: 0})
 
 
 def test_defaults_are_there_unless_one_of_their_class_is_given(tmp_path):

@@ -40,7 +40,7 @@ def expected(run, module, x, y):
 
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
 def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
-    run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(clients="received"))
+    run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
     data = run.data.data
     if run.algorithm.one_model:
         module = run.worker.shared_module(run.state["model"])

@@ -107,7 +107,11 @@ KINDS = [
     ),
     kind("wrong optimizer type", [*FIT, "--optimizer.lr", "quick"], "optimizer.lr: got 'quick', expected float"),
     kind("bad precision", [*FIT, "--trainer.precision", "17"], "trainer.precision: got '17', expected 64 | 32 | 16 | "),
-    kind("one target, no list", [*FIT, "--evaluation.targets", "0.5"], "evaluation.targets: got '0.5', expected list"),
+    kind(
+        "one target, no list",
+        [*FIT, "--evaluation.target_accuracies", "0.5"],
+        "evaluation.target_accuracies: got '0.5', expected list",
+    ),
     # Classes
     kind("unknown module", [*FIT, "--algorithm", "nowhere.FedFoo"], "algorithm: ", "No module named 'nowhere'"),
     kind(
@@ -151,8 +155,18 @@ KINDS = [
     ),
     kind("no clients", [*FIT, "--scenario.clients", "0"], "scenario.clients: 0 is below 1"),
     kind("local_test", [*FIT, "--scenario.local_test", "1"], "scenario.local_test: 1.0 is outside [0, 1)"),
-    kind("no checkpoints", [*FIT, "--checkpoint_every", "0"], "checkpoint_every: 0 is below 1"),
-    kind("percent", [*FIT, "--evaluation.targets", "[80]"], "evaluation.targets: 80.0", "(0, 1]", "not percent"),
+    kind(
+        "no checkpoints",
+        [*FIT, "--callbacks+=Checkpointing", "--callbacks.every=0"],
+        "callbacks: Checkpointing.every: 0 is below 1",
+    ),
+    kind(
+        "percent",
+        [*FIT, "--evaluation.target_accuracies", "[80]"],
+        "evaluation.target_accuracies: 80.0",
+        "(0, 1]",
+        "not percent",
+    ),
     kind("tau 0", [*FIT, "--algorithm.tau", "0"], "algorithm.tau: 0.0 is not above 0", "0.08"),
     kind("beta", [*FIT, "--algorithm.beta", "1.5"], "algorithm.beta: 1.5 is outside [0, 1]", "0.95"),
     kind("bad lr", [*FIT, "--optimizer.lr", "-1"], "optimizer: Invalid learning rate: -1"),

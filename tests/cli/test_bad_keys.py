@@ -21,9 +21,6 @@ optimizer_state: kept
 compile: false
 channels_last: false
 engine: sequential
-evaluate_every: 1
-checkpoint_every: 1
-keep_checkpoints: 2
 client_store: memory
 on_client_failure: drop
 min_clients: 1
@@ -47,7 +44,7 @@ trainer:
   {accelerator: cpu, devices: 1, precision: 32-true, max_epochs: 1, max_steps: -1, limit_train_batches: 1.0,
    gradient_clip_val: 1.0, gradient_clip_algorithm: norm, accumulate_grad_batches: 1, deterministic: false,
    benchmark: false, detect_anomaly: false}
-evaluation: {clients: trained, personal_on_global: false, targets: [0.5], max_clients: 3}
+evaluation: {client_model: trained, personal_on_global: false, target_accuracies: [0.5], max_clients: 3, every: 1}
 callbacks: [{class_path: EarlyStopping, init_args: {patience: 3}}]
 logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
 baselines: {MOON: {algorithm.mu: 1}}

@@ -14,7 +14,7 @@ import torch
 import yaml
 from commands import TINY, contents, rows, run, summary, table, tiny, untimed_rows
 
-from fl_lightning import FederatedOrchestrator, LossTerm, algorithms, callbacks, data, engines, models
+from fl_lightning import FederatedOrchestrator, LocalTraining, LossTerm, algorithms, callbacks, data, engines, models
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import FAMILIES
 from fl_lightning.cli.experiment import open_run
@@ -33,7 +33,7 @@ optimizer: {class_path: Adam, init_args: {lr: 1e-3, betas: [0.8, 0.9]}}
 lr_scheduler: {class_path: StepLR, init_args: {step_size: 1}}
 round_lr_scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.9}}
 callbacks: [{class_path: EarlyStopping, init_args: {patience: 5}}]
-evaluation: {clients: received, targets: [0.25]}
+evaluation: {client_model: received, target_accuracies: [0.25]}
 trainer: {max_epochs: 1, accelerator: cpu, gradient_clip_val: 1.0}
 logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
 """
@@ -43,7 +43,7 @@ logger: {class_path: CSVLogger, init_args: {save_dir: logs}}
 def finished(tmp_path_factory):
     """A finished run of three rounds, and what it printed."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    return run_dir, tiny(run_dir, "--evaluation.clients", "received", "--seed", "5")
+    return run_dir, tiny(run_dir, "--evaluation.client_model", "received", "--seed", "5")
 
 
 @pytest.fixture
@@ -78,8 +78,9 @@ def test_help_tells_of_every_command(capsys):
 
 def test_help_of_fit_tells_of_every_key_and_of_nothing_more_of_lightnings_trainer(capsys):
     text = help_text(capsys, "fit", "--help")
-    for name in inspect.signature(FederatedOrchestrator).parameters:
-        assert f"--{name}" in text
+    for kind in (FederatedOrchestrator, LocalTraining):
+        for name in {*inspect.signature(kind).parameters} - {"training"}:
+            assert f"--{name}" in text
     for name in inspect.signature(Scenario).parameters:
         assert f"--scenario.{name}" in text
     assert "How many clients take part in a round, drawn anew each time (all)" in text
@@ -113,8 +114,13 @@ def test_a_printed_config_holds_what_the_file_says(here, capsys):
     assert printed["algorithm"]["init_args"]["loss_terms"][0]["init_args"]["tau"] == 0.5
     assert printed["optimizer"]["init_args"]["betas"] == [0.8, 0.9]
     assert printed["callbacks"][0]["init_args"]["patience"] == 5
-    scored = {"clients": "received", "personal_on_global": False, "max_clients": None}
-    assert printed["evaluation"] == scored | {"targets": [0.25], "metrics": [], "positive_class": 1}
+    scored = {"client_model": "received", "personal_on_global": False, "max_clients": None}
+    assert printed["evaluation"] == scored | {
+        "target_accuracies": [0.25],
+        "metrics": [],
+        "positive_class": 1,
+        "every": 1,
+    }
     assert printed["logger"]["init_args"]["save_dir"] == "logs"
 
 
@@ -555,13 +561,13 @@ def test_a_run_that_has_lost_its_checkpoints_is_left_as_it_is(kept, finished, tm
 def test_a_resumed_run_may_change_where_and_what_is_watched(finished, tmp_path):
     run_dir = Path(shutil.copytree(finished[0], tmp_path / "run"))
     free = [
-        "--keep_checkpoints",
-        "3",
+        "--callbacks+=Checkpointing",
+        "--callbacks.keep_last=3",
         "--log_clients",
         "false",
-        "--evaluate_every",
+        "--evaluation.every",
         "2",
-        "--evaluation.targets",
+        "--evaluation.target_accuracies",
         "[0.1]",
     ]
     code, out, _ = run("fit", "--resume", run_dir, *free, "--rounds", "4")
@@ -635,7 +641,7 @@ def test_code_that_exits_inside_a_run_fails_it(error, here, monkeypatch):
     assert outcome.code == 1
     assert outcome.err == (
         f"fl-lightning: error: {error} was raised in {here / 'broken.py'}, line 7 (aggregate) before the command had "
-        "come to its end\n"
+        "finished\n"
     )
     assert not Path("run/final").exists()
 
@@ -665,7 +671,7 @@ def test_a_loss_term_that_exits_inside_a_fit_fails_the_run(how, here, monkeypatc
     told = f"client 0, round 1: SystemExit: {how[-2]} (leaving.py, line 7)\n"
     if "raise" in how:
         where = f"{here / 'leaving.py'}, line 7 (forward)"
-        told = f"KeyboardInterrupt() was raised in {where} before the command had come to its end\n"
+        told = f"KeyboardInterrupt() was raised in {where} before the command had finished\n"
     assert err == f"fl-lightning: error: {told}"
     assert err.count("\n") == 1
     assert "rounds" not in out

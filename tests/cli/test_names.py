@@ -110,7 +110,7 @@ TYPED = {
     f"{FIT} --callbacks EarlyStopping": "did you mean --callbacks+=EarlyStopping?",
     f"{FIT} --callbacks early_stoping": "did you mean --callbacks+=EarlyStopping?",
     f"{FIT} --algorithm.loss_terms Proximal": "did you mean --algorithm.loss_terms+=Proximal?",
-    f"{FIT} --evaluation.targets 0.5": "did you mean [0.5]?",
+    f"{FIT} --evaluation.target_accuracies 0.5": "did you mean [0.5]?",
     # options
     f"{FIT} --lr 0.1": "did you mean --optimizer.lr?",
     f"{FIT} --lr=0.1": "did you mean --optimizer.lr?",
@@ -154,7 +154,7 @@ TYPED = {
 }
 
 
-VALUES_OF_WRONG_KINDS = [line for line in TYPED if re.search("--callbacks [Ee]|loss_terms P|targets", line)]
+VALUES_OF_WRONG_KINDS = [line for line in TYPED if re.search("--callbacks [Ee]|loss_terms P|target_accuracies", line)]
 
 
 def test_names_are_answered_without_torch(here):

@@ -102,7 +102,7 @@ def test_of_what_there_is_not_nothing_is_said():
     ("words", "told"),
     [
         ((), ("as trained in the round", "as received after the round")),
-        (("--evaluation.clients", "received"), ("as received after the round", "as received after the round")),
+        (("--evaluation.client_model", "received"), ("as received after the round", "as received after the round")),
         (("--algorithm", "PeerFedPer"), ("as trained in the round", "as it was trained last")),
     ],
 )
@@ -196,7 +196,17 @@ def own_terminal(follower):
 @pytest.mark.parametrize("columns", [40, 100])
 def test_after_ctrl_c_no_bar_is_left(tmp_path, columns):
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = ["fit", "--config", "tiny.yaml", "--rounds", "100000", "--run_dir", "run", "--checkpoint_every", "50"]
+    words = [
+        "fit",
+        "--config",
+        "tiny.yaml",
+        "--rounds",
+        "100000",
+        "--run_dir",
+        "run",
+        "--callbacks+=Checkpointing",
+        "--callbacks.every=50",
+    ]
     code, before, written = in_a_terminal(words, tmp_path, columns, r"global acc 0\.\d{4}", b"\x03")
     assert code == 130
     during, after = Screen(columns), Screen(columns)

@@ -41,7 +41,7 @@ def test_seeds_of_a_setting_share_a_group(named):
         ["--engine", "stacked"],
         ["--logger", "CSVLogger", "--logger.save_dir", "x"],
         ["--callbacks", "[RowNorms]"],
-        ["--evaluation.targets", "[0.1]"],
+        ["--evaluation.target_accuracies", "[0.1]"],
         ["--trainer.accelerator", "auto"],
         ["--run_dir", "x"],
         ["--algorithm.tau", "0.08"],  # as it is

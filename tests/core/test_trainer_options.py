@@ -45,7 +45,7 @@ def test_what_is_told_of_is_there():
     keys = {action.dest for action in experiment_parser()._actions}
     own = {word for mend in TRAINER_FIXES.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", mend)}
     assert own <= keys
-    for key in ("client_callbacks", "callbacks", "checkpoint_every", "keep_checkpoints", "evaluate_every", "run_dir"):
+    for key in ("client_callbacks", "callbacks", "evaluation.every", "run_dir"):
         assert key in keys
         assert any(key in mend for mend in TRAINER_FIXES.values())
 
@@ -58,7 +58,7 @@ def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
     given = []
 
     def fitted(self, *rest):
-        given.append(self._worker_options["trainer"])
+        given.append(self.training.trainer)
         return SimpleNamespace(summary={})
 
     monkeypatch.setattr(FederatedOrchestrator, "fit", fitted)

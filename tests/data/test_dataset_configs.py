@@ -56,7 +56,7 @@ def test_partitions_and_datasets_are_listed_by_name() -> None:
         "ByClient",
         "Dirichlet",
         "DisjointClasses",
-        "Given",
+        "PredefinedSplit",
         "Pathological",
         "QuantitySkew",
         "Shards",

@@ -307,9 +307,11 @@ def test_femnist_trains_with_its_natural_clients_from_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train, test = write_femnist(tmp_path, writers=12, each=40)
-    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluate_every=1"]
+    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluation.every=1"]
     words = ["fit", "--config", "femnist_fedavg.yaml", "--scenario.dataset.data_dir=.", "--model=MLP", *small]
-    outcome = run(*words, "--rounds=3", "--trainer.max_epochs=20", "--run_dir=run", "--evaluation.clients=received")
+    outcome = run(
+        *words, "--rounds=3", "--trainer.max_epochs=20", "--run_dir=run", "--evaluation.client_model=received"
+    )
     assert outcome.code == 0, outcome.err
     metrics = rows(Path("run"))
     assert len(metrics) == 3
@@ -332,7 +334,7 @@ def test_femnist_trains_with_its_natural_clients_from_the_command_line(
 def test_shakespeare_learns_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_shakespeare(tmp_path)
-    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluate_every=1"]
+    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluation.every=1"]
     words = ["--config", "shakespeare_fedavg.yaml", "--scenario.dataset.data_dir=.", *small, "--clients_per_round=4"]
     outcome = run("fit", *words, "--rounds=3", "--model.hidden=16", "--run_dir=run")
     assert outcome.code == 0, outcome.err

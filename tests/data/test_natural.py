@@ -28,10 +28,10 @@ from fl_lightning.data import (
     Dirichlet,
     DisjointClasses,
     FederatedData,
-    Given,
     LoadedData,
     Partition,
     Pathological,
+    PredefinedSplit,
     QuantitySkew,
     Scenario,
     Shards,
@@ -244,18 +244,18 @@ def test_other_partitions_take_no_notice_of_names() -> None:
         assert one.client_ids is None
 
 
-# --- Given ---
+# --- PredefinedSplit ---
 
 LISTS = [[5, 3], [0], [7, 1, 2]]
 TESTS = [[4, 1], [], [1, 0]]
 
 
-def write(path: Path, content: Any) -> Given:
+def write(path: Path, content: Any) -> PredefinedSplit:
     if path.suffix == ".npz":
         np.savez(path, **content)
     else:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return Given(str(path))
+    return PredefinedSplit(str(path))
 
 
 def both(name: str) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def test_a_bad_list_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> Non
     content, told = BAD[case]
     path = tmp_path / "a.json"
     path.write_bytes(content) if isinstance(content, bytes) else write(path, content)
-    message = refusal(lambda: built(People(OWNERS), Given(str(path))))
+    message = refusal(lambda: built(People(OWNERS), PredefinedSplit(str(path))))
     assert message.startswith(f"scenario.partition.path: {path}: ")
     assert told in message
 
@@ -383,7 +383,7 @@ BAD_ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_bad_archive_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> None:
     make, told = BAD_ARCHIVES[case]
     make(tmp_path / "a.npz")
-    message = refusal(lambda: built(People(OWNERS), Given(str(tmp_path / "a.npz"))))
+    message = refusal(lambda: built(People(OWNERS), PredefinedSplit(str(tmp_path / "a.npz"))))
     assert message.startswith(f"scenario.partition.path: {tmp_path / 'a.npz'}: ")
     assert told in message
 
@@ -396,13 +396,15 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_of_another_kind_is_refused_at_once() -> None:
-    assert refusal(lambda: Given("split.csv")) == "scenario.partition.path: split.csv is neither .npz nor .json"
+    assert (
+        refusal(lambda: PredefinedSplit("split.csv")) == "scenario.partition.path: split.csv is neither .npz nor .json"
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [("train_samples", 10), ("train_samples", 0.5), ("long_tail", 2)])
 def test_indices_are_of_the_whole_dataset(key: str, value: float, tmp_path: Path) -> None:
     split = write(tmp_path / "a.json", LISTS)
-    told = f"scenario.{key}: Given knows samples by their place in the whole dataset; leave {key} out"
+    told = f"scenario.{key}: PredefinedSplit knows samples by their place in the whole dataset; leave {key} out"
     assert refusal(lambda: Scenario(People(OWNERS), split, **{key: value})) == told
 
 
@@ -469,7 +471,7 @@ class Measured(People):
 def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
     told = (
         f"scenario.partition: {type(partition).__name__} deals classes out, and the labels are no classes but for "
-        f"{'MultiLabel' if y == 'labels' else 'Regression'}; take IID, QuantitySkew, ByClient or Given"
+        f"{'MultiLabel' if y == 'labels' else 'Regression'}; take IID, QuantitySkew, ByClient or PredefinedSplit"
     )
     assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
 
@@ -559,10 +561,10 @@ model: {class_path: MLP, init_args: {hidden: [8]}}
 algorithm: FedAvg
 optimizer: {class_path: SGD, init_args: {lr: 0.1}}
 trainer: {accelerator: cpu, max_epochs: 2}
-evaluation: {clients: received, max_clients: 4}
+evaluation: {client_model: received, max_clients: 4}
 logger: null
 """
-SPLIT = ["--scenario.dataset=Digits", "--scenario.partition=Given", "--scenario.partition.path=split.json"]
+SPLIT = ["--scenario.dataset=Digits", "--scenario.partition=PredefinedSplit", "--scenario.partition.path=split.json"]
 FIT = ["fit", "--config", "one.yaml"]
 
 
@@ -578,7 +580,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "words"), [("FedRep", []), ("PeerAlgorithm", []), ("FedAvg", SPLIT)], ids=["FedRep", "peers", "Given"]
+    ("method", "words"),
+    [("FedRep", []), ("PeerAlgorithm", []), ("FedAvg", SPLIT)],
+    ids=["FedRep", "peers", "PredefinedSplit"],
 )
 def test_a_run_with_silent_clients_goes_on_to_the_same_bytes(words: list[str], method: str, here: Path) -> None:
     more = [*words, f"--algorithm={method}"]
@@ -670,7 +674,7 @@ KINDS = {
     "no path": (SPLIT[:2], "scenario.partition", "path"),
     "a share of the whole": (
         [*SPLIT, "--scenario.train_samples=0.5"],
-        "scenario.train_samples: Given knows",
+        "scenario.train_samples: PredefinedSplit knows",
     ),
 }
 

@@ -61,7 +61,7 @@ PAPERS = {
         "trainer.max_epochs": 1,
         "optimizer": "torch.optim.SGD",
         "optimizer.lr": 0.001,
-        "evaluation.clients": "received",
+        "evaluation.client_model": "received",
     },
     "UAPDFL": {
         "rounds": 150,

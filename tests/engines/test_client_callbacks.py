@@ -309,8 +309,8 @@ def test_an_error_of_theirs_is_the_clients(tmp_path):
 # --- What is refused ---
 
 STAND_INS = {
-    "ModelCheckpoint": "checkpoint_every",
-    "Checkpoint": "checkpoint_every",
+    "ModelCheckpoint": "use Checkpointing under callbacks",
+    "Checkpoint": "use Checkpointing under callbacks",
     "OnExceptionCheckpoint": "checkpointed",
     "ProgressBar": "RoundProgress",
     "RichProgressBar": "RoundProgress",
@@ -377,7 +377,7 @@ def test_another_callback_may_log_what_is_watched(tmp_path):
 def test_one_of_lightnings_is_refused_where_the_runs_belong(tmp_path):
     for given, mend in (
         (LearningRateMonitor(), "client_callbacks"),
-        (lightnings.ModelCheckpoint(), "checkpoint_every"),
+        (lightnings.ModelCheckpoint(), "use Checkpointing under callbacks"),
     ):
         with pytest.raises(ConfigError, match=f"^callbacks: {type(given).__name__} is Lightning's: .*{mend}"):
             experiment(tmp_path, callbacks=[given])
@@ -406,7 +406,10 @@ def here(tmp_path, monkeypatch):
         ),
         (["--callbacks+=lightning.pytorch.callbacks.Timer"], ["Timer is Lightning's", "under client_callbacks"]),
         (["--callbacks", "[RichProgressBar]"], ["RichProgressBar is Lightning's", "RoundProgress"]),
-        (["--client_callbacks", "[ModelCheckpoint]"], ["ModelCheckpoint makes no sense", "checkpoint_every"]),
+        (
+            ["--client_callbacks", "[ModelCheckpoint]"],
+            ["ModelCheckpoint makes no sense", "use Checkpointing under callbacks"],
+        ),
         (["--client_callbacks", "[Tymer]"], ["there is no class 'Tymer'", "did you mean Timer?"]),
         (["--client_callbacks", "[EarlyStopping]"], ["client_callbacks: monitor must be given"]),
         (["--client_callbacks", "Timer"], ["client_callbacks: got 'Timer', expected list"]),

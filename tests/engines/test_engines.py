@@ -29,7 +29,7 @@ from fl_lightning.evaluation.evaluation import Evaluation
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
 def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
     forth, back = (
-        experiment(tmp_path / type(e).__name__, algorithm(), engine=e, evaluation=Evaluation(clients="received"))
+        experiment(tmp_path / type(e).__name__, algorithm(), engine=e, evaluation=Evaluation(client_model="received"))
         for e in (SequentialEngine(), Backwards())
     )
     forth.fit()
@@ -122,7 +122,7 @@ class Fits(LossTerm):
 
 
 def test_each_fit_has_a_module_of_its_own(tmp_path):
-    run = experiment(tmp_path, FedAvg(loss_terms=[Fits()]), evaluation=Evaluation(clients="received"))
+    run = experiment(tmp_path, FedAvg(loss_terms=[Fits()]), evaluation=Evaluation(client_model="received"))
     run.fit()
     assert [row["client/train_fits"] for row in run.csv.rows] == [1.0, 1.0, 1.0]
 

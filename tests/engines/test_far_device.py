@@ -210,7 +210,7 @@ def test_weights_cross_once_a_round_for_however_many_clients(tmp_path: Path, met
         size, there = transfers(tmp_path / str(clients), method, clients_per_round=clients, **options)
         assert there.fetched["state.value"] == 2 * size  # the mean
         assert there.sent["device.__call__"] == 2 * size  # what all are sent
-        assert there.sent["base.load_weights"] == 2 * size  # the model that is scored, and the final one
+        assert there.sent["weights.load_weights"] == 2 * size  # the model that is scored, and the final one
         del there.sent["loaders.indices"]  # which samples are in each batch
         crossed.append(there.fetched.total() + there.sent.total())
     assert crossed[1] - crossed[0] < size / 2  # losses and knowledge of three more clients, in two rounds
@@ -222,7 +222,7 @@ def test_nothing_crosses_in_a_step(tmp_path: Path, engine: str) -> None:
     for epochs in (1, 3):
         options = {"trainer": {"max_epochs": epochs}, "engine": ENGINES[engine], "rounds": 1}
         _, there = transfers(tmp_path / str(epochs), FedDW, **options)
-        losses = there.fetched.pop("module.settle")  # all of an epoch's at its end
+        losses = there.fetched.pop("loss_record.settle")  # all of an epoch's at its end
         assert there.sent.pop("loaders.indices")  # the order of an epoch
         counts.append((losses / epochs, there.fetched, there.sent))
     assert counts[0] == counts[1]

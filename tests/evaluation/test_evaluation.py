@@ -200,17 +200,19 @@ def test_a_run_without_rounds_comes_to_nothing() -> None:
 
 @pytest.mark.parametrize("target", [0, -0.1, 1.001, 80, float("nan")])
 def test_targets_are_shares(target: float) -> None:
-    with pytest.raises(ConfigError, match=rf"^evaluation.targets: {target} is outside \(0, 1\]; accuracies are shares"):
-        Evaluation(targets=[0.5, target])
+    with pytest.raises(
+        ConfigError, match=rf"^evaluation.target_accuracies: {target} is outside \(0, 1\]; accuracies are shares"
+    ):
+        Evaluation(target_accuracies=[0.5, target])
 
 
 def test_a_target_of_one_is_a_share() -> None:
-    assert Evaluation(targets=[1.0]).targets == [1.0]
+    assert Evaluation(target_accuracies=[1.0]).target_accuracies == [1.0]
 
 
 def test_two_evaluations_share_no_targets() -> None:
-    assert Evaluation().targets == Evaluation().targets
-    assert Evaluation().targets is not Evaluation().targets
+    assert Evaluation().target_accuracies == Evaluation().target_accuracies
+    assert Evaluation().target_accuracies is not Evaluation().target_accuracies
 
 
 # --- What clients receive ---
@@ -284,7 +286,7 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
         rounds=2,
         clients_per_round=3,
         trainer={"accelerator": "cpu", "max_epochs": 1},
-        evaluation=Evaluation(clients="received"),
+        evaluation=Evaluation(client_model="received"),
     )
     run.fit()
     run.worker.eval_batch_size = 128

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 from functools import partial
 from itertools import repeat
 from math import prod
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from fl_lightning.callbacks import RoundProgress
+from fl_lightning.callbacks import Checkpointing, RoundProgress
 from torch import nn
 
-from fl_lightning import FederatedOrchestrator
+from fl_lightning import Evaluation, FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
+from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.core.message import Message
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task
@@ -57,7 +59,11 @@ def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
 
 
 def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:
-    """Three rounds of digits with four of six clients, unless told otherwise."""
+    """Three rounds of digits with four of six clients, unless told otherwise.
+
+    Options are those of the orchestrator and of `LocalTraining`; `checkpoint_every`, `keep_checkpoints` and
+    `evaluate_every` are short for arguments of `Checkpointing` and `Evaluation`.
+    """
     settings = {
         "scenario": digits(),
         "model": partial(MLP, hidden=(16,)),
@@ -70,7 +76,14 @@ def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> Federate
         "run_dir": run_dir,
     }
     settings |= options
-    given = options.get("callbacks", [])
+    given = list(options.get("callbacks") or [])
+    kept = {"every": settings.pop("checkpoint_every", None), "keep_last": settings.pop("keep_checkpoints", None)}
+    if kept := {name: value for name, value in kept.items() if value is not None}:
+        given.append(Checkpointing(**kept))
+    if every := settings.pop("evaluate_every", None):
+        settings["evaluation"] = replace(settings.get("evaluation", Evaluation()), every=every)
+    local = {one.name: settings.pop(one.name) for one in fields(LocalTraining) if one.name in settings}
+    settings["training"] = LocalTraining(**local)
     shown = any(isinstance(callback, RoundProgress) for callback in given)
     settings["callbacks"] = [*([] if shown else [Silent()]), *given]
     return FederatedOrchestrator(**settings)

@@ -72,7 +72,7 @@ logger: null
 """
 SIAMESE = '{"projection": 8, "prediction": 8}'
 RUNS = {
-    "little with clients": ["--algorithm=FedSKC", "--checkpoint_every=2"],
+    "little with clients": ["--algorithm=FedSKC", "--callbacks+=Checkpointing", "--callbacks.every=2"],
     "memories, on disk": ["--algorithm=FedSiamDA", f"--model.head={SIAMESE}", "--client_store=disk"],
     "peers": ["--algorithm=UAPDFL", "--algorithm.n_com=2", "--clients_per_round=3"],
     "figures": [

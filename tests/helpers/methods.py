@@ -68,7 +68,7 @@ METHODS = {
             "round_lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
         },
     ),
-    "received": (FedSKC, {"evaluation": Evaluation(clients="received", personal_on_global=True)}),
+    "received": (FedSKC, {"evaluation": Evaluation(client_model="received", personal_on_global=True)}),
     "class shares": (partial(CwFedAvg, lam=0.0, distribution="true"), {}),
     "cwFedAVG's code": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
     "UA-PDFL's code": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),

@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "rounds": 3,
     "seed": 1,
     "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-    "evaluation": {"clients": "trained", "targets": [0.5, 0.8]},
+    "evaluation": {"client_model": "trained", "target_accuracies": [0.5, 0.8]},
     "callbacks": [{"class_path": "mine.Watcher"}],
 }
 ROUNDS = [
@@ -45,7 +45,7 @@ def write_run(folder, config=CONFIG, rounds=ROUNDS, finished=True, clients=None)
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     write_csv(folder / "metrics.csv", rounds)
     if finished:
-        summary = summarize(rounds, ((config or {}).get("evaluation") or {}).get("targets", []))
+        summary = summarize(rounds, ((config or {}).get("evaluation") or {}).get("target_accuracies", []))
         (folder / "final" / "summary.json").write_text(json.dumps(summary))
     if clients:
         write_csv(folder / "clients.csv", clients)

@@ -299,7 +299,7 @@ def metrics_of(run_dir):
 def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
     pytest.importorskip("mlflow")
     run_dir = tmp_path / "run"
-    tiny(run_dir, "--rounds", "2", "--logger", "MLFlowLogger", "--checkpoint_every", "5")
+    tiny(run_dir, "--rounds", "2", "--logger", "MLFlowLogger", "--callbacks+=Checkpointing", "--callbacks.every=5")
     assert {path.name for path in run_dir.iterdir()} <= set(WRITTEN)
     outcome = run("fit", "--resume", run_dir, "--rounds", "4")
     assert outcome.code == 0, outcome.err

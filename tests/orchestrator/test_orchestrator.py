@@ -68,7 +68,7 @@ def test_global_metrics_are_those_of_the_shared_model(tmp_path):
 
 
 def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
-    run = experiment(tmp_path, evaluation=Evaluation(clients="received"), clients_per_round=2)
+    run = experiment(tmp_path, evaluation=Evaluation(client_model="received"), clients_per_round=2)
     run.fit()
     module = run.worker.module()
     module.backbone.load_state_dict(run.state["model"])
@@ -186,7 +186,7 @@ def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, preci
 
 
 def test_summary_holds_the_figures_of_the_rounds(tmp_path):
-    run = experiment(tmp_path, rounds=4, evaluation=Evaluation(targets=[0.2, 1.0]))
+    run = experiment(tmp_path, rounds=4, evaluation=Evaluation(target_accuracies=[0.2, 1.0]))
     summary = run.fit().summary
     acc = [row["global/acc"] for row in run.csv.rows]
     assert (summary["global/acc_last"], summary["global/acc_best"]) == (acc[-1], max(acc))

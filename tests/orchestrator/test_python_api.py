@@ -117,7 +117,9 @@ def test_configs_note_classes_as_they_always_have(tmp_path):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    return experiment(run_dir, rounds=3, evaluate_every=2, evaluation=Evaluation(targets=[0.1])).fit({}), run_dir
+    return experiment(run_dir, rounds=3, evaluate_every=2, evaluation=Evaluation(target_accuracies=[0.1])).fit(
+        {}
+    ), run_dir
 
 
 def test_a_fit_gives_the_run(done):

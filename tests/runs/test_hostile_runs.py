@@ -121,7 +121,7 @@ CASES |= {
     },
     "graph pipe": {"algorithm": spec("DFedAvgM", graph=spec("Adjacency", path="pipe"))},
     "graph device": {"algorithm": spec("DFedAvgM", graph=spec("Adjacency", path="/dev/zero"))},
-    "split pipe": {"scenario.partition": spec("Given", path="pipe.json")},
+    "split pipe": {"scenario.partition": spec("PredefinedSplit", path="pipe.json")},
 }
 
 

@@ -62,7 +62,9 @@ def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
     assert run.key("alpha") == run.key("partition.alpha") == "scenario.partition.alpha"
     assert run.setting("tau") == 0.08
     assert run.setting("lpha") is None
-    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and evaluation.clients; give the whole"):
+    second = {"class_path": "mine.Net", "init_args": {"clients": 4}}
+    run = open_run_folder(write_run(tmp_path / "other", CONFIG | {"model": second}))
+    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and model.clients; give the whole"):
         run.key("clients")
 
 
@@ -74,7 +76,7 @@ def test_a_run_that_has_not_ended_has_the_figures_of_its_rounds(tmp_path):
 
 @pytest.mark.parametrize("targets", [None, 0.5, "abc", [[0.5]], ["x", 0.5], {"a": 1}])
 def test_targets_of_any_kind_do_no_harm(targets, tmp_path):
-    config = CONFIG | {"evaluation": {"targets": targets}}
+    config = CONFIG | {"evaluation": {"target_accuracies": targets}}
     run = open_run_folder(write_run(tmp_path / "run", config, finished=False))
     assert run.summary == summarize(ROUNDS, [0.5] if targets == ["x", 0.5] else [])
 
@@ -358,7 +360,6 @@ def test_where_takes_keys_their_ends_and_several_values(tmp_path):
     [
         (["alpa=1"], "where: no run has a setting 'alpa'; did you mean alpha?"),
         (["zzz=1"], "where: no run has a setting 'zzz'$"),
-        (["clients=4"], "where: clients may be evaluation.clients or scenario.clients; give the whole key"),
         (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["=1"], "where: '=1' is not of the form KEY=VALUE"),
         (["seed=1", "seed=2"], r"where: seed is given twice; seed=\[1, 2\] takes runs with either"),

@@ -22,7 +22,7 @@ from fl_lightning.runs.seal import Seal
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 
-OPTIONS = ("--keep_checkpoints=3", "--scenario.partition.min_samples=3", "--scenario.clients=3")
+OPTIONS = ("--callbacks+=Checkpointing", "--scenario.partition.min_samples=3", "--scenario.clients=3")
 
 
 def data(path: Path, **changed: np.ndarray) -> str:
@@ -122,7 +122,7 @@ def test_settings_are_compared_as_they_are_written():
 
 
 def test_what_the_command_line_changes_is_not_told_of_then_or_later(part):
-    assert go_on(part, "--evaluation.targets=[0.2]").err == ""
+    assert go_on(part, "--evaluation.target_accuracies=[0.2]").err == ""
     assert run("fit", "--resume", part).err == ""
 
 

@@ -97,7 +97,7 @@ class IFCA(Algorithm):
 
     Which cluster a client is in is decided anew each round, on its training data, in eval mode; nobody remembers it.
     With `clusters` 1 this is FedAvg, bit for bit. With more there is no one model to measure: read the clients'
-    accuracies, of the models they receive (`evaluation.clients: received`).
+    accuracies, of the models they receive (`evaluation.client_model: received`).
 
     Bytes a round, each participant: down `clusters * model`, up `model + 16`.
 

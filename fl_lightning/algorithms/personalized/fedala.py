@@ -67,7 +67,7 @@ class FedALA(Algorithm):
 
     The weights of the mixture are learnt, on part of the client's data, before it trains; the lower layers are taken
     as received. With `layers` 0 this is FedAvg, bit for bit. A client's model is the mixture, before training: measure
-    it with `evaluation.clients: received`.
+    it with `evaluation.client_model: received`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 

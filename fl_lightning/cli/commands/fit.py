@@ -57,7 +57,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
     run = orchestrator.fit(bool(given.resume), config, name, group)
-    Console().print(summary_table(run.summary, orchestrator.evaluation.clients))
+    Console().print(summary_table(run.summary, orchestrator.evaluation.client_model))
     print(f"ended: {orchestrator.ending}")
     print(f"run: {run_dir}")
     return 0
