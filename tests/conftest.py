@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,6 +59,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     test = getattr(item, "obj", None)
     if hypothesis.is_hypothesis_test(test):
         hypothesis.seed(seed_of(item.nodeid.partition("[")[0]))(test)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test beyond its `fast_cases` as `thorough`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("fast_cases"):
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] > mark.args[0]:
+                item.add_marker("thorough")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -38,6 +38,7 @@ def expected(run, module, x, y):
     return confusion_matrix(y, predicted, labels=range(10))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
 def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
     run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
@@ -160,6 +161,7 @@ def matrices(classes, seed=0):
     return {"global": matrix, "worst": own, "client": np.array(7)}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("classes", [2, 10, MOST_COUNTS + 1, 62, 100, 1000])
 def test_labels_are_legible_at_any_number_of_classes(classes):
     """None overlaps its neighbour, and titles stay inside the picture."""

@@ -81,6 +81,7 @@ def test_class_relations_are_those_of_the_shared_model(tmp_path):
     assert all("class_relations/distance" not in row for row in run.csv.rows[:-1])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
 def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, RowNorms(), algorithm())
@@ -106,6 +107,7 @@ def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
         assert "class_models" not in arrays
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
 def test_a_knowledge_map_shows_samples_and_the_classes_a_client_holds(tmp_path, algorithm):
     run, arrays, _ = watched(tmp_path, KnowledgeMap(client=2, samples=60), algorithm(), clients_per_round=6)
@@ -123,6 +125,7 @@ def test_a_knowledge_map_takes_another_client_where_its_own_has_no_part(tmp_path
     assert arrays["client"] == run.participants(1)[0]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: UAPDFL(n_com=2)])
 def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
     figure = UnitDivergence(every=2, pairs=[(0, 1), (2, 3)])
@@ -146,6 +149,7 @@ def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
     np.testing.assert_allclose(arrays["values"][0], [run.csv.rows[i]["divergence/mean"] for i in (1, 3)])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
 @in_float64
 def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
@@ -190,6 +194,7 @@ def test_a_figure_is_measured_when_it_is_due(tmp_path):
         KnowledgeMap(samples=3)
 
 
+@pytest.mark.thorough
 def test_watching_changes_nothing(tmp_path):
     figures = [ClassRelations(1), RowNorms(1), KnowledgeMap(1), UnitDivergence(), ClientDrift(), BytesByRound(1)]
     plain, seen = experiment(tmp_path / "plain", FedSKC()), experiment(tmp_path / "seen", FedSKC(), callbacks=figures)

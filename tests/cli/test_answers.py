@@ -79,6 +79,7 @@ ANSWERED = {
 }
 
 
+@pytest.mark.fast_cases(16)
 @pytest.mark.parametrize("line", ANSWERED)
 def test_it_is_answered_without_what_takes_seconds_to_import(line):
     source = f"""

@@ -345,6 +345,7 @@ def example(tmp_path_factory):
     return folder
 
 
+@pytest.mark.fast_cases(15)
 @pytest.mark.parametrize(("words", "told"), KINDS)
 def test_one_line_says_what_is_wrong_and_nothing_is_lost(words, told, example, tmp_path, monkeypatch):
     folder = tmp_path / "here"

@@ -177,6 +177,7 @@ OURS = {word for word in {line.split()[0] for line in TYPED} if word not in ("sw
 """Commands whose mended lines may be carried out: a sweep's would take its time."""
 
 
+@pytest.mark.fast_cases(21)
 @pytest.mark.parametrize("line", TYPED)
 def test_what_is_typed_is_answered_in_one_line_that_works(line, here):
     """With the mend in the place of what it is for, the same line is refused for no name any more."""

@@ -233,6 +233,7 @@ def knowledge(classes, held, samples=500, spread=12.0):
     return {"points": points, "labels": labels, "knowledge": centres[own], "classes": own, "client": np.array(3)}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("classes", "held"), [(2, 1), (10, 7), (20, 20), (100, 60), (200, MOST_LABELS), (40, 0)])
 @pytest.mark.parametrize("spread", [12.0, 0.5])
 def test_labels_of_the_knowledge_map_do_not_overlap(classes, held, spread):

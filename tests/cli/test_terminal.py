@@ -78,6 +78,7 @@ def test_a_closed_stream_is_not_taken_by_a_file_of_ours(here):
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
+@pytest.mark.thorough
 def test_letters_that_stdout_does_not_know_are_replaced(here):
     done = shell("fl-lightning partition --config tiny.yaml", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -88,6 +89,7 @@ def test_letters_that_stdout_does_not_know_are_replaced(here):
 # --- Surroundings ---
 
 
+@pytest.mark.thorough
 def test_no_variable_that_is_garbage_gives_a_traceback(here):
     garbage = dict.fromkeys(("MPLBACKEND", "COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR"), "garbage")
     done = shell("unset HOME; fl-lightning partition --config tiny.yaml --out out", **garbage)
@@ -117,6 +119,7 @@ def killed(number, after, *words):
     return process.returncode, out, err
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
 def test_a_signal_in_the_first_seconds_ends_the_command_without_a_word(number, after, here):

@@ -93,6 +93,7 @@ OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 NO_WEIGHTS = ("FedDistill", "FedProto", "Local")
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
     method, options = METHODS[name]
@@ -107,6 +108,7 @@ def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
     assert sizes[0] < sizes[1] or (name in NO_WEIGHTS and sizes[0] == sizes[1])
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("Algorithm", *OTHERS)])
 def test_not_sending_it_changes_no_model(tmp_path, monkeypatch, name):
     method, options = METHODS[name]

@@ -99,6 +99,7 @@ def test_how_values_lie_in_memory_does_not_count(monkeypatch: pytest.MonkeyPatch
     assert turned_back.digest() == tiny().digest()
 
 
+@pytest.mark.thorough
 def test_one_seed_has_one_digest_in_every_process_and_another_seed_changes_the_partition_alone() -> None:
     digest = Scenario(Digits(), Dirichlet(0.5), clients=4).build(1).digest()
     code = (

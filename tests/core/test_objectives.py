@@ -281,6 +281,7 @@ def test_every_method_is_known_to_need_classes_or_not():
     assert {cls.__name__ for cls in classes("algorithms") if not any(cls().of_classes)} == PLAIN
 
 
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize(
     "cls", [cls for cls in classes("algorithms") if cls.__name__ in PLAIN], ids=lambda cls: cls.__name__
 )

@@ -44,12 +44,14 @@ def left(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("words", [PLAIN, [*WANDB, *PROCESSES]], ids=["plain", "wandb and processes"])
 def test_a_run_that_ends_leaves_nothing(here, words):
     assert fit(here, *words).wait(300) == 0
     assert left(here) == []
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("words", [WANDB, [*PLAIN, *PROCESSES]], ids=["wandb", "processes"])
 def test_a_killed_run_leaves_nothing(here, words):
     process = fit(here, "--rounds", "1000", *words)

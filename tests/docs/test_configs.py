@@ -182,6 +182,7 @@ def test_it_is_printed_as_it_is_taken(name, capsys):
     assert {key: value for key, value in printed.items() if key in resolved(name)} == resolved(name)
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("name", [path.name for path in CONFIGS if not path.name.startswith("digits_")])
 def test_it_has_the_papers_own_numbers(name):
     """FedAvg's configs are of several papers' settings, and no paper's of the five."""
@@ -210,10 +211,11 @@ def test_feddw_settings_differ_as_in_the_paper(config, alpha, per_round, rounds,
 @pytest.mark.parametrize("overrides", ["", "--scenario.partition Pathological"])
 def test_cwfedavgs_fedavg_differs_in_the_method_alone(overrides):
     one, other = (resolved(f"agnews_{method}.yaml", overrides) for method in ("fedavg", "cwfedavg"))
-    assert one["evaluation"]["clients"] == "received"
+    assert one["evaluation"]["client_model"] == "received"
     assert {key for key in one if one[key] != other[key]} == {"algorithm"}
 
 
+@pytest.mark.fast_cases(15)
 def test_what_a_comment_calls_another_row_is_an_override(config):
     """It parses, and it changes something."""
     assert len(other_rows(config)) == config.read_text().count("# --")
@@ -221,6 +223,7 @@ def test_what_a_comment_calls_another_row_is_an_override(config):
         assert resolved(config.name, override) != resolved(config.name), override
 
 
+@pytest.mark.fast_cases(34)
 def test_it_parses_and_each_of_its_keys_counts(config):
     """What the file says is what the run gets: no key is dropped, renamed or overruled by a default."""
     written, taken = yaml.safe_load(config.read_text()), resolved(config.name)

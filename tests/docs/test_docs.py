@@ -30,6 +30,7 @@ def commands():
                 yield pytest.param(command, id=f"{page}: {command}")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -50,6 +51,7 @@ def test_a_documented_command_runs(command, tmp_path, monkeypatch, capsys):
     assert not err
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("snippet", [pytest.param(block, id=page) for page, block in blocks("yaml")])
 def test_documented_yaml_is_a_config(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

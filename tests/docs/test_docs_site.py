@@ -223,6 +223,7 @@ def built(site, page):
     return Read(re.sub(r'<span class="filename">.*?</span>', "", html), within="article")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
     """Markdown has dialects: a list that the one takes for a list is a paragraph to the other."""

@@ -13,6 +13,7 @@ for package in (fl_lightning, fl_lightning.callbacks):
 MODULES = [name for name in MODULES if not name.endswith(".__main__")]  # importing that runs the command line
 
 
+@pytest.mark.fast_cases(73)
 @pytest.mark.parametrize("name", sorted(set(MODULES)))
 def test_the_examples_in_docstrings_hold(name: str) -> None:
     assert doctest.testmod(import_module(name)).failed == 0

@@ -19,6 +19,7 @@ def shown(cell, namespace):
     return eval(compile(last, str(PAGE), "eval"), namespace) if last else None
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
 def test_the_cells_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

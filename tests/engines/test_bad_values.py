@@ -170,6 +170,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(("words", "told"), KINDS)
 def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -211,6 +212,7 @@ def named(module, base):
     return sorted(n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and n[0] != "_")
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("engine", [SequentialEngine, StackedEngine])
 @pytest.mark.parametrize("name", named(torch.optim, torch.optim.Optimizer))
 def test_each_optimizer_takes_a_step_or_is_refused_before_round_1(tmp_path, name, engine):
@@ -246,6 +248,7 @@ GIVEN = {
 """Arguments that a schedule asks for."""
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("key", ["lr_scheduler", "round_lr_scheduler"])
 @pytest.mark.parametrize("name", named(lr_scheduler, lr_scheduler.LRScheduler))
 def test_each_schedule_covers_the_run_or_is_refused_before_round_1(tmp_path, name, key):

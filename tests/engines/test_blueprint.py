@@ -37,6 +37,7 @@ def everything(module):
     return told(module)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedProx, FedSKC, FedDW, FedSiamDA, CwFedAvg, UAPDFL])
 @pytest.mark.parametrize("model", [SIAMESE, CNN, ResNet8])
 def test_a_copy_is_what_a_deep_copy_is(algorithm, model):

@@ -149,6 +149,7 @@ def test_learning_rates_are_logged_even_in_a_fit_of_one_step(tmp_path):
     assert run.csv.rows[0]["client/lr-SGD"] == pytest.approx(0.1)
 
 
+@pytest.mark.thorough
 def test_the_runs_own_losses_stay_what_they_are(tmp_path):
     plain, watched = experiment(tmp_path / "plain"), experiment(tmp_path / "watched", client_callbacks=[Epochs()])
     plain.fit()
@@ -163,6 +164,7 @@ def test_a_name_that_the_run_has_is_refused(tmp_path):
         experiment(tmp_path, client_callbacks=[Watches()]).fit()
 
 
+@pytest.mark.thorough
 def test_what_they_log_can_be_watched(tmp_path):
     stop = StopsRun("client/told", patience=1)
     run = experiment(tmp_path, client_callbacks=[Counts()], callbacks=[stop])
@@ -191,6 +193,7 @@ def test_what_clients_train_is_what_they_train_without(tmp_path):
     assert same_bytes(alone, watched)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "engine",
     [lambda _: SequentialEngine(0), lambda processes: processes, lambda _: AutoEngine(1)],
@@ -213,6 +216,7 @@ def test_the_stacked_engine_refuses_them(tmp_path):
     assert not tmp_path.joinpath("config.yaml").exists()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_to_the_same_bytes(tmp_path):
     options = {"client_callbacks": [Counts()], "rounds": 4}
     whole, half = experiment(tmp_path / "whole", **options), experiment(tmp_path / "half", **options | {"rounds": 2})
@@ -395,6 +399,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -424,6 +429,7 @@ def test_the_command_line_says_where_one_belongs(here, words, told):
     assert run(*FIT, "--client_callbacks", "[Timer]").code == 0
 
 
+@pytest.mark.thorough
 def test_a_run_with_callbacks_is_resumed_from_its_own_config(tmp_path):
     words = ["--client_callbacks+=EarlyStopping", "--client_callbacks.monitor=train_loss"]
     tiny(tmp_path / "run", *words, "--client_callbacks+=LearningRateMonitor", "--client_callbacks+=Timer")

@@ -57,6 +57,7 @@ def run_compiled(tmp_path, name, compile):
     return run
 
 
+@pytest.mark.thorough
 def test_one_compilation_serves_all_clients_and_rounds(tmp_path, monkeypatch):
     plain = run_compiled(tmp_path, "plain", False)
     torch._dynamo.reset()

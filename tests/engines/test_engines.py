@@ -26,6 +26,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC, CwFedAvg, partial(UAPDFL, n_com=2)])
 def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
     forth, back = (
@@ -68,6 +69,7 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
     assert events == [(what, client) for client in clients for what in ("fit", "fold")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [pytest.param(FedAvg(buffers="local"), marks=pytest.mark.slow), FedSKC()])
 def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)

@@ -109,6 +109,7 @@ def test_gradients_are_there_too():
 QUICK = ("FedSKC", "UAPDFL", "SCAFFOLD")  # a module made there, peers, a way of its own to take in what is sent
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 )
@@ -143,6 +144,7 @@ OPTIONS = {
 REPEATED = ("client callbacks", "double", "metrics", "stacked, BatchNorm", "stacked, kept")  # by others, nearly
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in OPTIONS]
 )
@@ -151,6 +153,7 @@ def test_options_are_too(tmp_path: Path, name: str) -> None:
     assert_same_run(near, far)
 
 
+@pytest.mark.thorough
 def test_figures_are_too(tmp_path: Path) -> None:
     kinds = ["ClientDrift", "RowNorms", "UnitDivergence", "KnowledgeMap", "ClassRelations", "ConfusionMatrix"]
     drawn = [getattr(figures, kind)() for kind in kinds]
@@ -201,6 +204,7 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
 ENGINES = {"relay": SequentialEngine(), "own fits": SequentialEngine(0), "stacked": StackedEngine()}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", [FedAvg, FedDW])
 def test_weights_cross_once_a_round_for_however_many_clients(tmp_path: Path, method: Any, engine: str) -> None:

@@ -165,6 +165,7 @@ METHOD_AND_SECONDS = [
 ]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("name", "seconds"), METHOD_AND_SECONDS)
 def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float) -> None:
     method, options = METHODS[name]
@@ -178,6 +179,7 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float)
         assert watched.seen == set()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["relay", "own fit"])
 @pytest.mark.parametrize(
     "options",
@@ -253,6 +255,7 @@ class Looking(LossTerm):
         return 0 * step.logits.sum()
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("what", "seconds"), [*((what, 1.0) for what in WAITS), ("item", 0.0), ("mask", 0.0)])
 def test_a_step_that_waits_is_seen(tmp_path: Any, watched: Waits, what: str, seconds: float) -> None:
     run_briefly(watched, tmp_path, FedAvg(loss_terms=[Looking(WAITS[what])]), rounds=1, **trains(seconds))

@@ -244,6 +244,7 @@ def same(one, other):
     assert untimed(one.csv.rows) == untimed(other.csv.rows)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("method", [FedAvg, PeerAlgorithm])
 def test_any_number_of_members_gives_the_same_bytes(tmp_path, workers, method):
@@ -331,6 +332,7 @@ def test_another_worker_object_is_sent_anew(tmp_path):
     assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("deadly", [[2], [2, 2], [0, 1, 2, 3, 4, 5]])
 def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
     options = {"clients_per_round": None, "rounds": 2}

@@ -83,12 +83,14 @@ def both(tmp_path, engine, method=FedAvg, **options):
 ONE_EPOCH = {"accelerator": "cpu", "max_epochs": 1}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     method, options = METHODS[name]
     assert_same_run(*both(tmp_path, engine, method, rounds=2, trainer=ONE_EPOCH, **options))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("workers", [1, 5])
 def test_any_number_of_processes_does(tmp_path, workers):
     assert_same_run(*both(tmp_path, ProcessesEngine(workers), PeerAlgorithm, rounds=2))
@@ -106,6 +108,7 @@ class Witness(LossTerm):
         return step.logits.sum() * 0 + found + 1000 * self.common
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_process_has_its_threads_and_this_ones_settings_and_a_fit_for_several(tmp_path, threads):
     before = torch.get_float32_matmul_precision()
@@ -199,6 +202,7 @@ class Harmless(LossTerm):
         return step.logits.sum() * 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine, times):
     before = shared_memory()
@@ -245,6 +249,7 @@ def test_and_is_dropped_where_failures_are(tmp_path, engine):
     assert [row["client/failed"] for row in run.csv.rows] == [0, 1]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_stopped_process_is_replaced_when_its_time_is_up(tmp_path, times):
     alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
@@ -271,6 +276,7 @@ class Hangs(LossTerm):
         return step.logits.sum() * 0
 
 
+@pytest.mark.thorough
 def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
     engine = ProcessesEngine(2, timeout=1.5)
     for choice in ("raise", "drop"):
@@ -337,6 +343,7 @@ def test_a_client_that_exits_fails_too(tmp_path, engine):
 # --- Signals, and what is left ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum):
     options = {"rounds": 3, "checkpoint_every": 10}
@@ -403,6 +410,7 @@ def script(tmp_path):
     return process, workers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_the_whole_group_is_no_different(tmp_path, signum):
     before = shared_memory()
@@ -415,6 +423,7 @@ def test_a_signal_to_the_whole_group_is_no_different(tmp_path, signum):
     assert shared_memory() == before
 
 
+@pytest.mark.thorough
 def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
     before = shared_memory()
     process, workers = script(tmp_path)
@@ -496,6 +505,7 @@ class Deep:
 WITH_PROCESSES = ("--engine", "ProcessesEngine", "--engine.workers", "2")
 
 
+@pytest.mark.thorough
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     survive_kills(command_line("ua_pdfl", "--rounds", "3"), tmp_path, 1, *WITH_PROCESSES, begun=FIRST_ROUND)
 

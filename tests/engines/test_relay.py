@@ -45,6 +45,7 @@ def compare(tmp_path, method=FedAvg, **options):
     assert_same_run(alone, common)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
@@ -53,27 +54,32 @@ def test_every_method(tmp_path, fits, name):
     assert kinds == common or not kinds & common  # a client module of the method's own gets fits of its own
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
     trainer = {"accelerator": "cpu", **LOCAL_WORK[name]}
     compare(tmp_path, partial(FedAvg, buffers="local"), model=NormMLP, trainer=trainer, batch_size=12, rounds=2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
 def test_precisions(tmp_path, precision):
     trainer = CPU | {"precision": precision, "gradient_clip_val": 0.5}
     compare(tmp_path, partial(FedProx, 0.1), model=NormMLP, trainer=trainer, rounds=2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.LBFGS, max_iter=3), partial(torch.optim.Adam, amsgrad=True)])
 def test_optimizers(tmp_path, optimizer):
     compare(tmp_path, optimizer=optimizer, rounds=2, lr_scheduler=partial(ExponentialLR, gamma=0.5))
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_steers_momentum(tmp_path):
     compare(tmp_path, lr_scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=3), rounds=2)
 
 
+@pytest.mark.thorough
 def test_augmentation_dropout_and_hooks_draw_what_they_draw_alone(tmp_path):
     plain = digits()
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
@@ -98,6 +104,7 @@ class Where(LossTerm):
         return step.logits.square().mean() * here * ahead * 1e-2
 
 
+@pytest.mark.thorough
 def test_a_module_sees_its_own_epochs_and_steps(tmp_path):
     compare(tmp_path, lambda: FedAvg(loss_terms=[Where()]), rounds=1, trainer=CPU)
 
@@ -144,12 +151,14 @@ def ends(tmp_path, seconds, moment, **options):
     return list(SequentialEngine(seconds).run(run.worker, tasks)), method.seen
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_a_fit_ends_where_it_does_alone(tmp_path, name):
     options = {"trainer": {"accelerator": "cpu", **LOCAL_WORK[name]}, "batch_size": 16}
     assert ends(tmp_path, 1, None, **options)[1] == ends(tmp_path, 0, None, **options)[1]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
 def test_and_stops_where_it_is_asked_to(tmp_path, moment):
     options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
@@ -194,6 +203,7 @@ class Meddler(LossTerm):
         return step.logits.mean() * 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("seconds", [0, 1])
 @pytest.mark.filterwarnings("ignore:smoke")
 def test_what_a_client_changes_for_good_is_put_back(tmp_path, seconds):
@@ -293,6 +303,7 @@ class WithOwnModule(FedAvg):
         return module
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

@@ -113,6 +113,7 @@ def test_which_methods_send_one_model_is_known(name: str) -> None:
     assert sends_one_model(SimpleNamespace(algorithm=method())) == (name in TOGETHER)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     method, options = METHODS[name]
@@ -126,6 +127,7 @@ def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     assert_same(results, one_by_one(run))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(FedPer, personal=["head"])])
 def test_a_run_has_the_figures_of_one_by_one(tmp_path: Any, algorithm: Any) -> None:
     run = after(tmp_path, algorithm(), evaluation=Evaluation("received", metrics=METRICS))
@@ -224,6 +226,7 @@ def overriding(base: type, name: str) -> type:
     return type(f"Own{name}", (base,), {name: lambda self, *args, **options: inherited(self, *args, **options)})
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ALGORITHM)
 @pytest.mark.parametrize("of", ["class", "object"])
 def test_an_algorithm_with_a_way_of_its_own_is_scored_one_by_one(tmp_path: Any, name: str, of: str) -> None:
@@ -235,6 +238,7 @@ def test_an_algorithm_with_a_way_of_its_own_is_scored_one_by_one(tmp_path: Any, 
     assert engine.given == list(range(6))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", AGGREGATOR)
 def test_so_is_one_whose_aggregator_sends_each_client_its_own(tmp_path: Any, name: str) -> None:
     run = after(tmp_path, FedAvg(aggregator=overriding(WeightedMean, name)()), rounds=1)
@@ -315,6 +319,7 @@ class Unfinished(NormMLP):
         return super().forward(x) * (1.0 if self.training else math.nan)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", [Batchwise, Centred, Restless, Drawing, Unfinished])
 def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_path: Any, kind: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1, model=kind)
@@ -323,6 +328,7 @@ def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_
     assert engine.given == list(range(6))
 
 
+@pytest.mark.thorough
 def test_a_module_of_another_kind_is_scored_one_by_one(tmp_path: Any) -> None:
     run = after(tmp_path, ByShare(), rounds=1)
     results = scored(engine := Watched(), run.worker, tasks_of(run))
@@ -344,6 +350,7 @@ def test_what_loss_terms_remember_does_not_keep_clients_apart(tmp_path: Any) -> 
     assert not engine.given
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("wanted", [{"fit": True}, {"upload": True}, {"evaluate_globally": True}, {"evaluate": False}])
 def test_tasks_for_more_than_a_score_are_the_engines(tmp_path: Any, wanted: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)
@@ -363,6 +370,7 @@ class Picky(MLP):
         return super().forward(x)
 
 
+@pytest.mark.thorough
 def test_who_fails_is_named(tmp_path: Any) -> None:
     Picky.refused = torch.full((1, 8, 8), -1.0)
     run = after(tmp_path, FedAvg(), rounds=1, model=partial(Picky, hidden=(4,)))
@@ -375,6 +383,7 @@ def test_who_fails_is_named(tmp_path: Any) -> None:
         run.test()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, monkeypatch: Any, error: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)
@@ -400,6 +409,7 @@ class Backwards(Watched):
         return reversed(list(super().run(worker, tasks)))
 
 
+@pytest.mark.thorough
 def test_results_of_what_trains_nothing_are_in_the_clients_order(tmp_path: Any) -> None:
     run = after(tmp_path, CwFedAvg())
     results = untrained(Backwards(), run.worker, tasks_of(run), range(6))

@@ -129,6 +129,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_round_is_the_sequential_engines(tmp_path, name):
     algorithm, options = ALGORITHMS[name]
@@ -160,6 +161,7 @@ def test_one_step_in_float32_differs_by_rounding_at_most(tmp_path):
 # --- What a fit is made of, in float64, where rounding does not hide a mistake ---
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", LOCAL_WORK)
 def test_local_work_and_clipping(tmp_path, name):
     run = compare(
@@ -174,6 +176,7 @@ def test_local_work_and_clipping(tmp_path, name):
     assert len(sizes) > 2  # incomplete batches of several sizes
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(tmp_path, name):
     """Clients of unequal numbers of steps, some fresh: each has its own step count and moments."""
@@ -182,6 +185,7 @@ def test_optimizers(tmp_path, name):
     compare(tmp_path, optimizer=optimizer, optimizer_state="kept", trainer=trainer, batch_size=16)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -327,6 +331,7 @@ IMAGES = {
 TEXTS = {"fasttext": FastText, "textcnn": TextCNN}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
 def test_a_step_of_every_model(name):
     """Gradients, losses and buffers of three clients, each with weights and a batch of its own."""
@@ -365,6 +370,7 @@ def test_a_step_of_every_model(name):
 # --- Whole runs ---
 
 
+@pytest.mark.thorough
 def test_a_run_is_as_good_and_resumes_to_the_same_bytes(tmp_path):
     options = {"model": NormMLP, "rounds": 4, "optimizer_state": "kept", "trainer": DOUBLE | {"max_epochs": 2}}
     sequential = experiment(tmp_path / "sequential", FedSKC(), **options)
@@ -427,6 +433,7 @@ def test_tasks_that_only_score_are_the_workers(tmp_path):
 REASONS = {"nan": "loss term 'spoilt' is NaN or Inf: lower", "begin": "not me", "epoch": "not me"}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("how", REASONS)
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_client_fails_alone(tmp_path, how, all_of_them):

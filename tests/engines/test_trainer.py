@@ -101,6 +101,7 @@ class Saying(LossTerm):
         return step.logits.sum() * 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "engine",
     [
@@ -123,6 +124,7 @@ def test_what_nobody_knows_yet_is_shown_once_a_run(tmp_path, engine, caplog, cap
     assert "stopped" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.thorough
 def test_a_hook_of_lightnings_own_that_warns_is_heard(tmp_path, monkeypatch):
     run = fit_loop._FitLoop.on_run_start
 
@@ -148,6 +150,7 @@ def test_warnings_are_shown_as_before_once_a_fit_is_over():
     assert (warnings.showwarning, list(warnings.filters)) == before
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_fits_as_they_are_warn_of_nothing(tmp_path, seconds):

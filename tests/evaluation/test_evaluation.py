@@ -276,6 +276,7 @@ def scored_in_a_fresh_module(run: Any, task: Task) -> tuple[Score, Score]:
         return own, evaluate(module, zip(data.prepare(data.x_test).split(size), data.y_test.split(size), strict=True))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("method", "model"), RECEIVED.values(), ids=RECEIVED)
 def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, method: Any, model: Any) -> None:
     """To the last bit, in any order, beside clients who never took part, and after fits; in common batches, nearly."""

@@ -130,6 +130,7 @@ def test_what_is_measured_beside_it_changes_nothing_else(tmp_path):
         assert one == {name: value for name, value in other.items() if not re.search("f1_score|auroc", name)}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 def test_engines_measure_the_same(tmp_path, engine):
     rows = [

@@ -195,6 +195,7 @@ def test_files_lie_in_the_runs_folder_and_hold_its_rows(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("harm", ["none", "later rows", "cut short", "new column"])
 def test_a_resumed_run_goes_on_in_its_files(tmp_path, harm):
     pytest.importorskip("tensorboard")
@@ -362,6 +363,7 @@ def test_one_more_comes_to_the_default(here):
     assert json.loads((here / "run" / "wandb" / "run.json").read_text())["name"] == "tiny-rounds=1-seed0"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("word", ["null", "false", "False", "[]"])
 def test_none_is_said_in_many_words(here, word):
     code, _, err = run(*FIT, "--logger", word)

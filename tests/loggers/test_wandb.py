@@ -501,6 +501,7 @@ def test_the_environment_reaches_the_run(tmp_path, monkeypatch):
     assert list(found.tags) == ["x", "y", *LABELS.tags]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_launch_is_asked_only_where_it_was_imported(launched, tmp_path):
     """W&B imports all of it otherwise, at each run's start."""
@@ -637,6 +638,7 @@ def test_log_model_is_true_false_or_all():
         WandbRoundLogger(log_model="most")
 
 
+@pytest.mark.thorough
 def test_a_run_without_it_neither_imports_it_nor_leaves_temporary_files(tmp_path):
     """Importing wandb makes two temporary folders, which a run that is killed would leave."""
     temporary = tmp_path / "tmp"

@@ -236,6 +236,7 @@ def trained(request, tmp_path_factory):
     return kind, folder / "run", opened.worker.shared_module(opened.state["model"]).eval()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".ts", ".onnx"])
 def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path):
     kind, folder, module = trained

@@ -62,6 +62,7 @@ def ids(*lengths: int, padded: int, seed: int = 0) -> torch.Tensor:
 # --- Every model on every dataset it fits ---
 
 
+@pytest.mark.fast_cases(18)
 @pytest.mark.parametrize(("model", "data"), FITS)
 def test_image_models_put_out_one_number_a_class_through_encoder_and_head(model: type, data: str) -> None:
     in_shape, classes = IMAGE_DATA[data]

@@ -98,6 +98,7 @@ def test_dropping_goes_on_without_the_client(tmp_path):
     assert same_bytes(run.state["model"], without.state["model"])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:StackedEngine")
 @pytest.mark.parametrize("engine", ["relay", "alone", "stacked", "processes"])
@@ -242,6 +243,7 @@ ODD = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.filterwarnings("ignore:StackedEngine")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("early", [False, True])

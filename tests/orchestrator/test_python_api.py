@@ -72,6 +72,7 @@ def in_a_new_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.thorough
 def test_torch_comes_with_the_first_name_that_needs_it():
     code = (
         "import sys, fl_lightning; dir(fl_lightning); fl_lightning.ConfigError; fl_lightning.Run; fl_lightning.runs;"
@@ -81,6 +82,7 @@ def test_torch_comes_with_the_first_name_that_needs_it():
     assert in_a_new_python(code) == ["True"]
 
 
+@pytest.mark.thorough
 def test_everything_can_be_imported_at_once():
     code = (
         "import fl_lightning; print(fl_lightning.models.MLP is fl_lightning.MLP); from fl_lightning import *; "

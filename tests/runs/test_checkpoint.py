@@ -405,6 +405,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("action", "outcomes"), [("new", {2, 9}), ("again", {1, 2, 9}), ("prune", {2})], ids=["new", "again", "prune"]
 )

@@ -24,6 +24,7 @@ def wrong(cases, verdicts):
     return [f"{case}: {verdict.why}" for case, verdict in zip(cases, verdicts, strict=True) if verdict.kind == "WRONG"]
 
 
+@pytest.mark.thorough
 def test_eight_flipped_bits_and_each_file_less_a_byte(root):
     cases = flips(root, QUICK, 8, seed=0) + whole_files(root, QUICK, 1, others=False)
     verdicts = fuzz(root, cases)
@@ -133,6 +134,7 @@ def act(what):
     return f"{what} in {os.getpid()}"
 
 
+@pytest.mark.thorough
 def test_a_case_that_hangs_or_ends_its_process_spoils_no_other(monkeypatch):
     monkeypatch.setattr(fuzzing, "PATIENCE", 5.0)
     one, hung, other, ended, last = each_apart(act, [(what,) for what in ("a", "sleeps", "b", "ends", "c")], 1)

@@ -285,6 +285,7 @@ def test_there_are_many():
     assert len(CASES) >= 60
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize(("opener", "case"), SAMPLE)
 def test_a_hostile_run_is_harmless(opener, case, theirs):
     check_harmless(opener, CASES[case], theirs)

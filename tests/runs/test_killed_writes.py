@@ -177,6 +177,7 @@ def root(tmp_path_factory):
 EACH = list(product(METHODS, ("fit", "resume"), ("kill", "disk full")))
 
 
+@pytest.mark.thorough
 def test_some_of_what_is_done_to_files(root):
     chance = random.Random(0)
     cases = [(root, *each, (k + chance.random()) / 2) for each in EACH for k in range(2)]

@@ -124,6 +124,7 @@ def gathered(*commands):
 # --- Beside an owner ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", [FIT, RESUME], ids=["fit", "resume"])
 def test_beside_a_run_nobody_else_writes_and_everybody_may_read(how, here, whole):
     if how is RESUME:

@@ -32,6 +32,7 @@ FIRST_ROUND = "checkpoints/round-000001"
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "method",
     [FedSKC, FedDW, FedSiamDA, CwFedAvg, lambda: UAPDFL(n_com=2), lambda: FedAvg(buffers="local")],

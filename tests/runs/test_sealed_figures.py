@@ -64,6 +64,7 @@ def told(run_dir, callbacks):
     return [str(one.message).replace(f"{run_dir}/", "") for one in warned]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_draws_what_an_undisturbed_one_does(half, tmp_path):
     skc(tmp_path / "whole", 4, figures()).fit()
     skc(half, 4, figures()).fit(resume=True)

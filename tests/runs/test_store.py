@@ -324,6 +324,7 @@ def same_run(one, other):
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_and_disk_give_the_same_run_and_go_on_from_each_other(tmp_path, method):
     runs = [small(tmp_path / where, method, client_store=where) for where in PLACES]
@@ -398,6 +399,7 @@ def harmed(path, harm):
         path.write_bytes(content)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
 def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, where, harm):
@@ -553,6 +555,7 @@ for where in ("memory", "disk"):
 AFTER = {2: {0: 2, 1: 2, 2: 1}, 3: {0: 2, 1: 3, 2: 3}}  # the round that each client's memory is of
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
     subprocess.run([sys.executable, "-c", KILL_SWITCH + KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
     littered = 0

@@ -184,6 +184,7 @@ def everywhere(folder):
     return found
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("place", [*FILES, *FOLDERS])
 @pytest.mark.parametrize("begun", [False, True], ids=["fit", "resume"])
 def test_nothing_is_written_where_a_link_leads(begun, place, here, done):
@@ -254,6 +255,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("key", ["outside", "files"])
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(name, key, here, done):
@@ -280,6 +282,7 @@ def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(n
 NO_MANIFESTS = ["", "5", "null", "[]", "{}", '"seal"', "[" * 100_000, '{"round": 3}', "\0", '{"files": 5, "seal": 1}']
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("text", NO_MANIFESTS, ids=range(len(NO_MANIFESTS)))
 def test_a_manifest_that_is_none_is_passed_over(text, here, done, longer):
     shutil.copytree(done, "run")

@@ -229,6 +229,7 @@ def check_refused(told, words, tmp_path):
     assert not {"evil", "evil_installed"} & sys.modules.keys()
 
 
+@pytest.mark.fast_cases(15)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("words", [["test", "theirs"], ["fit", "--resume", "theirs"]], ids=["test", "resume"])
 def test_a_run_cannot_choose_what_is_not_known(path, words, theirs, tmp_path):
@@ -237,6 +238,7 @@ def test_a_run_cannot_choose_what_is_not_known(path, words, theirs, tmp_path):
     check_refused(told, words, tmp_path)
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize(("key", "place", "value"), PLACES)
 def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
     if key == "model.module_args.x":
@@ -324,6 +326,7 @@ def test_all_that_can_be_named_is_known():
     assert [path for path in paths if path not in allowed_objects.allowed_objects()] == []
 
 
+@pytest.mark.thorough
 def test_shipped_configs_pass_the_gate(monkeypatch):
     named = set()
     find = gate.find_object
@@ -396,6 +399,7 @@ def test_somebody_elses_run_that_goes_on_is_not_signed(theirs):
     assert "The run was signed by somebody else" in str(trust._why_not_own(theirs, content, yaml.safe_load(content)))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -481,6 +485,7 @@ def make_pipe(key):
     os.mkfifo(key, 0o600)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -591,6 +596,7 @@ def python(*words, cwd):
     return done
 
 
+@pytest.mark.thorough
 def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
     here, mark = tmp_path / "here", tmp_path / "mark"
     shutil.copytree(finished, here / "run")
@@ -616,6 +622,7 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.thorough
 def test_the_module_does_as_the_script(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     plant(tmp_path / "run", tmp_path / "mark")
