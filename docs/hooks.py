@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fl_lightning
+from fl_lightning.core.public_names import public_classes
 
 ROOT = Path(__file__).parent.parent
 WHOLE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -96,10 +97,12 @@ def listing(path: Path) -> str:
 def reference() -> dict[str, str]:
     """Return the pages of the reference: an overview, and one page per package."""
     loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Callbacks))
-    whole = loader.load("fl_lightning")
+    loader.load("fl_lightning")
     loader.resolve_aliases()
     packages = {name: loader.modules_collection[name] for name in PACKAGES}
-    exported = {name: whole[name] for name in sorted(fl_lightning.__all__, key=str.lower)}
+    for package, names in scanned_exports().items():
+        loader.modules_collection[package].exports = names
+    exported = {name: find_object(loader, name) for name in sorted(fl_lightning.__all__, key=str.lower)}
     homes = ALSO | {thing.canonical_path.rpartition(".")[0] for thing in exported.values()}
     shown = {
         name: sorted(
@@ -118,17 +121,37 @@ def reference() -> dict[str, str]:
         "You can import these names with `from fl_lightning import ...`:",
         "\n".join(["| name | description |", "|---|---|", *names]),
     ]
-    pages = {f"api/{name}.md": package_page(name, package, shown[name]) for name, package in packages.items()}
+    pages = {f"api/{name}.md": package_page(loader, name, package, shown[name]) for name, package in packages.items()}
     return pages | {"api/index.md": "\n\n".join(overview)}
 
 
-def package_page(name: str, package: griffe.Module, modules: list[str]) -> str:
+def scanned_exports() -> dict[str, list[str]]:
+    """Return the exports of the algorithms' packages, which are found by scanning their files."""
+    homes: dict[str, list[str]] = {"fl_lightning.algorithms": sorted(public_classes(), key=str.lower)}
+    for name, module in public_classes().items():
+        package, _, _ = f"fl_lightning.algorithms.{module}".rpartition(".")
+        if package in PACKAGES and package != "fl_lightning.algorithms":
+            homes.setdefault(package, []).append(name)
+    return homes
+
+
+def find_object(loader: griffe.GriffeLoader, name: str, package: str = "fl_lightning") -> griffe.Object | griffe.Alias:
+    """Return an exported object, from the module that defines it if the package does not import it statically."""
+    home = package
+    if name in public_classes():
+        home = f"fl_lightning.algorithms.{public_classes()[name]}"
+    elif package == "fl_lightning" and name in fl_lightning.HOMES:
+        home = f"fl_lightning.{fl_lightning.HOMES[name]}"
+    return loader.modules_collection[f"{home}.{name}"]
+
+
+def package_page(loader: griffe.GriffeLoader, name: str, package: griffe.Module, modules: list[str]) -> str:
     """Return the page of a package: its public names and its modules."""
     exports = sorted(map(str, package.exports or ()), key=str.lower)
     if name == "fl_lightning":
         imports = "The [overview](index.md) lists the names that can be imported from here."
     elif exports:
-        names = ", ".join(linked(one, package[one]) for one in exports)
+        names = ", ".join(linked(one, find_object(loader, one, name)) for one in exports)
         imports = f"You can import these names with `from {name} import ...`: {names}."
     else:
         parent = name.rpartition(".")[0]
