@@ -197,16 +197,6 @@ def test_help_fits_the_terminal(columns, monkeypatch):
         assert max(map(len, out.splitlines())) <= max(columns, 80)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_help_of_a_command_tells_of_all_that_it_takes(command):
-    text = run(command, "--help").out
-    parser = command_parser(command)
-    assert cli.COMMANDS[command] in text
-    for action in parser._actions:
-        if action.help != "==SUPPRESS==" and not action.dest.endswith("help"):
-            assert (action.option_strings or [action.metavar or "TEXT"])[-1].strip("+{}").replace(",", "|") in text
-
-
 # --- Help of one key, of names, of a class ---
 
 
@@ -237,11 +227,6 @@ def test_help_of_a_class_without_a_name_lists_the_names(key):
     listed = dict(line.strip().split(maxsplit=1) for line in out.splitlines()[1:-1])
     assert listed == catalogue.descriptions(catalogue.kind_of(key))
     assert run("partition", "--rounds", "3", f"--{key}.help", "--seed", "1").out == out
-
-
-@pytest.mark.parametrize("key", ["optimizer", "lr_scheduler", "round_lr_scheduler", "logger"])
-def test_help_of_a_class_of_others_without_a_name_lists_the_usual_ones(key):
-    assert run("fit", f"--{key}.help").out.split("\n")[1:-2] == [f"  {name}" for name in catalogue.names(key)]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +303,7 @@ COMPLETED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
 def test_bash_completes_commands_options_names_and_configs(tmp_path):
     (tmp_path / "own.yaml").write_text("algorithm: {class_path: FedProx, init_args: {mu: 1}}")
