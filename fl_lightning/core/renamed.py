@@ -27,6 +27,7 @@ OPTIONS: dict[str, str] = {
     "evaluate_every": "evaluation.every",
     "evaluation.clients": "evaluation.client_model",
     "evaluation.targets": "evaluation.target_accuracies",
+    "rivals": "baselines",
 }
 """The new key of each renamed option, by its old key."""
 
