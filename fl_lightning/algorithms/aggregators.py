@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.client.weights import inherits
+from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.state import RunningMean, State, parameter_names
@@ -17,7 +17,7 @@ from fl_lightning.core.state import RunningMean, State, parameter_names
 Weighting = Literal["samples", "uniform"]
 
 
-class Aggregator:
+class Aggregator(Capable):
     """Turns a round's uploads into the next shared state, in two steps.
 
     `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
@@ -27,19 +27,16 @@ class Aggregator:
     Attributes:
         leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
         needs_classes: Whether what it tells apart is classes.
+        only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`. Uploads
+            then stay on the GPU, and only their mean is copied to the CPU. Otherwise `fold` gets them on the CPU.
+        sends_one_model: Whether `model_for` gives every client the state's `model`.
     """
 
+    capabilities: ClassVar = {"only_averages": ("fold",), "sends_one_model": ("model_for", "ahead")}
     leaves: tuple[str, ...] = ()
     needs_classes: bool = False
-
-    @property
-    def only_averages(self) -> bool:
-        """Whether all it does with uploads' weights is to average them as they come, by `RunningMean`.
-
-        They then stay on the GPU that trained them, and their mean alone leaves it. Others are handed them on the CPU,
-        where there is room for a round's.
-        """
-        return False
+    only_averages: bool = False
+    sends_one_model: bool = True
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -84,13 +81,10 @@ class WeightedMean(Aggregator):
         weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
     """
 
+    only_averages = True
+
     def __init__(self, weighting: Weighting = "samples") -> None:
         self.weighting = weighting
-
-    @property
-    def only_averages(self) -> bool:
-        """True, unless a subclass folds in its own way."""
-        return inherits(self, WeightedMean, ("fold",))
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
         """Add each client's weights to a running mean."""

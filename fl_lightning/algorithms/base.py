@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
-from fl_lightning.client.weights import buffer_names, detached, inherits, load_weights, require_parts, to_cpu
+from fl_lightning.client.weights import buffer_names, detached, load_weights, require_parts, to_cpu
+from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import State
@@ -32,7 +33,7 @@ Buffers = Literal["average", "local", "drop"]
 OptimizerState = Literal["fresh", "kept"]
 
 
-class Algorithm:
+class Algorithm(Capable):
     """A federated method: loss terms, shared knowledge and an aggregator, bound together.
 
     Args:
@@ -62,8 +63,25 @@ class Algorithm:
             orchestrator sets it before it asks for the initial state.
         fixed: Names of the parameters that the model itself freezes (`requires_grad=False` as built). They are the same
             everywhere, so they are neither sent nor kept; the worker sets it.
+        receives_by_loading: Whether `receive` only loads the download and the client's state into the module, which may
+            then have no weights before.
+        uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which nobody needs after
+            them.
+        aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
+        starts_alike: Whether all clients that keep no part of the network start from the same model, if the aggregator
+            sends one.
     """
 
+    capabilities: ClassVar = {
+        "receives_by_loading": ("receive",),
+        "uploads_by_copying": ("upload", "remember"),
+        "aggregates_by_parts": ("aggregate",),
+        "starts_alike": ("client_module", "download", "receive", "prepare", "personalize"),
+    }
+    receives_by_loading: bool = True
+    uploads_by_copying: bool = True
+    aggregates_by_parts: bool = True
+    starts_alike: bool = True
     server: bool = True
     public: str | None = None
     optimizer_state: OptimizerState = "fresh"
@@ -105,11 +123,8 @@ class Algorithm:
 
     @property
     def only_averages(self) -> bool:
-        """Whether all that is done with uploads' weights is what `Aggregator.only_averages` says.
-
-        A method with an `upload`, `remember` or `aggregate` of its own finds them on the CPU.
-        """
-        return self.aggregator.only_averages and inherits(self, Algorithm, ("upload", "remember", "aggregate"))
+        """Whether uploads' weights are only averaged. Otherwise the methods that handle them get them on the CPU."""
+        return self.aggregator.only_averages and self.uploads_by_copying and self.aggregates_by_parts
 
     @property
     def of_classes(self) -> Iterator[str]:

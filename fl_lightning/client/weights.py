@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from inspect import getattr_static
 
 import numpy as np
 import torch
@@ -113,8 +112,3 @@ def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = T
         return value.detach().to(where, dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
 
     return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}
-
-
-def inherits(part: object, base: type, names: Iterable[str]) -> bool:
-    """Whether an object has these methods from a class, and none of its own in their place."""
-    return all(getattr_static(part, name) is getattr_static(base, name) for name in names)

@@ -8,20 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.base import OWN, Algorithm
+from fl_lightning.algorithms.base import OWN
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.weights import inherits
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, interrupts
 from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.worker import Worker
-
-ALGORITHM = ("client_module", "download", "receive", "prepare", "personalize")
-"""What of an algorithm decides on the model that a client is scored with."""
-
-AGGREGATOR = ("model_for", "ahead")
-"""What of its aggregator does."""
 
 LOOKED_AT, APART, NEAR = 8, 2, 0.05
 """Samples that a network is tried on, at once and so many at a time, and how near its outputs must be: precision may be
@@ -78,8 +70,7 @@ def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Re
 def sends_one_model(worker: Worker) -> bool:
     """Whether clients that keep no part of the network all start from the same one, and are scored with just that."""
     algorithm = worker.algorithm
-    inherited = inherits(algorithm, Algorithm, ALGORITHM) and inherits(algorithm.aggregator, Aggregator, AGGREGATOR)
-    return inherited and algorithm.module_class is ClientModule
+    return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
 def only_scores(task: Task) -> bool:

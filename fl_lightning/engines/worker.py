@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.algorithms.base import Algorithm, OptimizerState
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, optimizer_tensors
-from fl_lightning.client.weights import inherits, load_weights, loads_plainly, to_cpu
+from fl_lightning.client.weights import load_weights, loads_plainly, to_cpu
 from fl_lightning.core.errors import ConfigError, NonFiniteError, blame
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, derive, generator, seed_everything
@@ -285,7 +285,7 @@ class Worker:
     @cached_property
     def _made_on(self) -> torch.device:
         """Where modules are made: where they train, unless the method takes in downloads in a way of its own."""
-        return self.device if self._receives_plainly else torch.device("cpu")
+        return self.device if self.algorithm.receives_by_loading else torch.device("cpu")
 
     @cached_property
     def _sent(self) -> Sent:
@@ -299,11 +299,7 @@ class Worker:
     @cached_property
     def _writes_over(self) -> bool:
         """Whether weights that are received take the place of others, which nothing looks at before."""
-        return self._receives_plainly and loads_plainly(self.template.backbone)
-
-    @property
-    def _receives_plainly(self) -> bool:
-        return inherits(self.algorithm, Algorithm, ("receive",))
+        return self.algorithm.receives_by_loading and loads_plainly(self.template.backbone)
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
         seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)
@@ -329,7 +325,7 @@ class Worker:
     def _run(self, task: Task, fit: Fit) -> Result:
         module = self.received(task)
         optimizer = fit(module, task) if task.fit else None
-        module.spent = self._ends_with_upload and not (task.evaluate or task.evaluate_globally)
+        module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
         return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
 
     def finished(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
@@ -370,11 +366,6 @@ class Worker:
             local,
             on_global,
         )
-
-    @cached_property
-    def _ends_with_upload(self) -> bool:
-        """Whether the method only reads the upload of a client, and nothing of its own comes after that."""
-        return inherits(self.algorithm, Algorithm, ("upload", "remember"))
 
     @property
     def keeps_optimizer(self) -> bool:

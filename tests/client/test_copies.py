@@ -74,7 +74,7 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
 
     lean = outcome()
     monkeypatch.setitem(vars(worker), "_writes_over", False)
-    monkeypatch.setitem(vars(worker), "_ends_with_upload", False)
+    monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
     for one, other in zip(lean, outcome(), strict=True):
         assert same_bytes(one, other)
 

@@ -22,7 +22,6 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over
 from fl_lightning.client.module import ClientModule, LossTerm, Step
-from fl_lightning.client.weights import inherits
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.state import State, at_least_float32, extrapolate, weighted_mean
@@ -410,9 +409,9 @@ class GlobalPeriodReview(Aggregator):
         return (self.structural, *self.inner.knowledge)
 
     @property
-    def only_averages(self) -> bool:
-        """As the inner aggregator, unless a subclass folds in its own way."""
-        return self.inner.only_averages and inherits(self, GlobalPeriodReview, ("fold",))
+    def only_averages(self) -> bool:  # type: ignore[override]
+        """Whether the inner aggregator only averages."""
+        return self.inner.only_averages
 
     def fold(self, uploads: Iterable[Upload]) -> object:
         """As the inner aggregator."""

@@ -1,0 +1,57 @@
+"""Capabilities: a subclass that overrides a method loses what the base class says about it."""
+
+from inspect import getattr_static
+
+import pytest
+
+from fl_lightning import algorithms
+from fl_lightning.algorithms import Aggregator, Algorithm, FedAvg, WeightedMean
+from fl_lightning.cli.catalogue import classes
+
+
+class OwnFold(WeightedMean):
+    def fold(self, uploads):
+        return super().fold(uploads)
+
+
+class Declares(OwnFold):
+    only_averages = True
+
+
+class Inherits(OwnFold):
+    pass
+
+
+class Mixin:
+    def receive(self, module, download, memory):
+        pass
+
+
+class Mixed(Mixin, FedAvg):
+    pass
+
+
+def test_an_override_takes_the_capability_and_a_declaration_gives_it_back():
+    assert [kind.only_averages for kind in (WeightedMean, OwnFold, Declares, Inherits)] == [True, False, True, False]
+    assert (OwnFold.sends_one_model, Mixed.receives_by_loading, Mixed.uploads_by_copying) == (True, False, True)
+    assert not Mixed.starts_alike
+    assert FedAvg.starts_alike
+
+
+@pytest.mark.parametrize("base", [Algorithm, Aggregator])
+def test_every_capability_of_the_package_holds(base):
+    """No class of the package has a capability although it overrides a method that the capability describes."""
+    kinds = classes("algorithms" if base is Algorithm else "aggregators")
+    assert len(kinds) > 10
+    lost = set()
+    for kind in kinds:
+        for capability, methods in base.capabilities.items():
+            overrides = any(getattr_static(kind, name) is not getattr_static(base, name) for name in methods)
+            has = getattr_static(kind, capability)
+            if capability == "only_averages":  # `fold` itself says so: `WeightedMean`'s, and what is built on it
+                averages = getattr_static(kind, "fold") is getattr_static(WeightedMean, "fold")
+                assert (has is True) == averages or kind is algorithms.GlobalPeriodReview, kind
+            else:
+                assert has is not overrides, (kind, capability)
+                lost |= {capability} if overrides else set()
+    assert lost == base.capabilities.keys() - {"only_averages"}
