@@ -6,7 +6,7 @@ from fl_lightning.core.lazy import load
 from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.renamed import MODULES
 
-if TYPE_CHECKING:  # the same names, for who reads the code without running it
+if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning import runs as runs
     from fl_lightning.algorithms import *
     from fl_lightning.callbacks import *
@@ -99,16 +99,16 @@ _NAMES = {
     "core.state": "weighted_mean",
     "loggers.wandb": "WandbRoundLogger",
 }
-"""What can be imported from here, by the module that has it."""
+"""The public names, by the module that they are imported from."""
 
 HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-"""The module that each public name is imported from when it is first used: torch takes seconds."""
+"""The module of each public name. It is imported on first use, because torch takes seconds."""
 
 __all__ = sorted({"runs", *HOMES})
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module that has some, imported when it is first used."""
+    """Import a public name, or a module that defines some, on first use."""
     if name in _NAMES or name in MODULES:
         return load(f"{__name__}.{MODULES.get(name, name)}")
     if name not in HOMES:

@@ -22,7 +22,7 @@ from scipy import stats
 
 from fl_lightning.analysis.comparison import comparable, compare, holm, paired, spread, text
 from fl_lightning.analysis.result_table import ResultTable
-from fl_lightning.cli.commands.compare import short
+from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import open_runs
 
@@ -494,7 +494,7 @@ def test_columns_across_are_in_order_and_keys_as_short_as_can_be(tmp_path):
     write(tmp_path, "FedDW", alpha=2)
     heads = run("compare", tmp_path, "--across", "alpha").out.split()[1:5]
     assert heads == ["alpha=0.1", "alpha=0.5", "alpha=2", "alpha=10"]
-    assert short(["algorithm.alpha", "scenario.partition.alpha", "seed"]) == [
+    assert shorten_keys(["algorithm.alpha", "scenario.partition.alpha", "seed"]) == [
         "algorithm.alpha",
         "partition.alpha",
         "seed",

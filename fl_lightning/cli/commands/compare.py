@@ -1,4 +1,4 @@
-"""`fl-lightning compare`: groups of runs side by side."""
+"""`fl-lightning compare`: compare groups of runs in a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Print the groups."""
+    """Print the table."""
     runs = comparable(open_runs(given.runs, given.where), given.unfinished)
     words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
@@ -38,35 +38,37 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         targets=given.target,
     )
     csv = given.format == "csv"
-    sheet = pivot(found, given.across) if given.across else records(found) if csv else listing(found)
-    print({"table": sheet.plain, "csv": sheet.csv, "latex": sheet.latex, "markdown": sheet.markdown}[given.format]())
+    result = pivot_table(found, given.across) if given.across else data_table(found) if csv else group_table(found)
+    print(
+        {"table": result.plain, "csv": result.csv, "latex": result.latex, "markdown": result.markdown}[given.format]()
+    )
     if csv:
-        print(*sheet.notes, sep="\n", end="\n" if sheet.notes else "", file=sys.stderr)
+        print(*result.notes, sep="\n", end="\n" if result.notes else "", file=sys.stderr)
     return 0
 
 
-def listing(found: Comparison) -> ResultTable:
-    """A row a group, to be read."""
-    heads = short(found.columns) or ["group"]
+def group_table(found: Comparison) -> ResultTable:
+    """Return a table for reading, with a row for each group."""
+    heads = shorten_keys(found.columns) or ["group"]
     header = [*heads, "seeds", "last", "best", *([f"to {found.reference}"] if found.reference else []), "bytes"]
     for target in found.targets:
         header += [f"R_{target:g}", f"bytes to {target:g}", f"s to {target:g}"]
     rows = []
     for group in found.groups:
         names = [group.names[key] for key in found.columns] or ["all runs"]
-        row = [*names, told_seeds(group, found), told_spread(group.last), told_spread(group.best)]
-        row += [told_difference(group)] if found.reference else []
+        row = [*names, format_seeds(group, found), format_spread(group.last), format_spread(group.best)]
+        row += [format_difference(group)] if found.reference else []
         row.append(human_bytes(group.bytes.mean) if group.bytes else "-")
-        rows.append(row + [cell for target in found.targets for cell in told_reach(group.reach[target])])
+        rows.append(row + [cell for target in found.targets for cell in format_reach(group.reach[target])])
     last, best = ([getattr(group, name) for group in found.groups] for name in ("last", "best"))
-    bold = {(i, len(heads) + 1) for i in leading(last, found)} | {(i, len(heads) + 2) for i in leading(best, found)}
+    bold = {(i, len(heads) + 1) for i in best_rows(last, found)} | {(i, len(heads) + 2) for i in best_rows(best, found)}
     return ResultTable(
         header, rows, len(heads), bold, notes(found, "in the last evaluated round and where best", found.targets)
     )
 
 
-def pivot(found: Comparison, across: str) -> ResultTable:
-    """The last figures: a column for each value of one setting, a row for each of the others'."""
+def pivot_table(found: Comparison, across: str) -> ResultTable:
+    """Return the last values: a column for each value of one setting, and a row for each combination of the others."""
     fits = [key for key in found.columns if key == across or key.endswith(f".{across}")]
     if len(fits) != 1:
         keys = ", ".join(found.columns) or "nothing does"
@@ -79,18 +81,18 @@ def pivot(found: Comparison, across: str) -> ResultTable:
     width = max(len(others), 1)
     table = [[cells.get((line, column)) for column in columns] for line in lines]
     last = [[group and group.last for group in row] for row in table]
-    bold = {(i, width + j) for j, column in enumerate(zip(*last, strict=True)) for i in leading(column, found)}
+    bold = {(i, width + j) for j, column in enumerate(zip(*last, strict=True)) for i in best_rows(column, found)}
     rows = [
-        [*(line or ["all runs"]), *(told_cell(group, found) for group in row)]
+        [*(line or ["all runs"]), *(format_cell(group, found) for group in row)]
         for line, row in zip(lines, table, strict=True)
     ]
-    head = short([fits[0]])[0]
-    header = [*(short(others) or ["group"]), *(f"{head}={column}" for column in columns)]
+    head = shorten_keys([fits[0]])[0]
+    header = [*(shorten_keys(others) or ["group"]), *(f"{head}={column}" for column in columns)]
     return ResultTable(header, rows, width, bold, notes(found, "in the last evaluated round", []))
 
 
-def records(found: Comparison) -> ResultTable:
-    """A row a group, to be computed with: whole keys, nothing rounded, empty where there is nothing."""
+def data_table(found: Comparison) -> ResultTable:
+    """Return a table for further computation: a row for each group, full keys and unrounded values."""
     rows = []
     for group in found.groups:
         missing = [seed for seed in found.seeds if seed not in group.seeds]
@@ -100,13 +102,13 @@ def records(found: Comparison) -> ResultTable:
             "unfinished": sum(not run.finished for run in group.runs),
             "seeds": " ".join(map(str, group.seeds)),
             "missing_seeds": " ".join(map(str, missing)),
-            **flat("last", group.last),
-            **flat("best", group.best),
+            **spread_columns("last", group.last),
+            **spread_columns("best", group.best),
             "bytes": group.bytes and group.bytes.mean,
         }
         for target, reach in group.reach.items():
             row[f"R_{target:g}_reached"] = f"{reach.reached} of {reach.of}"
-            row |= flat(f"R_{target:g}", reach.rounds)
+            row |= spread_columns(f"R_{target:g}", reach.rounds)
             row[f"bytes_to_{target:g}"] = reach.bytes and reach.bytes.mean
             row[f"seconds_to_{target:g}"] = reach.seconds and reach.seconds.mean
         if found.reference:
@@ -118,46 +120,50 @@ def records(found: Comparison) -> ResultTable:
     return ResultTable(list(rows[0]), cells, notes=found.remarks)
 
 
-def flat(name: str, spread: Spread | None) -> dict[str, float | None]:
-    """A spread as two columns."""
+def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
+    """Return mean and standard deviation as two columns."""
     return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
 # --- Cells ---
 
 
-def number(value: float) -> str:
-    """A figure to be read: four places, or four digits where it is large."""
+def format_number(value: float) -> str:
+    """Format a number with four decimal places, or with four digits if it is large."""
     return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.4g}"
 
 
-def told_spread(spread: Spread | None) -> str:
-    """Mean ± standard deviation."""
+def format_spread(spread: Spread | None) -> str:
+    """Format mean ± standard deviation."""
     if spread is None:
         return "-"
-    return number(spread.mean) if spread.std is None else f"{number(spread.mean)} ± {number(spread.std)}"
+    return (
+        format_number(spread.mean)
+        if spread.std is None
+        else f"{format_number(spread.mean)} ± {format_number(spread.std)}"
+    )
 
 
-def told_seeds(group: Group, found: Comparison) -> str:
-    """How many seeds a group has, of how many, and what else is to be known of its runs."""
+def format_seeds(group: Group, found: Comparison) -> str:
+    """Format the number of a group's seeds, with the number of missing, repeated and unfinished runs."""
     cell = f"{len(group.seeds)} of {len(found.seeds)}" if len(group.seeds) < len(found.seeds) else str(len(group.seeds))
     cell += f", {len(group.runs)} runs" if len(group.runs) > len(group.seeds) else ""
     unfinished = sum(not run.finished for run in group.runs)
     return cell + (f", {unfinished} unfinished" if unfinished else "")
 
 
-def told_difference(group: Group) -> str:
-    """Mean ± standard deviation of the differences, the stars, and how many pairs there are if not one a seed."""
+def format_difference(group: Group) -> str:
+    """Format the differences to the reference: mean ± standard deviation, stars, and the pairs if seeds are missing."""
     if group.difference is None:
         return "" if group.reference else "-"
     mean, std = group.difference.mean, group.difference.std
-    told = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {number(std)}"
+    told = f"{mean:+.4f}" if std is None else f"{mean:+.4f} ± {format_number(std)}"
     pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
     return " ".join(filter(None, [told, group.difference.stars, pairs]))
 
 
-def told_reach(reach: Reach) -> list[str]:
-    """The round, the bytes and the seconds in which a target was reached, and by how many runs if not by all."""
+def format_reach(reach: Reach) -> list[str]:
+    """Format the round, bytes and seconds in which a target was reached, and the number of runs if not all did."""
     if not reach.of:
         return ["-"] * 3
     if reach.rounds is None:
@@ -167,16 +173,16 @@ def told_reach(reach: Reach) -> list[str]:
     return [f"{reach.rounds.mean:.1f}{some}", crossed, f"{reach.seconds.mean:.1f}" if reach.seconds else "-"]
 
 
-def told_cell(group: Group | None, found: Comparison) -> str:
-    """A group's last figures and stars, and how many seeds it has if not all."""
+def format_cell(group: Group | None, found: Comparison) -> str:
+    """Format a group's last values and stars, and its number of seeds if some are missing."""
     if group is None:
         return "missing"
-    few = f"({told_seeds(group, found)})" if told_seeds(group, found) != str(len(found.seeds)) else ""
-    return " ".join(filter(None, [told_spread(group.last), group.difference.stars if group.difference else "", few]))
+    few = f"({format_seeds(group, found)})" if format_seeds(group, found) != str(len(found.seeds)) else ""
+    return " ".join(filter(None, [format_spread(group.last), group.difference.stars if group.difference else "", few]))
 
 
-def leading(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
-    """Where the best of several figures stand."""
+def best_rows(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
+    """Return the rows with the best mean."""
     means = [spread.mean for spread in figures if spread and spread.mean == spread.mean]
     if not means:
         return []
@@ -184,14 +190,14 @@ def leading(figures: Sequence[Spread | None], found: Comparison) -> list[int]:
     return [i for i, spread in enumerate(figures) if spread and spread.mean == best]
 
 
-def short(keys: list[str]) -> list[str]:
-    """Keys by their shortest ends that tell them apart."""
+def shorten_keys(keys: list[str]) -> list[str]:
+    """Shorten keys to their last parts, as far as these stay unique."""
     ends = [[".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)] for key in keys]
     return [next(end for end in ends[i] if sum(end in other for other in ends) == 1) for i in range(len(keys))]
 
 
 def notes(found: Comparison, when: str, targets: list[float]) -> list[str]:
-    """What the figures are, and what is to be known of these groups."""
+    """Return the notes below a table: what the values are, and remarks on the groups."""
     lines = [f"{found.metric} {when}: mean ± standard deviation over seeds (n - 1)."]
     if len(found.seeds) > 1 and any(len(group.seeds) < len(found.seeds) for group in found.groups):
         lines.append(f"seeds: {', '.join(map(str, found.seeds))}; some groups lack some.")

@@ -22,7 +22,7 @@ from fl_lightning.runs.folder import alone
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Run what is missing of a table, and print it beside the paper's; 1 if a run failed."""
+    """Run the missing runs of a table, and print it with the paper's numbers. Return 1 if a run failed."""
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
@@ -34,7 +34,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     failures = {ended.job.folder: ended.reason for ended in known if ended and ended.code}
     reproduction = Reproduction(table, jobs, failures)
     if given.format == "table":
-        console = Console(width=None if sys.stdout.isatty() else 1000)  # in a file nothing is broken
+        console = Console(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
         console.print(as_text(reproduction, given.scale, overrides))
     else:
         print(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, given.scale, overrides))
@@ -42,10 +42,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
-    """Refuse settings that no experiment has before the first is run: each row and each column is looked at once.
+    """Check the settings of each row and each column once, before the first run.
 
     Raises:
-        ConfigError: The message names row, column and what is wrong there.
+        ConfigError: Names the row, the column and the reason.
     """
     looked_at: set[tuple[str, str]] = set()
     for (column, row, _), job in jobs.items():
@@ -63,7 +63,7 @@ def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
 
 
 def run_missing(wanted: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
-    """Carry out what has not come to its end, and tell of each as it does; what came of all of them."""
+    """Run the unfinished runs, report each on stderr as it ends, and yield its result."""
     missing = [job for job in wanted if not is_finished(job.folder)]
     _tell(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
     with alone(out):

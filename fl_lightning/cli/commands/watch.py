@@ -24,7 +24,7 @@ from fl_lightning.runs.reader import DamagedRun, find
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Show a run until it has ended, or `q` or Ctrl-C is pressed; that is no failure, so the exit code is 0."""
+    """Show a run until it ends, or until `q` or Ctrl-C is pressed. The exit code is 0 in each case."""
     check_number("--every", given.every, "[0, 86400]")
     follower, console = Follower(chosen(Path(given.run))), Console()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
@@ -34,10 +34,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
 
 def chosen(path: Path) -> Path:
-    """The run's folder, or among the runs below a folder the one written to last that has not ended.
+    """Return a run's folder. For a folder of runs, return the latest unfinished run below it.
 
     Raises:
-        ConfigError: There is no run.
+        ConfigError: No run found.
     """
     found = find([path])
     if found == [path]:
@@ -56,12 +56,12 @@ def chosen(path: Path) -> Path:
 
 
 def written(folder: Path) -> float:
-    """When a run's metrics were written last; of one that waits for its first round, its config."""
+    """Return the time at which a run's metrics, or before its first round its config, were last written."""
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
 def follow(follower: Follower, console: Console, every: float) -> None:
-    """Show a run on a screen of its own until it has ended or the user has seen enough."""
+    """Show a run on a full screen until it ends or the user presses `q`."""
     with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
         while True:
             look = follower.look()
@@ -72,8 +72,8 @@ def follow(follower: Follower, console: Console, every: float) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end what is inside, and the terminal be as it was."""
-    both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: a shell lets what it puts in the background ignore it
+    """Context that ends on SIGINT and SIGTERM, and leaves the terminal as it was."""
+    both = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: background processes of a shell ignore it
     before = [signal.signal(one, signal.default_int_handler) for one in both]
     try:
         yield
@@ -86,7 +86,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and tells which it was; without a keyboard it only waits."""
+    """Provide a function that waits for a key for some seconds and returns it. Without a keyboard it only waits."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def pressed(seconds: float) -> str:
