@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # for editors; one that is not listed is `Any` to a type chec
         GlobalDiscrepancy as GlobalDiscrepancy,
         GlobalPeriodReview as GlobalPeriodReview,
         LocalContrastive as LocalContrastive,
+        ReferenceKnowledge as ReferenceKnowledge,
         StructuralKnowledge as StructuralKnowledge,
     )
     from fl_lightning.algorithms.global_model.feduv import (

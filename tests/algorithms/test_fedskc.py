@@ -88,7 +88,7 @@ def test_a_class_that_nobody_holds_keeps_its_last_knowledge():
     assert torch.equal(merged["values"][0], previous["values"][0])
     assert not torch.equal(merged["values"][1], previous["values"][1])
     assert merged["known"].tolist() == [True] * (C - 1) + [False]
-    forgetful = skc.StructuralKnowledge(reference=True)
+    forgetful = skc.ReferenceKnowledge()
     assert forgetful.merge(previous, [upload(0, {}, local[0], held[0], 1)])["known"].tolist() == held[0].tolist()
 
 
@@ -195,7 +195,7 @@ def test_lcl_is_finite_in_every_corner(case, form):
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logits.grad).all()
-    if case == "nothing known" and not term.reference:
+    if case == "nothing known" and "reference" not in form:
         assert loss == 0
         assert not logits.grad.any()
 
@@ -423,7 +423,8 @@ def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
 def test_options_reach_the_parts(preset):
     method = FedSKC(0.3, 2, 0.7, gda_scale="share", spread="none", review="literal", preset=preset)
     (term,) = method.loss_terms
-    assert (term.tau, term.spread, term.structural.similar_clients) == (0.3, "none", 2)
+    assert (term.tau, term.structural.similar_clients) == (0.3, 2)
+    assert preset == "reference" or term.contrast.spread == "none"
     assert (method.aggregator.beta, method.aggregator.review) == (0.7, "literal")
     assert preset == "reference" or method.aggregator.inner.gda_scale == "share"
 
@@ -479,7 +480,7 @@ def test_reference_scales_lcl_by_the_round():
 
 
 def test_reference_knowledge_is_the_last_epochs_training_logits():
-    piece = skc.StructuralKnowledge(reference=True)
+    piece = skc.ReferenceKnowledge()
     batches = [(epoch, torch.randn(4, C), torch.tensor([0, 1, 1, 3])) for epoch in (0, 0, 1, 1)]
     for epoch, logits, targets in batches:
         piece.observe(Step(logits, targets), epoch)
@@ -494,10 +495,10 @@ def test_reference_preset_binds_what_the_code_does():
     method = FedSKC(preset="reference")
     (term,) = method.loss_terms
     review = method.aggregator
-    assert term.reference
-    assert term.structural.reference
+    assert isinstance(term.contrast, skc.ReferenceContrast)
+    assert isinstance(term.structural, skc.ReferenceKnowledge)
     assert isinstance(review, GlobalPeriodReview)
-    assert (review.beta, review.review, review.reference) == (0.99, "literal", True)
+    assert (review.beta, review.review, review.compared) == (0.99, "literal", skc.known_in_each_round)
     assert type(review.inner).__name__ == "WeightedMean"
     assert FedSKC(preset="reference", beta=0.9).aggregator.beta == 0.9
     assert FedSKC().aggregator.beta == 0.95

@@ -12,7 +12,7 @@ another). The paper leaves some points open; what was chosen, and what the autho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,57 +77,75 @@ class StructuralKnowledge(SharedKnowledge):
 
     Args:
         similar_clients: M of Eq. 1.
-        reference: As the authors' code: no sigmoid, and the logits seen while training the last local epoch.
     """
 
     needs_classes = True
     name = "structural"
 
-    def __init__(self, similar_clients: int = 1, reference: bool = False) -> None:
+    def __init__(self, similar_clients: int = 1) -> None:
         super().__init__()
         check_number("algorithm.similar_clients", similar_clients, "[0, inf)")
-        self.similar_clients, self.reference = similar_clients, reference
+        self.similar_clients = similar_clients
         self.values: Tensor | None
         self.known: Tensor | None
         self.register_buffer("values", None, persistent=False)
         self.register_buffer("known", None, persistent=False)
-        self._observed: tuple[int, Tensor, Tensor] | None = None
 
     def initial(self, num_classes: int) -> Tensors:
-        """Nothing is known in round 1."""
+        """Return knowledge in which no class is known, for round 1."""
         return {
             "values": torch.zeros(num_classes, num_classes),
             "known": torch.zeros(num_classes, dtype=torch.bool),
         }
 
-    @property
-    def observes(self) -> bool:
-        """Reference only."""
-        return self.reference
+    def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
+        """Return the client's `c_k` and the mask of the classes that it holds."""
+        sums, counts = class_sums_over(batches, module, num_classes)
+        return {"values": local_knowledge(sums, counts), "known": counts > 0}
+
+    def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
+        """Merge the uploads by Eq. 1. A class that no participant held this round keeps its last knowledge."""
+        values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
+        values = torch.where(known[:, None], values, previous["values"])
+        return {"values": values, "known": known | previous["known"]}
+
+
+class ReferenceKnowledge(StructuralKnowledge):
+    """Structural knowledge as in the authors' code: the mean logits of the last local epoch, without the sigmoid.
+
+    The logits are those seen while training. A class that no participant held this round is forgotten.
+
+    Args:
+        similar_clients: M of Eq. 1.
+    """
+
+    observes = True
+
+    def __init__(self, similar_clients: int = 1) -> None:
+        super().__init__(similar_clients)
+        self._observed: tuple[int, Tensor, Tensor] | None = None
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Reference only: sum the last epoch's training logits by class."""
+        """Sum the training logits of an epoch by class."""
         sums, counts = class_sums(step.logits.detach(), step.targets, step.logits.shape[1])
         if self._observed and self._observed[0] == epoch:
             sums, counts = sums + self._observed[1], counts + self._observed[2]
         self._observed = (epoch, sums, counts)
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """The client's `c_k` and which classes it holds."""
-        if self.reference and self._observed:
-            _, sums, counts = self._observed
-        else:
-            sums, counts = class_sums_over(batches, module, num_classes)
-        return {"values": local_knowledge(sums, counts, silu=not self.reference), "known": counts > 0}
+        """Return the class means of the observed logits, and the mask of the classes that the client holds."""
+        _, sums, counts = self._observed or (0, *class_sums_over(batches, module, num_classes))
+        return {"values": local_knowledge(sums, counts, silu=False), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Eq. 1; a class that nobody held this round keeps its last knowledge (reference: is forgotten)."""
-        local, held = stacked_knowledge(uploads)
-        values, known = global_knowledge(local, held, self.similar_clients)
-        if self.reference:
-            return {"values": values, "known": known}
-        values = torch.where(known[:, None], values, previous["values"])
-        return {"values": values, "known": known | previous["known"]}
+        """Merge the uploads by Eq. 1."""
+        values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
+        return {"values": values, "known": known}
+
+
+def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
+    """Return the knowledge of the paper or that of the authors' code."""
+    return ReferenceKnowledge if reference else StructuralKnowledge
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
@@ -199,6 +217,37 @@ def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tenso
     return (torch.logsumexp(torch.cat([positive[:, None], negatives], dim=1), dim=1) - positive).mean()
 
 
+class PaperContrast(NamedTuple):
+    """The contrastive loss of the paper, at full weight in every round.
+
+    Args:
+        spread: What divides the cosines, see `similarity`.
+    """
+
+    spread: Spread
+
+    def scale(self, round: int) -> float:
+        """Return the weight of the loss in a round."""
+        return 1.0
+
+    def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
+        """Return Eq. 3; arguments as of `local_contrastive_loss`."""
+        return local_contrastive_loss(logits, targets, knowledge, known, tau, self.spread)
+
+
+class ReferenceContrast(NamedTuple):
+    """The contrastive loss of the authors' code, whose weight rises to 1 over the first 100 rounds."""
+
+    def scale(self, round: int) -> float:
+        """Return the weight of the loss in a round."""
+        return min(round / 100, 1.0)
+
+    def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
+        """Return Eq. 3 as in the code; arguments as of `reference_contrastive_loss`."""
+        every = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
+        return reference_contrastive_loss(logits, targets, knowledge, every if known is None else known, tau)
+
+
 class LocalContrastive(LossTerm):
     """LCL: pulls a sample's logits towards its class's global knowledge and away from the other classes'.
 
@@ -233,8 +282,9 @@ class LocalContrastive(LossTerm):
     ) -> None:
         super().__init__()
         check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.08")
-        self.tau, self.spread, self.reference = tau, spread, reference
-        self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
+        self.tau = tau
+        self.contrast: PaperContrast | ReferenceContrast = ReferenceContrast() if reference else PaperContrast(spread)
+        self.structural = knowledge or knowledge_class(reference)(similar_clients)
         self.scale = 1.0
         self.all_known = False
 
@@ -253,7 +303,7 @@ class LocalContrastive(LossTerm):
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
-        self.scale = min(module.round / 100, 1.0) if self.reference else 1.0
+        self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
         """Eq. 3 on a batch; zero while nothing is known."""
@@ -261,11 +311,9 @@ class LocalContrastive(LossTerm):
         if values is None or known is None:
             return step.logits.new_zeros(())
         with torch.autocast(step.logits.device.type, enabled=False):
-            logits, targets, values = at_least_float32(step.logits), step.targets, at_least_float32(values)
-            if self.reference:
-                return self.scale * reference_contrastive_loss(logits, targets, values, known, self.tau)
+            logits, values = at_least_float32(step.logits), at_least_float32(values)
             unless_all = None if self.all_known else known
-            return local_contrastive_loss(logits, targets, values, unless_all, self.tau, self.spread)
+            return self.scale * self.contrast.loss(logits, step.targets, values, unless_all, self.tau)
 
 
 # --- Global discrepancy aggregation (GDA) ------------------------------------------------------------------------
@@ -367,6 +415,21 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
     return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
 
 
+def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes whose variances Eq. 5 sums in this round and in the last: those known in both.
+
+    Args:
+        now: `(C,)` bool, the classes known in this round.
+        before: `(C,)` bool, those known in the last.
+    """
+    return now & before, now & before
+
+
+def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same as in the authors' code: in each round, all classes known in that round."""
+    return now, before
+
+
 class GlobalPeriodReview(Aggregator):
     """GPR: after another aggregator, correct this round's model `w_r` by the last one's; it starts in round 2.
 
@@ -400,8 +463,9 @@ class GlobalPeriodReview(Aggregator):
         check_number("algorithm.beta", beta, "[0, 1]", "the paper uses 0.95")
         self.inner = inner or WeightedMean()
         self.leaves = self.inner.leaves
-        self.beta, self.review, self.reference = beta, review, reference
-        self.structural = knowledge or StructuralKnowledge(similar_clients, reference)
+        self.beta, self.review = beta, review
+        self.compared = known_in_each_round if reference else known_in_both_rounds
+        self.structural = knowledge or knowledge_class(reference)(similar_clients)
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -423,9 +487,8 @@ class GlobalPeriodReview(Aggregator):
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1
             return decided
-        both = last["known"] & now["known"]
-        counted_now, counted_last = (now["known"], last["known"]) if self.reference else (both, both)
-        ratio = review_ratio(now["values"][counted_now], last["values"][counted_last])
+        classes_now, classes_last = self.compared(now["known"], last["known"])
+        ratio = review_ratio(now["values"][classes_now], last["values"][classes_last])
         keep, step = self.beta, (1 - self.beta) * ratio
         if self.review == "interpolation":
             keep, step = 1.0, min(max(step, 0.0), 1.0)
@@ -480,7 +543,7 @@ class FedSKC(Algorithm):
         buffers: Buffers = "average",
     ) -> None:
         reference = preset == "reference"
-        shared = StructuralKnowledge(similar_clients, reference)
+        shared = knowledge_class(reference)(similar_clients)
         terms: list[LossTerm] = []
         if lcl:
             terms.append(LocalContrastive(tau, spread=spread, reference=reference, knowledge=shared))
