@@ -8,7 +8,6 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes
 from fl_lightning.callbacks import ClusterNorms
-from stacking import compare
 
 from fl_lightning.algorithms import CFL, FedAvg, Splits
 from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, update
@@ -231,10 +230,6 @@ def test_the_norms_are_logged_to_set_the_thresholds_from(tmp_path):
     assert second["clusters/max_norm_1"] == run.state["norms"]["max"][1]
     with pytest.raises(ConfigError, match="callbacks: ClusterNorms: FedAvg splits no clusters"):
         experiment(tmp_path / "avg", callbacks=[ClusterNorms()], rounds=1).fit()
-
-
-def test_clients_of_different_clusters_are_stacked(tmp_path):
-    compare(tmp_path, CFL(**ALWAYS), model=NormMLP)
 
 
 @pytest.mark.parametrize(

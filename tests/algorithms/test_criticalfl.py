@@ -187,7 +187,7 @@ def test_whole_models_are_averaged_as_ever():
 # --- The method ---
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(NormMLP, marks=pytest.mark.thorough)])
 def test_as_many_participants_and_whole_models_are_fedavg_bit_for_bit(tmp_path, model):
     one = experiment(tmp_path / "one", CriticalFL(max_share=0.0, keep=1.0), model=model, rounds=4)
     other = experiment(tmp_path / "other", FedAvg(), model=model, rounds=4)

@@ -7,7 +7,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, same_bytes, untimed, weights_after
+from experiments import NormMLP, experiment, in_float64, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -511,18 +511,6 @@ def test_wdr_makes_the_weights_show_the_classes_of_separable_data():
         correct[lam] = float((module(inputs).argmax(dim=1) == targets).float().mean())
     assert gaps[1.0] < gaps[0.0] / 4
     assert correct == {0.0: 1.0, 1.0: 1.0}
-
-
-def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
-    whole = experiment(tmp_path / "whole", CwFedAvg(), **SHORT | {"rounds": 4})
-    whole.fit()
-    experiment(tmp_path / "parts", CwFedAvg(), **SHORT).fit()
-    rest = experiment(tmp_path / "parts", CwFedAvg(), **SHORT | {"rounds": 4})
-    rest.fit(resume=True)
-    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
-    for client in range(6):
-        one, other = (run.download(5, client).section("model") for run in (whole, rest))
-        assert same_bytes(one, other)
 
 
 def test_mixed_precision_runs_and_stays_finite(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes
 from peers import model_of, published
-from stacking import compare
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
@@ -157,7 +156,3 @@ def test_uniform_gossip_takes_plain_means(tmp_path):
         mean = torch.stack([one[name] for one in z]).double().mean(0).float()
         torch.testing.assert_close(x[name], mean, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(run.state["model"][name], mean, rtol=1e-6, atol=1e-7)
-
-
-def test_stacked(tmp_path):
-    compare(tmp_path, DFedAvgM(graph=Ring()), model=NormMLP)

@@ -41,7 +41,11 @@ def finished(folder, method, **options):
 
 @pytest.mark.parametrize(
     ("lam", "options", "buffers"),
-    [(0.0, {"rounds": 2}, "average"), (1.0, ALL, "average"), (5.0, ALL, "local")],
+    [
+        (0.0, {"rounds": 2}, "average"),
+        (1.0, ALL, "average"),
+        pytest.param(5.0, ALL, "local", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_shared_model_is_fedavgs_whatever_lambda_is(tmp_path, lam, options, buffers):
     one = finished(tmp_path / "ditto", Ditto(lam, buffers=buffers), **options)
@@ -52,7 +56,9 @@ def test_the_shared_model_is_fedavgs_whatever_lambda_is(tmp_path, lam, options, 
             assert mine[name] == theirs[name]
 
 
-@pytest.mark.parametrize("options", [{"rounds": 2}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"rounds": 2}, marks=pytest.mark.thorough), ALL], ids=["plain", "all"]
+)
 def test_lambda_zero_makes_own_models_those_of_local(tmp_path, options):
     one = finished(tmp_path / "ditto", Ditto(0.0), evaluation=RECEIVED, **options)
     other = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **options)

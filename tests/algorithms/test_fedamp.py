@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 from commands import TINY, rows, tiny
-from experiments import SGD, NormMLP, digits, experiment, in_float64, same_bytes
-from stacking import compare
+from experiments import NormMLP, experiment, in_float64, same_bytes
 
 from fl_lightning.algorithms import ErdosRenyi, FedAMP, HeurFedAMP, LastUploads, PeerAlgorithm
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
@@ -207,11 +206,6 @@ def test_wdr_goes_with_it_from_yaml(tmp_path):
     assert all(float(row["client/train_wdr"]) > 0 for row in (first, last))
     assert not first["client/train_proximal"]
     assert float(last["client/train_proximal"]) > 0
-
-
-@pytest.mark.parametrize("kind", [partial(FedAMP, sigma=100.0), HeurFedAMP])
-def test_stacked(tmp_path, kind):
-    compare(tmp_path, kind(), model=NormMLP, optimizer=partial(SGD, lr=0.05), scenario=digits(6, alpha=1.0))
 
 
 @pytest.mark.parametrize(

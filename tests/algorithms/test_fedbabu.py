@@ -31,7 +31,7 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(NormMLP, marks=pytest.mark.thorough)])
 def test_nothing_frozen_is_fedavg_bit_for_bit(tmp_path, model):
     one = experiment(tmp_path / "babu", FedBABU(frozen=[], tune_epochs=0), model=model)
     other = experiment(tmp_path / "avg", FedAvg("uniform"), model=model)

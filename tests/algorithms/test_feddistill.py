@@ -102,8 +102,8 @@ def test_a_client_remembers_nothing_of_a_round_unless_told_to():
 # --- The methods ---
 
 
-@pytest.mark.parametrize("model", [HIDDEN, NormMLP])
-@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("model", [HIDDEN, pytest.param(NormMLP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cumulative", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_gamma_zero_is_local_bit_for_bit(tmp_path, model, cumulative):
     zero, alone = (
         own_after(tmp_path / name, method, model=model, rounds=2)
@@ -113,7 +113,7 @@ def test_gamma_zero_is_local_bit_for_bit(tmp_path, model, cumulative):
     assert not same_bytes(own_after(tmp_path / "one", FedDistill(1.0, cumulative), model=model, rounds=2), alone)
 
 
-@pytest.mark.parametrize("model", [HIDDEN, NormMLP])
+@pytest.mark.parametrize("model", [HIDDEN, pytest.param(NormMLP, marks=pytest.mark.thorough)])
 def test_plus_with_gamma_zero_is_fedavg_bit_for_bit(tmp_path, model):
     plain = weights_after(tmp_path / "avg", FedAvg(), model=model, rounds=2)
     assert same_bytes(weights_after(tmp_path / "zero", FedDistillPlus(0.0), model=model, rounds=2), plain)

@@ -8,7 +8,6 @@ import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedNH, PrototypeAveraging
@@ -199,11 +198,6 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
     for name, value in run.state["model"].items():
         if value.is_floating_point():
             torch.testing.assert_close(value, shared[name], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("options", [{}, {"model": NormMLP}])
-def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
-    compare(tmp_path, FedNH(), **options)
 
 
 def test_the_aggregator_by_itself_has_the_methods_default():

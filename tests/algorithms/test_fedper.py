@@ -22,8 +22,8 @@ def cut(entries, *parts):
     return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
 
 
-@pytest.mark.parametrize("model", [DEEP, NormMLP])
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize("model", [DEEP, pytest.param(NormMLP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("weighting", ["samples", pytest.param("uniform", marks=pytest.mark.thorough)])
 def test_nothing_personal_is_fedavg_bit_for_bit(tmp_path, model, weighting):
     runs = [
         experiment(tmp_path / type(a).__name__, a, model=model)

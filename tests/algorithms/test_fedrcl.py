@@ -5,8 +5,7 @@ from math import exp, log
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, weights_after
-from stacking import compare
+from experiments import experiment, same_bytes, weights_after
 from torch import nn
 from torch.nn import functional as F
 
@@ -198,6 +197,7 @@ def test_only_active_terms_have_layers_tapped_and_no_hook_is_left():
     assert not any(part._forward_pre_hooks for part in net.modules())
 
 
+@pytest.mark.thorough
 def test_a_compiled_network_shows_nothing_of_its_inside():
     net = MLP((4,), 3)
     net.encoder.compile()
@@ -246,11 +246,6 @@ def test_off_is_the_plain_mean_bit_for_bit(tmp_path):
     on = [FedRCL(), FedRCL(w_p=0.0), FedRCL(w_s=0.0, threshold=-1.0)]
     ends = [weights_after(tmp_path / str(i), method)["head.bias"] for i, method in enumerate(on)]
     assert len({tuple(end.tolist()) for end in (plain["head.bias"], *ends)}) == 4
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 16}, {"model": NormMLP}])
-def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
-    compare(tmp_path, FedRCL(), **options)
 
 
 @pytest.mark.parametrize(

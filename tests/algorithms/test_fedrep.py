@@ -30,7 +30,7 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(NormMLP, marks=pytest.mark.thorough)])
 def test_nothing_personal_and_no_head_phase_is_fedavg_bit_for_bit(tmp_path, model):
     one = experiment(tmp_path / "rep", FedRep(personal=[], head_epochs=0), model=model)
     other = experiment(tmp_path / "avg", FedAvg(), model=model)
@@ -110,6 +110,7 @@ def test_the_head_is_kept_and_the_body_averaged(tmp_path):
     assert not same_bytes(heads[0], heads[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MLP, NormMLP])
 def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model):
     """With max_steps a client of fewer batches has more epochs, and goes on in the second phase alone."""
@@ -137,7 +138,12 @@ def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model
 
 
 @pytest.mark.parametrize(
-    ("clients", "engine"), [("received", "sequential"), ("trained", "sequential"), ("trained", StackedEngine())]
+    ("clients", "engine"),
+    [
+        ("received", "sequential"),
+        pytest.param("trained", "sequential", marks=pytest.mark.thorough),
+        pytest.param("trained", StackedEngine(), marks=pytest.mark.thorough),
+    ],
 )
 def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients, engine):
     options = {"model": NormMLP, "evaluation": Evaluation(client_model=clients), "engine": engine}

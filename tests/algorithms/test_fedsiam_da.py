@@ -513,6 +513,7 @@ def test_mu_zero_switches_both_terms_off_and_keeps_nothing():
     assert FedSiamDA(mu=0.0).remember(module, Message()) == {}
 
 
+@pytest.mark.thorough
 def test_every_ablation_changes_the_result(tmp_path):
     methods = {
         "whole": FedSiamDA(mu=1.0),

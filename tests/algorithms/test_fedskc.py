@@ -378,6 +378,7 @@ def test_beta_one_in_a_run_is_the_method_without_review(tmp_path):
     assert same_bytes(one, weights_after(tmp_path / "none", FedSKC(gpr=False)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", ["lcl", "gda", "gpr"])
 def test_each_part_changes_the_result_alone(tmp_path, part):
     off = dict.fromkeys(("lcl", "gda", "gpr"), False)

@@ -5,10 +5,9 @@ from statistics import median_low
 import pytest
 import torch
 from commands import rows, tiny
-from experiments import NormMLP, experiment, same_bytes, weights_after
+from experiments import experiment, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
-from stacking import compare
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import ClassifierVariance, FedAvg, FedUV, HypersphericalUniformity
@@ -173,11 +172,6 @@ def test_the_losses_are_added_under_their_names():
     assert list(losses) == ["ce", "classifier_variance", "hyperspherical_uniformity"]
     torch.testing.assert_close(losses["classifier_variance"], 1.5 * variance_loss(step.logits.softmax(dim=1)))
     torch.testing.assert_close(losses["hyperspherical_uniformity"], 0.3 * uniformity_by_hand(step.features))
-
-
-@pytest.mark.parametrize("options", [{}, {"model": NormMLP}, {"batch_size": 15}])
-def test_stacked_clients_are_trained_as_by_themselves(tmp_path, options):
-    compare(tmp_path, FedUV(), **options)
 
 
 def test_a_last_batch_of_one_is_trained_on(tmp_path):

@@ -6,7 +6,7 @@ from layouts import write_cifar
 from fl_lightning.cli.main import main
 
 
-@pytest.mark.parametrize("method", ["FedAvg", "FedSKC"])
+@pytest.mark.parametrize("method", [pytest.param("FedAvg", marks=pytest.mark.thorough), "FedSKC"])
 def test_fc100_runs(method, tmp_path, monkeypatch):
     write_cifar(tmp_path, 100, monkeypatch, (1000, 200))
     assert (

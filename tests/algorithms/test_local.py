@@ -23,7 +23,9 @@ def own_models(run):
     return {client: memory["personal"] for client, memory in run.memory.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"model": NormMLP}, {"optimizer_state": "kept"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"model": NormMLP}, marks=pytest.mark.thorough), {"optimizer_state": "kept"}]
+)
 def test_one_client_is_fedavg_of_one_client_bit_for_bit(tmp_path, options):
     run = experiment(tmp_path / "local", Local(), **ALONE, **options)
     run.fit()

@@ -13,6 +13,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import StackedEngine
 
 NAMES = [name for name in CLASSES if name != "Algorithm"]
+FAST = ("CwFedAvg", "FedSKC", "SCAFFOLD", "UAPDFL")
+"""One method of each kind, which the fast tier runs."""
+TIERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
 NEEDS_PREDICTOR = ("FedSiamDA",)
 MEASURED = "MeasuredModule (it has a configure_gradient_clipping of its own)"
 NOT_STACKED = {
@@ -26,7 +29,7 @@ NOT_STACKED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIERS)
 def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
     """With BatchNorm, classes that clients lack, and clients that go on, are new or no more in the other round."""
     method, options = METHODS[name]
@@ -71,7 +74,7 @@ def test_what_most_methods_take_is_handed_on(name):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIERS)
 def test_clients_trained_at_once_are_those_trained_one_by_one(tmp_path, name):
     method, options = METHODS[name]
     if name not in NOT_STACKED:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from commands import rows, tiny
 from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
-from methods import assert_same_run
 from servers import assert_near, watched
 from stacking import compare
 from torch import nn
@@ -180,16 +179,6 @@ def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
         found = [dict(encoder.state_dict()) for encoder in term._previous]
         wanted = [{k[8:]: v for k, v in own.items()} for own in theirs]
         assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_a_run_in_two_parts_equals_one_in_one(tmp_path):
-    runs = [
-        experiment(tmp_path / name, MOON(history=2), rounds=rounds, model=NormMLP)
-        for name, rounds in (("one", 4), ("two", 2), ("two", 4))
-    ]
-    for run, resume in zip(runs, (False, False, True), strict=True):
-        run.fit(resume=resume)
-    assert_same_run(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("history", [1, 2])

@@ -33,7 +33,7 @@ def model():
     return {"a": torch.randn(2, 2), "b": torch.randn(2), "running_mean": torch.randn(3)}
 
 
-@pytest.mark.parametrize("model_of_tests", [None, NormMLP])
+@pytest.mark.parametrize("model_of_tests", [None, pytest.param(NormMLP, marks=pytest.mark.thorough)])
 def test_without_partial_models_and_more_peers_it_is_gossip_bit_for_bit(tmp_path, model_of_tests):
     options = {"rounds": 3} | ({"model": model_of_tests} if model_of_tests else {})
     plain = experiment(tmp_path / "plain", PeerAlgorithm(n_com=2), **options)
@@ -146,6 +146,7 @@ def test_bad_options_are_named(options, complaint):
         PeerCriticalFL(**options)
 
 
+@pytest.mark.thorough
 def test_another_methods_term_goes_with_it(tmp_path):
     term = FedProx(0.5).loss_terms[0]
     run = experiment(tmp_path, PeerCriticalFL(n_com=2, loss_terms=[term]), rounds=2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from experiments import NormMLP, experiment, same_bytes
 from peers import model_of, published
-from stacking import compare
 
 from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Proximal, Ring
 from fl_lightning.core.errors import ConfigError
@@ -78,7 +77,3 @@ def test_statistics_go_where_they_are_told(tmp_path, buffers):
     crossed = {name.split("/")[-1] for name in run.download(3, 0).tensors}
     assert ("encoder.2.running_mean" in crossed) == (buffers == "average")
     assert ("encoder.2.running_mean" in run.memory[0]["personal"]) == (buffers == "local")
-
-
-def test_stacked(tmp_path):
-    compare(tmp_path, PeerFedPer(n_com=2), model=NormMLP)

@@ -3,7 +3,6 @@
 import multiprocessing
 import pickle
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -438,6 +437,7 @@ def same_run(one, other):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_another_order_of_clients_changes_nothing(tmp_path, method):
     forth, back = (
@@ -450,6 +450,7 @@ def test_another_order_of_clients_changes_nothing(tmp_path, method):
     assert same_run(forth, back)
 
 
+@pytest.mark.thorough
 def test_a_spawned_process_gives_the_same_bytes(tmp_path):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for name, method in METHODS.items():
@@ -464,18 +465,6 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path):
             assert here.upload.numbers == there.upload.numbers
             assert same_state(here.memory, there.memory)
             assert (here.losses, here.local) == (there.losses, there.local)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method):
-    whole = experiment(tmp_path / "whole", METHODS[method](), rounds=3, model=NormMLP)
-    whole.fit()
-    experiment(tmp_path / "parts", METHODS[method](), rounds=2, model=NormMLP).fit()
-    rest = experiment(tmp_path / "parts", METHODS[method](), rounds=3, model=NormMLP)
-    rest.fit(resume=True)
-    assert same_run(whole, rest)
-    model = Path("final") / "model.pt"
-    assert (tmp_path / "whole" / model).read_bytes() == (tmp_path / "parts" / model).read_bytes()
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(tmp_path):

@@ -218,7 +218,7 @@ def test_no_weights_of_before_are_left_in_autocasts_cache():
 # --- The method ---
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), Still])
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(Still, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
     options = {"model": model, "optimizer": DECAY, "rounds": 2, "clients_per_round": 2}
@@ -281,6 +281,7 @@ def test_what_is_measured_in_mixed_precision_is_the_adapted_model():
     assert torch.equal(*logits)
 
 
+@pytest.mark.thorough
 def test_the_global_model_is_measured_as_it_is(tmp_path):
     rows = []
     for steps in (0, 1):

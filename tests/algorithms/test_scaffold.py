@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from experiments import NormMLP, experiment, in_float64, same_bytes, weights_after
-from methods import assert_same_run
 from servers import assert_near, mean_of, watched
 from stacking import compare
 from torch.nn import functional as F
@@ -214,16 +213,6 @@ def test_another_aggregator_takes_the_weights_and_leaves_the_controls(tmp_path):
         changes = mean_of(uploads, "uniform", "control")
         wanted = {name: value.double() + 4 / 6 * changes[name] for name, value in before["control"].items()}
         assert_near(after["control"], wanted)
-
-
-def test_it_is_a_run_in_two_parts_as_in_one(tmp_path):
-    runs = [
-        experiment(tmp_path / name, SCAFFOLD(), rounds=rounds, **PLAIN)
-        for name, rounds in (("one", 4), ("two", 2), ("two", 4))
-    ]
-    for run, resume in zip(runs, (False, False, True), strict=True):
-        run.fit(resume=resume)
-    assert_same_run(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("model", [MLP, NormMLP])
