@@ -16,20 +16,20 @@ class Graph:
     """A directed graph over clients."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """`(clients, clients)` bool: row i marks the peers that client i can collect from, itself never among them."""
+        """Return `(clients, clients)` bool. Row i marks the peers that client i can collect from, never itself."""
         raise NotImplementedError
 
 
 class Complete(Graph):
-    """Everybody hears everybody."""
+    """Every client is linked to every other."""
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """All but the diagonal."""
+        """Return links between all clients."""
         return ~np.eye(clients, dtype=bool)
 
 
 class Ring(Graph):
-    """Clients in a circle, each with its nearest neighbours on either side.
+    """Clients in a circle, each linked to its nearest neighbours on both sides.
 
     Args:
         reach: How many neighbours on each side.
@@ -47,13 +47,13 @@ class Ring(Graph):
         self.reach = reach
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Those at most `reach` steps away."""
+        """Return links to the clients at most `reach` steps away."""
         steps = np.abs(np.subtract.outer(np.arange(clients), np.arange(clients)))
         return (np.minimum(steps, clients - steps) <= self.reach) & Complete().links(clients, rng)
 
 
 class Torus(Graph):
-    """Clients on a grid whose edges meet: four neighbours each, in rows of one length.
+    """Clients on a grid with periodic boundaries, each linked to its four neighbours.
 
     Args:
         rows: Rows of the grid, a divisor of the number of clients; by default the grid is as square as can be.
@@ -67,7 +67,7 @@ class Torus(Graph):
         self.rows = rows
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Up, down, left and right."""
+        """Return links to the clients above, below, left and right."""
         rows = (
             self.rows
             if self.rows is not None
@@ -84,7 +84,7 @@ class Torus(Graph):
 
 
 class ErdosRenyi(Graph):
-    """Each pair of clients is linked, both ways, with one probability; drawn once a run from its seed.
+    """A random graph: each pair of clients is linked with one probability, drawn once a run from its seed.
 
     A client may be left with nobody; it then trains alone.
 
@@ -100,7 +100,7 @@ class ErdosRenyi(Graph):
         self.p = p
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """The draw."""
+        """Draw the links."""
         above = np.triu(rng.random((clients, clients)) < self.p, k=1)
         return above | above.T
 
@@ -119,7 +119,7 @@ class Adjacency(Graph):
         self.path = path
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """The file's, less its diagonal."""
+        """Return the links in the file, without its diagonal."""
         try:
             matrix = np.asarray(read_matrix(Path(self.path)))
         except (OSError, EOFError, ValueError) as error:
@@ -132,7 +132,7 @@ class Adjacency(Graph):
 
 
 def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
-    """The numbers in a file: a `.npy` file, or text with one row a line."""
+    """Read the numbers in a `.npy` file, or in a text file with one row a line."""
     content = read_file(path, 2**30)
     if path.suffix == ".npy":
         return np.load(BytesIO(content), allow_pickle=False)

@@ -109,6 +109,7 @@ def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
         assert same_bytes(alone.memory[client]["personal"], together.memory[client]["personal"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
     [lambda _: SequentialEngine(seconds=0), lambda _: StackedEngine(), lambda processes: processes],

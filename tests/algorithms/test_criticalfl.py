@@ -198,6 +198,7 @@ def test_as_many_participants_and_whole_models_are_fedavg_bit_for_bit(tmp_path, 
     assert sent == plain + 4 * 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), NormMLP])
 def test_whole_models_of_more_participants_change_their_number_alone(tmp_path, model):
     method = CriticalFL(max_share=1.0, keep=1.0)

@@ -137,6 +137,7 @@ def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model
 # --- The final phase ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("clients", "engine"),
     [

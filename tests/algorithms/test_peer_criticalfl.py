@@ -122,6 +122,7 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
     assert int(result.memory[DETECTOR]["most"]) == 6
 
 
+@pytest.mark.thorough
 def test_when_the_norms_no_longer_grow_fewer_are_heard_and_whole(tmp_path):
     algorithm = PeerCriticalFL(n_com=1, every=1, sure=1, delta=1e9, max_share=1.0)
     run = experiment(tmp_path, algorithm, rounds=3, clients_per_round=6)

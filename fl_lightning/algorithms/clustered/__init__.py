@@ -1,1 +1,1 @@
-"""A model for each group of clients that are alike; who belongs together is found out on the way."""
+"""Algorithms with one model for each cluster of similar clients. The clusters are found during training."""

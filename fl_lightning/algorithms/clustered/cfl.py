@@ -28,18 +28,18 @@ LAST = "last_update"
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:
-    """`Δ_i`: what training added to the parameters, `(P,)`, float64."""
+    """Return `Δ_i`, the change of the parameters by training, `(P,)`, float64."""
     before, after = flatten([start, end])
     return after - before
 
 
 def cosines(one: Tensor, other: Tensor) -> Tensor:
-    """`S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)` of updates `(m, P)` and `(n, P)`: `(m, n)`; 0 for one of zero."""
+    """Return `S_ij = <Δ_i, Δ_j> / (||Δ_i|| ||Δ_j|| + 1e-12)`, `(m, n)`, of updates `(m, P)` and `(n, P)`."""
     return one @ other.T / (one.norm(dim=1)[:, None] * other.norm(dim=1) + 1e-12)
 
 
 def bipartition(similarity: Tensor) -> Tensor:
-    """The two groups that complete linkage leaves, `(m,)` bool; the first client's is False.
+    """Split clients into two groups by complete linkage, `(m,)` bool. The first client's group is False.
 
     Args:
         similarity: `S`, `(m, m)`, m at least 2.
@@ -52,7 +52,7 @@ def bipartition(similarity: Tensor) -> Tensor:
 
 
 def nearer(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
-    """Which of two groups an update `(P,)` is nearer to, by its least similar member; False where it is the same.
+    """Return which of two groups an update `(P,)` is nearer to, by its least similar member. A tie is False.
 
     Args:
         one: The update.
@@ -64,7 +64,7 @@ def nearer(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 
 
 class Splits(Aggregator):
-    """A mean for each cluster; a cluster whose mean update is small and largest one is not is split in two.
+    """Average each cluster, and split a cluster whose mean update is small while its largest update is not.
 
     The state's `assignment` holds each client's `cluster` `(N,)`, whether it was ever `heard` and the `round`;
     `norms` the norm of each cluster's `mean` update and the `max` of its members', `(clusters,)`, before it was split
@@ -92,7 +92,7 @@ class Splits(Aggregator):
         self.weighting = weighting
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """The model of the client's cluster."""
+        """Return the model of the client's cluster."""
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
@@ -100,7 +100,7 @@ class Splits(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Split where it is time, then average in each cluster what its members made of the model they shared."""
+        """Split the clusters that meet the conditions, then average the uploads in each cluster."""
         assignment = before["assignment"]
         clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
         count = existing = int(clusters.max()) + 1
@@ -121,25 +121,25 @@ class Splits(Aggregator):
         }
 
     def weights(self, members: Sequence[Upload]) -> list[float]:
-        """What each member counts for."""
+        """Return the weight of each member."""
         return [float(upload.n_samples) if self.weighting == "samples" else 1.0 for upload in members]
 
     def mean(self, members: Sequence[Upload]) -> Tensors:
-        """The mean of the members' weights: as all started from one model, that model plus their mean update."""
+        """Return the mean of the members' weights, which is their common start plus their mean update."""
         return weighted_mean((upload.message.section("model") for upload in members), self.weights(members))
 
     def norms(self, updates: Tensor, members: Sequence[Upload]) -> Tensor:
-        """The norm of the mean of updates `(m, P)`, and the largest of their norms."""
+        """Return the norm of the mean of updates `(m, P)`, and the largest of their norms."""
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
     def apart(self, mean: float, largest: float) -> bool:
-        """Whether a cluster is at a stationary point that is none of its members': `mean < ε1` and `largest > ε2`."""
+        """Return whether a cluster, but not its members, is at a stationary point: `mean < ε1` and `largest > ε2`."""
         return mean < self.eps1 and largest > self.eps2
 
 
 def grouped(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
-    """The uploads of each cluster that has some, by the clients' clusters `(N,)`."""
+    """Group uploads by the clients' clusters `(N,)`."""
     groups: dict[int, list[Upload]] = {}
     for upload in uploads:
         groups.setdefault(int(clusters[upload.client]), []).append(upload)
@@ -147,7 +147,7 @@ def grouped(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list
 
 
 def leavers(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
-    """The clients that leave a cluster when it is split.
+    """Return the clients that leave a cluster when it is split.
 
     Those who did not take part this round go by their last update; who never did, stays.
 
@@ -165,7 +165,7 @@ def leavers(state: State, cluster: int, members: Sequence[Upload], updates: Tens
 
 
 class CFL(Algorithm):
-    """Clustered training from the top: a cluster is split by the cosines of its clients' updates, once they pull apart.
+    """Clustered training that splits a cluster by the cosines of its clients' updates when they point apart.
 
     All clients begin in one cluster. Where the norm of a cluster's mean update is below `eps1` while a member's is
     above `eps2`, complete linkage cuts it in two; both parts go on from the mean of their own members. Until the first
@@ -203,7 +203,7 @@ class CFL(Algorithm):
         super().__init__(loss_terms, Splits(eps1, eps2, min_rounds, min_size, weighting), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """One cluster of all clients."""
+        """Return the initial state, with one cluster of all clients."""
         state = super().initial_state(backbone, num_classes, clients, rng)
         assignment = {
             "cluster": torch.zeros(clients, dtype=torch.int64),
@@ -218,6 +218,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The client's update, for when its cluster is split without it."""
+        """Return the client state with the last update, needed when its cluster is split in a round without it."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

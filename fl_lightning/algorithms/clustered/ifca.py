@@ -26,24 +26,24 @@ CHOICE = "choice"
 
 
 def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """`F_i(θ)`: the objective's mean loss over all of a client's samples, in the mode the module is in; a scalar."""
+    """Return `F_i(θ)`, the mean loss over all of a client's samples, in the module's present mode; a scalar."""
     sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
     losses, counts = zip(*sums, strict=True)
     return torch.stack(losses).double().sum() / sum(counts)
 
 
 def best_cluster(losses: Tensor) -> int:
-    """Line 9: `ĵ = argmin_j F_i(θ_j)` of losses `(k,)`; the first of several, and never one that is NaN."""
+    """Return line 9's `ĵ = argmin_j F_i(θ_j)` of losses `(k,)`. A NaN is never chosen."""
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
 def section(cluster: int) -> str:
-    """The section that a cluster's model is in."""
+    """Return the name of the section that holds a cluster's model."""
     return f"cluster_{cluster}"
 
 
 class ClusterFold(NamedTuple):
-    """A round's uploads, summed up.
+    """The running means of a round's uploads.
 
     Attributes:
         everybody: The mean of all.
@@ -57,7 +57,7 @@ class ClusterFold(NamedTuple):
 
 
 class ClusterMeans(Aggregator):
-    """A mean for each cluster, of the clients that chose it; a cluster that nobody chose keeps its model.
+    """Average, for each cluster, the uploads of the clients that chose it. A cluster without any keeps its model.
 
     The state's `model` is the mean of all uploads, and `choices` tells which cluster each participant chose.
 
@@ -71,7 +71,7 @@ class ClusterMeans(Aggregator):
         self.weighting, self.shared_layers = weighting, tuple(shared_layers)
 
     def own(self, model: Tensors) -> Tensors:
-        """The part of a model that a cluster has for itself."""
+        """Return the entries of a model that are not shared by all clusters."""
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
     def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
@@ -86,14 +86,14 @@ class ClusterMeans(Aggregator):
         return folded
 
     def finish(self, folded: ClusterFold, before: State, knowledge: State) -> State:
-        """The means."""
+        """Return the mean of each cluster and of all clients."""
         clients, clusters = torch.tensor(folded.choices).T
         means = {section(cluster): mean.value() for cluster, mean in folded.members.items()}
         return {"model": folded.everybody.value(), "choices": {"client": clients, "cluster": clusters}} | means
 
 
 class IFCA(Algorithm):
-    """Clustered training: of k models each client trains the one of least loss on its data; a mean for each cluster.
+    """Clustered training: each client trains that one of k models which has the lowest loss on its data.
 
     Which cluster a client is in is decided anew each round, on its training data, in eval mode; nobody remembers it.
     With `clusters` 1 this is FedAvg, bit for bit. With more there is no one model to measure: read the clients'
@@ -128,7 +128,7 @@ class IFCA(Algorithm):
         super().__init__(loss_terms, self.means, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """A model for each cluster, the first as it was initialised.
+        """Return the initial state, with a model for each cluster. The first is the initial model.
 
         Raises:
             ConfigError: The name of a shared layer is no entry's beginning, or there are more clusters than clients.
@@ -145,20 +145,20 @@ class IFCA(Algorithm):
         return state | {section(j): {name: model[name].clone() for name in own} for j, model in enumerate(starts)}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Every cluster's model, and what they share once."""
+        """Return the models of all clusters. Shared layers are sent once."""
         own = self.means.own(state["model"])
         sections = {"model": {name: value for name, value in state["model"].items() if name not in own}}
         sections |= {section(j): state[section(j)] for j in range(self.clusters)}
         return Message.pack(sections | {piece.name: state[piece.name] for piece in self.knowledge})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Hold all models; the first, until the client has looked at its data."""
+        """Store all models in the module's notes, and load the first."""
         super().receive(module, download, memory)
         module.notes = {section(j): download.section(section(j)) for j in range(self.clusters)}
         choose(module, 0)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Line 9: take the model of the least loss on the training data."""
+        """Load the model with the lowest loss on the training data (line 9)."""
         losses = []
         with torch.no_grad():
             for cluster in range(self.clusters):
@@ -169,11 +169,11 @@ class IFCA(Algorithm):
         module.notes = {CHOICE: {"cluster": torch.tensor(chosen)}}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The weights, and which cluster they are for."""
+        """Return the weights and the number of their cluster."""
         message = super().upload(module, batches, n_samples, num_classes)
         return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
 
 
 def choose(module: ClientModule, cluster: int) -> None:
-    """Give a module one of the models it holds."""
+    """Load one of the models that a module holds into its backbone."""
     load_weights(module.backbone, module.notes[section(cluster)])

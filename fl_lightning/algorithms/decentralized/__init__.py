@@ -1,1 +1,1 @@
-"""No server: clients collect from their peers and mix what they get."""
+"""Algorithms without a server: clients collect models from their peers and average them."""

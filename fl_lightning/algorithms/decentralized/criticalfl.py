@@ -38,7 +38,7 @@ HEARD = "heard"
 
 
 class PeerCriticalFL(PeerAlgorithm):
-    """CriticalFL between peers: more peers, and of each the largest changes alone, while gradient norms grow.
+    """CriticalFL between peers: while gradient norms grow, collect the largest changes of more peers.
 
     Each client has a detector of its own, which sees the mean of its gradient norm and of those that the peers it
     heard had in their last rounds. A peer in a critical period is heard in the entries that changed most; each entry
@@ -85,15 +85,15 @@ class PeerCriticalFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def hears(self, own: Message) -> int:
-        """As many as the client's detector says."""
+        """Return the number of peers that the client's detector asks for."""
         return int(own.numbers["peers"])
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Whole models, or the entries that changed most, and the gradient norms."""
+        """Return whole models, or the entries that changed most, and the gradient norms."""
         return {j: heard(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """The mean of each entry over the client and those peers that it was heard of."""
+        """Return the mean of each entry over the client and the peers that sent it."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
             uploads = [Upload(client, in_entries(message)) for client, message in uploads]
@@ -101,7 +101,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Mix, note what the peers' gradients were, and go on with the detector."""
+        """Mix the models, and update the detector with the peers' gradient norms."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         norms = [upload.message.numbers["gradient_norm"] for upload in unbundle(download)]
@@ -112,7 +112,7 @@ class PeerCriticalFL(PeerAlgorithm):
         module.received = {name: value.clone() for name, value in self._shared(module.backbone).items()}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The model, what changed most in a critical period, the gradient norm, and how many peers to hear next."""
+        """Return the model, the mask of the largest changes, the gradient norm and the next number of peers."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.round:
@@ -130,13 +130,13 @@ class PeerCriticalFL(PeerAlgorithm):
         return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """What peers collect, and the detector."""
+        """Return the client state: the publication and the detector."""
         kept = super().remember(module, upload)
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 
 
 def heard(publication: Message) -> Message:
-    """What a client hears of a peer: of one in a critical period, the entries that changed most."""
+    """Return the part of a peer's publication that a client collects: in a critical period, the largest changes."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
     if not changed:
@@ -150,7 +150,7 @@ def heard(publication: Message) -> Message:
 
 
 def in_entries(message: Message) -> Message:
-    """A message whose model is given in single entries: all of them, where it is whole."""
+    """Return a message with its model as single entries; of a whole model, all entries."""
     model = message.section("model")
     if MASK in model:
         return message

@@ -21,7 +21,7 @@ from fl_lightning.core.state import State, weighted_mean
 
 
 def metropolis_weights(links: Tensor) -> Tensor:
-    """`w_ij = 1/(1 + max(d_i, d_j))` for linked i and j, else 0, and `w_ii = 1 - Σ_j w_ij`; `(N, N)`, float64.
+    """Return `w_ij = 1/(1 + max(d_i, d_j))` for linked i and j, else 0, and `w_ii = 1 - Σ_j w_ij`; `(N, N)`, float64.
 
     Rows sum to 1; of a graph that is linked both ways columns do, too, so that mixing preserves the mean.
 
@@ -62,12 +62,12 @@ class DFedAvgM(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers, weighting="uniform")
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, who can hear whom, and the mixing matrix."""
+        """Return the initial weights, the graph and the mixing matrix."""
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {"mixing": {"matrix": metropolis_weights(state["links"]["matrix"])}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """The peers' models, each with its weight."""
+        """Return the peers' models, each with its mixing weight."""
         collected = super().download(state, client, rng)
         peers = [upload.client for upload in unbundle(collected)]
         row = state["mixing"]["matrix"][client]
@@ -75,7 +75,7 @@ class DFedAvgM(PeerAlgorithm):
         return Message(collected.tensors, collected.numbers | {f"{section(j)}/weight": w for j, w in weights.items()})
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """`x_i = Σ_j w_ij z_j`; what the peers' weights leave of 1 is the client's own."""
+        """Return `x_i = Σ_j w_ij z_j`. The weight of the client's own model is 1 minus the peers' weights."""
         weights = [upload.message.numbers["weight"] for upload in received]
         models = [own.section("model"), *(upload.message.section("model") for upload in received)]
         return weighted_mean(models, [1 - sum(weights), *weights])

@@ -31,7 +31,7 @@ NEXT = "next_masks"
 
 
 def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[str, float]:
-    """ERK: each tensor's density is `ε Σ shape / Π shape`, at most 1, with ε such that the whole has `dense_ratio`."""
+    """Return each tensor's ERK density, `min(1, ε Σ shape / Π shape)`, with ε so that the total is `dense_ratio`."""
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     if dense_ratio >= 1:
         return dict.fromkeys(sizes, 1.0)
@@ -47,19 +47,19 @@ def erk_densities(shapes: Mapping[str, torch.Size], dense_ratio: float) -> dict[
 
 
 def random_mask(shape: torch.Size, density: float) -> Tensor:
-    """A mask with that share of ones, one at least, drawn by torch's generator."""
+    """Return a random mask with a given share of ones, at least one. It is drawn from torch's generator."""
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
     mask[torch.randperm(len(mask))[: max(1, round(density * len(mask)))]] = True
     return mask.view(shape)
 
 
 def search_rate(round: int, prune_rate: float, rounds: int) -> float:
-    """`α_t = a/2 (1 + cos(π t / T))`; 0 from T on."""
+    """Return `α_t = a/2 (1 + cos(π t / T))`, and 0 from T on."""
     return prune_rate / 2 * (1 + math.cos(math.pi * min(round, rounds) / rounds))
 
 
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
-    """Algorithm 2: drop the `⌈α nnz⌉` smallest weights of a mask, then take in as many entries with the highest scores.
+    """Replace the `⌈α nnz⌉` smallest weights of a mask by the entries with the highest scores (Algorithm 2).
 
     What was just dropped can come back; as many entries are in the mask as before.
 
@@ -77,12 +77,12 @@ def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tens
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """The weights whose values in a mask, `(nnz,)`, are given; zero elsewhere."""
+    """Return weights with the values `(nnz,)` in a mask, and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
 
 
 def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """Eq. 4: `w̄ = Σ_j w_j / Σ_j m'_j`, entry by entry; 0 where nobody has one.
+    """Return Eq. 4's `w̄ = Σ_j w_j / Σ_j m'_j`, entry by entry; 0 where no mask has the entry.
 
     Args:
         weights: Of each client, zero where its mask is.
@@ -97,7 +97,7 @@ def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Ten
 
 
 class MaskedModule(ClientModule):
-    """A client's module of which only what is in a mask is trained.
+    """A client's module that trains only the weights in a mask.
 
     Attributes:
         masks: For each parameter of the backbone, by name, a mask of its shape; what has none is trained.
@@ -110,24 +110,24 @@ class MaskedModule(ClientModule):
         self.next_masks: Tensors = {}
 
     def on_fit_start(self) -> None:
-        """Cut the weights to the mask, and begin."""
+        """Apply the mask to the weights before the fit."""
         self.masks = {name: mask.to(self.device) for name, mask in self.masks.items()}
         cut(self.backbone, self.masks)
         super().on_fit_start()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Algorithm 1, line 9: `g ⊙ m`."""
+        """Mask the gradient: `g ⊙ m` (Algorithm 1, line 9)."""
         for name, parameter in self.backbone.named_parameters():
             if parameter.grad is not None and name in self.masks:
                 parameter.grad.mul_(self.masks[name])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Cut the weights again: the momentum of an optimizer that is kept is of an earlier mask, too."""
+        """Apply the mask again: a kept optimizer's momentum may belong to an earlier mask."""
         cut(self.backbone, self.masks)
 
 
 def cut(backbone: nn.Module, masks: Tensors) -> None:
-    """Set what is not in a mask to zero, in place."""
+    """Set the weights outside a mask to zero, in place."""
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if name in masks:
@@ -135,7 +135,7 @@ def cut(backbone: nn.Module, masks: Tensors) -> None:
 
 
 class DisPFL(PeerAlgorithm):
-    """Peers with sparse personal models: means where masks meet, training within a mask, which is searched each round.
+    """Peers with sparse personal models, averaged where masks overlap. Each mask is searched again every round.
 
     Each round a client takes, for each of its mask's entries, the mean over itself and those peers that have it, trains
     within the mask, drops its smallest weights and takes in other entries for the next round. Layers' densities are
@@ -182,7 +182,7 @@ class DisPFL(PeerAlgorithm):
         super().__init__(n_com, graph, loss_terms, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Line 5-6: the means where masks meet, cut to the client's new mask; before round 1, draw a mask.
+        """Load the mean where masks overlap, within the client's new mask (lines 5-6). Before round 1, draw a mask.
 
         Where nothing was collected the weights stay as they were trained, until the next fit begins.
         """
@@ -199,7 +199,7 @@ class DisPFL(PeerAlgorithm):
             cut(module.backbone, module.masks)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """Eq. 4, and the plain mean of BatchNorm's statistics."""
+        """Return Eq. 4 of the weights, and the plain mean of BatchNorm's statistics."""
         messages = [own, *(upload.message for upload in received)]
         shapes = {name: value.shape for name, value in own.section("model").items()}
         masks = [message.section("masks") for message in messages]
@@ -213,7 +213,7 @@ class DisPFL(PeerAlgorithm):
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The weights in the mask they were trained with, and that mask; then search the next one."""
+        """Return the weights within the mask and the mask itself, then search the next mask."""
         assert isinstance(module, MaskedModule)
         message = super().upload(module, batches, n_samples, num_classes)
         model = message.section("model")
@@ -227,13 +227,13 @@ class DisPFL(PeerAlgorithm):
         return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """What peers collect, and the mask of the next round."""
+        """Return the client state: the publication and the mask of the next round."""
         assert isinstance(module, MaskedModule)
         masks = {name: packed(mask) for name, mask in module.next_masks.items()}
         return super().remember(module, upload) | {NEXT: masks}
 
     def searched(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """The mask of the next round, as the weights stand; before round 1 there is nothing to go by."""
+        """Return the mask of the next round; before round 1 the mask stays."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks
@@ -246,12 +246,12 @@ class DisPFL(PeerAlgorithm):
 
 
 def random_scores(weights: Tensors) -> Tensors:
-    """A random number for each entry."""
+    """Return a random score for each entry."""
     return {name: torch.rand(weight.shape) for name, weight in weights.items()}
 
 
 def gradient_sizes(module: ClientModule, batches: Batches) -> Tensors:
-    """`|g|` of the sum of the cross-entropy over all batches, for every entry, in a mask or not."""
+    """Return `|g|` of the cross-entropy summed over all batches, for every entry inside and outside the mask."""
     parameters = dict(module.backbone.named_parameters())
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

@@ -27,7 +27,7 @@ LAID_OUT = "laid_out"
 
 
 class PeerAlgorithm(Algorithm):
-    """Gossip averaging, FedAvg between peers: each client takes the mean of its own model and its peers', then trains.
+    """Gossip averaging, FedAvg between peers: each client averages its model with its peers', then trains.
 
     The base of peer-to-peer methods: they override `collect`, what of the peers' publications a client asks for, and
     `mix`, what it makes of them. Shared knowledge is merged by each client from its own and its peers'. The state's
@@ -64,14 +64,14 @@ class PeerAlgorithm(Algorithm):
         super().__init__(loss_terms, buffers=buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, and who can hear whom."""
+        """Return the initial weights and the graph."""
         if self.n_com is not None and self.n_com >= clients:
             raise ConfigError(f"algorithm.n_com: {self.n_com} peers, and a client has only {clients - 1} others")
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """What a client collects from this round's peers, each peer's in a section of its own."""
+        """Return what a client collects from this round's peers, in one section for each peer."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
         wanted = self.hears(own)
@@ -81,11 +81,11 @@ class PeerAlgorithm(Algorithm):
         return bundle(self.collect(own, published, rng))
 
     def hears(self, own: Message) -> int | None:
-        """How many peers a client collects from, by its own publication; None is all that it is linked to."""
+        """Return how many peers a client collects from; None means all that it is linked to."""
         return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """What of the peers' publications a client asks for; everything here.
+        """Return the parts of the peers' publications that a client collects; by default everything.
 
         Args:
             own: The client's own publication.
@@ -95,17 +95,17 @@ class PeerAlgorithm(Algorithm):
         return dict(peers)
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """The weights that the client goes on from, made of its own and what it collected."""
+        """Return the weights that the client trains from: the mean of its own and the collected ones."""
         messages = [own, *(upload.message for upload in received)]
         models = (message.section("model") for message in messages)
         return weighted_mean(models, map(self.weight, messages))
 
     def weight(self, publication: Message) -> float:
-        """What a client's publication counts for in a mean."""
+        """Return the weight of a client's publication in a mean."""
         return publication.numbers["n_samples"] if self.weighting == "samples" else 1
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Mix, and merge the shared knowledge. Before round 1 there is nothing to take in."""
+        """Mix the models, and merge the shared knowledge. Before round 1 do nothing."""
         if LAID_OUT not in memory:
             return
         untrained = to_cpu({"model": self._shared(module.backbone)})
@@ -121,7 +121,7 @@ class PeerAlgorithm(Algorithm):
         recall(module, memory)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The client's own publication, and after its first fit the knowledge it merged and what its terms keep.
+        """Return the client state: the publication and, after the first fit, the merged knowledge and the terms' state.
 
         The model that all start from is not kept by each: the state holds it once.
         """
@@ -131,7 +131,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: stored(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """The mean of what all clients have laid out, of which the uploads' is new; at first all of it is."""
+        """Return the mean of all clients' publications, with the new uploads in place of older ones."""
         first, model = "sums" not in state, state["model"]
         mean = ExchangedMean() if first else ExchangedMean(state["sums"], float(state["samples"]["total"]))
         for client, message in uploads:
@@ -146,42 +146,42 @@ class PeerAlgorithm(Algorithm):
 
 
 def section(peer: int) -> str:
-    """The section that a peer's publication is in."""
+    """Return the name of the section that holds a peer's publication."""
     return f"peer_{peer}"
 
 
 def stored(message: Message) -> Tensors:
-    """A message as tensors alone, for the state: each number under `number/<name>`."""
+    """Convert a message to tensors alone, for the state. A number is under `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
 
 
 def restored(tensors: Tensors) -> Message:
-    """The message that `stored` made tensors of."""
+    """Convert the tensors from `stored` back to the message."""
     numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
     return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
 
 
 def publication(state: State, peer: int) -> Message:
-    """What a peer has laid out; until it has trained, with the model that all start from."""
+    """Return a peer's publication. Before the peer has trained, its model is the initial one."""
     return restored(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:
-    """Messages of several peers as one."""
+    """Join the messages of several peers into one message."""
     tensors = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.tensors.items()}
     numbers = {f"{section(j)}/{name}": value for j, one in messages.items() for name, value in one.numbers.items()}
     return Message(tensors, numbers)
 
 
 def unbundle(message: Message) -> list[Upload]:
-    """The messages that `bundle` made one of, in ascending order of peers; each held its peer's number of samples."""
+    """Split a message from `bundle` into the peers' messages, by ascending peer. Each has a number of samples."""
     peers = sorted(int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers)
     return [Upload(j, Message(message.section(section(j)), numbers_of(message, j))) for j in dict.fromkeys(peers)]
 
 
 def numbers_of(message: Message, peer: int) -> dict[str, int | float]:
-    """A bundle's numbers that one peer sent."""
+    """Return one peer's numbers in a bundle."""
     prefix = f"{section(peer)}/"
     return {k.removeprefix(prefix): v for k, v in message.numbers.items() if k.startswith(prefix)}

@@ -35,7 +35,7 @@ Divergence = Literal["jensen_shannon", "symmetric_kl"]
 
 
 def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
-    """Eq. 4: `X_unit`, a constant tensor of one input's shape, as a batch of one.
+    """Return Eq. 4's `X_unit`, a constant tensor in the shape of one input, as a batch of one.
 
     Args:
         inputs: Any batch `(B, ...)`.
@@ -45,18 +45,18 @@ def unit_input(inputs: Tensor, value: float = 1.0) -> Tensor:
 
 
 def unit_representation(logits: Tensor) -> Tensor:
-    """Eq. 5: `I = softmax(f(X_unit))`, `(C,)`, from logits `(1, C)`."""
+    """Return Eq. 5's `I = softmax(f(X_unit))`, `(C,)`, from logits `(1, C)`."""
     return at_least_float32(logits).softmax(dim=1)[0]
 
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
-    """Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`; probabilities are at least 1e-8."""
+    """Return Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`. Probabilities are clamped to 1e-8."""
     p, q = clamped(one), clamped(other)
     return float(((p - q) * (p / q).log()).sum() / 2)
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
-    """The divergence that the text names: both to their mixture, natural logarithm, at most ln 2."""
+    """Return the Jensen-Shannon divergence that the text names; natural logarithm, at most ln 2."""
     p, q = clamped(one), clamped(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
@@ -64,7 +64,7 @@ def jensen_shannon(one: Tensor, other: Tensor) -> float:
 
 
 def clamped(distribution: Tensor) -> Tensor:
-    """Probabilities, at least 1e-8, in float64."""
+    """Return probabilities of at least 1e-8, in float64."""
     return distribution.double().clamp(min=1e-8)
 
 
@@ -72,7 +72,7 @@ DIVERGENCES = {"jensen_shannon": jensen_shannon, "symmetric_kl": symmetric_kl}
 
 
 class UnitRepresentation(SharedKnowledge):
-    """Eq. 5 and 11: `I` `(C,)` and `I^Aux = g(X_unit)` `(d,)` of each client; merged is the mean of the `I^Aux`.
+    """Each client's `I` `(C,)` (Eq. 5) and `I^Aux = g(X_unit)` `(d,)`; the `I^Aux` are averaged (Eq. 11).
 
     Args:
         value: The constant that `X_unit` is filled with.
@@ -90,17 +90,17 @@ class UnitRepresentation(SharedKnowledge):
         self.register_buffer("average", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """Nothing is known before anybody has spoken."""
+        """Return nothing: there is no average before round 1."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """`I` and `I^Aux`."""
+        """Return `I` and `I^Aux`."""
         unit = unit_input(next(iter(batches))[0], self.value)
         features = with_encoder(module.backbone).encoder(unit)
         return {"distribution": unit_representation(module.backbone(unit)), "features": at_least_float32(features[0])}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """`I^Aux_avg`: the mean over the uploads; between peers the first is the client's own."""
+        """Return `I^Aux_avg`, the mean over the uploads. Between peers the first upload is the client's own."""
         heard = [upload for upload in uploads if upload.client >= 0 or not self.reference]
         if not heard:
             return previous
@@ -113,12 +113,12 @@ class UnitRepresentation(SharedKnowledge):
 
 
 def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
-    """Eq. 12: `||I^Aux_i - I^Aux_avg||_2²` of features `(d,)` and an average `(d,)`."""
+    """Return Eq. 12's `||I^Aux_i - I^Aux_avg||_2²` of features `(d,)` and an average `(d,)`."""
     return (features - average).square().sum()
 
 
 class UnitAlignment(LossTerm):
-    """`μ ||I^Aux_i - I^Aux_avg||²`: feature extractors stay close where it is cheap to look, on the unit input.
+    """`μ ||I^Aux_i - I^Aux_avg||²` keeps the feature extractors' outputs on the unit input close to their mean.
 
     `I^Aux_i` is computed anew each step, with the encoder in eval mode; the average is held through the fit.
 
@@ -148,15 +148,15 @@ class UnitAlignment(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The unit representation."""
+        """Return the unit representation."""
         return (self.unit,)
 
     def begin(self, module: ClientModule) -> None:
-        """Look whether there is an encoder."""
+        """Check that the backbone has an encoder."""
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Eq. 12 for the weights as they are; zero while there is no average."""
+        """Return μ times Eq. 12; zero while there is no average."""
         average = self.unit.average
         if average is None or step.inputs is None:
             return step.logits.new_zeros(())
@@ -168,7 +168,7 @@ class UnitAlignment(LossTerm):
 
 
 def in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Run a module in eval mode, with gradients, and leave each of its parts in the mode it was in."""
+    """Run a module in eval mode with gradients, then restore the mode of each of its parts."""
     training = [part for part in module.modules() if part.training]
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
     module.eval()
@@ -185,7 +185,7 @@ def in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class UAPDFL(PeerAlgorithm):
-    """Peers that share a whole model, or feature extractors, or classifiers too, by how alike their models are.
+    """Peers that share whole models, feature extractors or classifiers, depending on how similar their models are.
 
     Each round a client collects unit representations from `n_com` peers. Are all within `th_i`, it goes on from one
     random peer's model (client-wise dropout). Else its feature extractor becomes the mean, by samples, of its own and
@@ -237,7 +237,7 @@ class UAPDFL(PeerAlgorithm):
         super().__init__(n_com, graph, [term, *(loss_terms or [])], buffers)
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
-        """Unit representations first, then one model, or every extractor and the similar peers' classifiers."""
+        """Collect the unit representations, then one model, or all extractors and the similar peers' classifiers."""
         gaps = self.divergences(own, peers.values())
         if self.drops_out(gaps):
             chosen = int(rng.choice(list(peers)))
@@ -248,7 +248,7 @@ class UAPDFL(PeerAlgorithm):
         }
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
-        """The one peer's model, or the means of extractors and of classifiers."""
+        """Return the one peer's model, or the means of the extractors and of the classifiers."""
         if self.drops_out(self.divergences(own, [upload.message for upload in received])):
             return next(model for upload in received if (model := upload.message.section("model")))
         messages = [own, *(upload.message for upload in received)]
@@ -259,12 +259,12 @@ class UAPDFL(PeerAlgorithm):
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
-        """`Div(i, j)` of a client and its peers."""
+        """Return `Div(i, j)` of a client and its peers."""
         mine = own.section("unit")["distribution"]
         return [self.divergence(mine, peer.section("unit")["distribution"]) for peer in peers]
 
     def drops_out(self, gaps: Sequence[float]) -> bool:
-        """Whether a client takes one peer's model: all are within the threshold."""
+        """Return whether a client takes one peer's model: all divergences are within the threshold."""
         if not self.dropout or not gaps or self.th_i == 0:
             return False
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
@@ -277,11 +277,11 @@ class UAPDFL(PeerAlgorithm):
 
 
 def part(model: Tensors, head: bool) -> Tensors:
-    """A model's feature extractor `g` (its encoder), or the rest of it, `h`."""
+    """Return a model's feature extractor `g` (its encoder), or the rest of it, `h`."""
     return {name: value for name, value in model.items() if name.startswith("encoder.") != head}
 
 
 def without_head(message: Message) -> Message:
-    """A publication less its classifier `h`."""
+    """Return a publication without its classifier `h`."""
     kept = part(message.section("model"), head=False)
     return Message(message.without("model").tensors | {f"model/{name}": v for name, v in kept.items()}, message.numbers)

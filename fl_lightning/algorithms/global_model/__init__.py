@@ -1,1 +1,1 @@
-"""One model for everybody: what is judged is its accuracy on the global test set."""
+"""Algorithms with one global model, evaluated on the global test set."""

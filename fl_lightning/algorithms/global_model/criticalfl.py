@@ -37,7 +37,7 @@ DETECTOR = "critical"
 
 
 def growth(norms: Tensor, window: int) -> float:
-    """How much the mean of the last norms is above the mean of as many up to the one before, as a share of that.
+    """Return the relative growth of the moving average of the norms from the round before to the last.
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
@@ -75,7 +75,7 @@ class CriticalPeriods:
         check_number("algorithm.delta", self.delta, "(-inf, inf)")
 
     def initial(self) -> Tensors:
-        """Before round 1: critical, with as many participants as the experiment asks for."""
+        """Return the state before round 1: a critical period, with `clients_per_round` participants."""
         return {
             "norms": torch.zeros(self.window + 1, dtype=torch.float64),
             "round": torch.tensor(0),
@@ -85,7 +85,7 @@ class CriticalPeriods:
         }
 
     def after(self, before: Tensors, norm: float, participants: int) -> Tensors:
-        """What follows a round.
+        """Return the detector's state after a round.
 
         Args:
             before: What was known before it.
@@ -116,7 +116,7 @@ class CriticalPeriods:
 
 
 def largest_changes(changes: Tensor, keep: float) -> Tensor:
-    """Which entries changed by at least the `1 - keep` quantile of all, `(P,)` bool.
+    """Return the mask of the entries whose change is at least the `1 - keep` quantile, `(P,)` bool.
 
     Args:
         changes: `θ_i - θ^t`, `(P,)`.
@@ -127,12 +127,12 @@ def largest_changes(changes: Tensor, keep: float) -> Tensor:
 
 
 def flat(model: Tensors, names: Iterable[str]) -> Tensor:
-    """Some entries of a model as one vector, `(P,)`."""
+    """Return some entries of a model as one vector, `(P,)`."""
     return torch.cat([model[name].flatten() for name in names])
 
 
 def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
-    """A model of which some parameters are there in single entries only.
+    """Return a model with only single entries of some parameters.
 
     Args:
         model: The whole model.
@@ -144,7 +144,7 @@ def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
 
 
 class EntryMean(Aggregator):
-    """The weighted mean of each entry over the clients that sent it; one that nobody sent stays as it was.
+    """Average each entry over the clients that sent it. An entry that no client sent stays as it was.
 
     Clients send whole models, or in one round all of them `only_entries` of theirs.
     """
@@ -165,7 +165,7 @@ class EntryMean(Aggregator):
         return mean, sums
 
     def finish(self, folded: tuple[RunningMean, Tensor | None], before: State, knowledge: State) -> State:
-        """The means; `Σ n_i θ_i / Σ n_i` over those who sent an entry."""
+        """Return the means, `Σ n_i θ_i / Σ n_i` over the clients that sent an entry."""
         mean, sums = folded
         model = mean.value()
         if sums is None:
@@ -193,7 +193,7 @@ def check_shares(max_share: float, keep: float) -> None:
 
 
 class MeasuredModule(ClientModule):
-    """A client's module that notes how large the gradients of its fit are.
+    """A client's module that measures the gradient norm of its fit.
 
     Attributes:
         critical: Whether the round is in a critical period.
@@ -213,7 +213,7 @@ class MeasuredModule(ClientModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as asked for, then add the squares of all gradients up; on the device, so that no step waits for it."""
+        """Clip, then add up the squares of all gradients on the device, so that no step waits for the sum."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         squares = [at_least_float32(p.grad).square().sum() for p in self.backbone.parameters() if p.grad is not None]
         total = torch.stack(squares).sum()
@@ -223,12 +223,12 @@ class MeasuredModule(ClientModule):
 
     @property
     def gradient_norm(self) -> float:
-        """FGN: the learning rate times the mean over epochs of the sum over steps of `|g|²`, `g` as clipped."""
+        """Return the FGN: the learning rate times the epochs' mean of the sum over steps of `|g|²`, `g` as clipped."""
         return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
 
 
 class CriticalFL(Algorithm):
-    """More clients, each sending only its largest changes, while gradient norms say that the period is critical.
+    """While gradient norms show a critical period, more clients take part and each sends only its largest changes.
 
     The experiment's `clients_per_round` is the number to begin with, and the least. With `max_share` 0 and `keep` 1
     this is FedAvg, bit for bit; with `keep` 1 alone only the number of participants changes.
@@ -268,28 +268,28 @@ class CriticalFL(Algorithm):
         super().__init__(loss_terms, EntryMean(), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, and a critical period."""
+        """Return the initial weights and the detector in a critical period."""
         most = torch.tensor(int(self.max_share * clients))
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {DETECTOR: self.periods.initial() | {"most": most}}
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """As many as the detector says, and no fewer than the experiment does."""
+        """Return the detector's number of participants, at least the experiment's."""
         return max(participants, int(state[DETECTOR]["participants"]))
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """The model, and whether the period is critical."""
+        """Return the model, and whether the period is critical."""
         message = super().download(state, client, rng)
         return Message(message.tensors, {"critical": int(state[DETECTOR]["critical"])})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take in the model, and keep what it was to see what changes."""
+        """Load the model, and keep the received weights to measure their changes."""
         super().receive(module, download, memory)
         assert isinstance(module, MeasuredModule)
         module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The model, or the entries of it that changed most, and the gradients' norm."""
+        """Return the model, or the entries of it that changed most, and the gradient norm."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         numbers = message.numbers | {"gradient_norm": module.gradient_norm}
@@ -302,7 +302,7 @@ class CriticalFL(Algorithm):
         return Message(message.without("model").tensors | sent.tensors, numbers)
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """The mean of what was sent, and what the gradients' norms say of the next round."""
+        """Return the mean of the uploads, and the detector updated with the gradient norms."""
         norms: list[float] = []
 
         def arriving() -> Iterator[Upload]:

@@ -12,7 +12,7 @@ from fl_lightning.client.module import LossTerm
 
 
 class FedAvg(Algorithm):
-    """Local SGD and a weighted mean of the weights; the plain method that others add their terms to.
+    """Local SGD and a weighted mean of the weights. Most other methods extend it.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 

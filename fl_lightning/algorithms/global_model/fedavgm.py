@@ -16,7 +16,7 @@ from fl_lightning.core.message import Tensors
 
 
 def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """`v' = β v + Δ`: the direction of the step, `v'` or with Nesterov's look ahead `Δ + β v'`, and `v'`.
+    """Return the direction of the step, `v'` or with Nesterov `Δ + β v'`, and `v' = β v + Δ`.
 
     Args:
         change: `Δ`, the clients' mean less the old weights.
@@ -29,7 +29,7 @@ def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool)
 
 
 class ServerMomentum(ServerStep):
-    """FedAvgM's server: a momentum of the rounds' changes, `v' = β v + Δ`.
+    """The server of FedAvgM, with momentum over the rounds: `v' = β v + Δ`.
 
     Args:
         beta: β, from 0 to below 1.
@@ -50,13 +50,13 @@ class ServerMomentum(ServerStep):
         self.moments = {"momentum": 0.0}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """A step of momentum."""
+        """Return the direction with momentum, and the new momentum."""
         direction, momentum = momentum_step(change, moments["momentum"], self.beta, self.nesterov)
         return direction, {"momentum": momentum}
 
 
 class FedAvgM(Algorithm):
-    """FedAvg whose server adds a momentum of the rounds before to what clients changed in this one.
+    """FedAvg with server momentum.
 
     With `beta` 0 and `server_lr` 1 this is FedAvg.
 

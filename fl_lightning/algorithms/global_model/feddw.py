@@ -31,12 +31,12 @@ from fl_lightning.models import classification_layer
 
 
 def class_relations(weight: Tensor) -> Tensor:
-    """Eq. 3: the CR matrix `ω ωᵀ`, `(C, C)`, of a classification layer's weights `(C, d)`."""
+    """Return Eq. 3's class relation (CR) matrix `ω ωᵀ`, `(C, C)`, of a classification layer's weights `(C, d)`."""
     return weight @ weight.T
 
 
 def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
-    """Eq. 4: row i is the mean softmax output over the client's samples of class i.
+    """Return Eq. 4's soft label (SL) matrix: row i is the mean softmax output over the samples of class i.
 
     Args:
         sums: `(C, C)`, row i the sum of the softmax outputs of class i.
@@ -49,7 +49,7 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor:
-    """Eq. 7: `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants.
+    """Return Eq. 7's `Ω[i, :] = Σ_n |D_i^n| / |D_i| · Ω^n[i, :]` over this round's participants.
 
     Args:
         local: `(K, C, C)` SL matrices.
@@ -63,7 +63,7 @@ def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor
 
 
 class SoftLabels(SharedKnowledge):
-    """The SL matrix: uploaded with the client's class counts, averaged by Eq. 7, broadcast with the counts' totals.
+    """The SL matrix: uploaded with the client's class counts, averaged by Eq. 7 and broadcast with total counts.
 
     The extra cost is `C + C²` numbers a client each way, the paper's `2 (C + C²)` (Section V-D). Round 1 broadcasts the
     identity. A class that nobody holds keeps its row.
@@ -83,16 +83,16 @@ class SoftLabels(SharedKnowledge):
         self.register_buffer("values", None, persistent=False)
 
     def initial(self, num_classes: int) -> Tensors:
-        """The identity, and no sample seen."""
+        """Return the identity matrix and class counts of zero."""
         return {"values": torch.eye(num_classes), "counts": torch.zeros(num_classes)}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """The client's SL matrix (Eq. 4) and its samples a class."""
+        """Return the client's SL matrix (Eq. 4) and its samples of each class."""
         sums, counts = class_sums_over(batches, lambda x: at_least_float32(module(x)).softmax(dim=1), num_classes)
         return {"values": soft_label_matrix(sums, counts), "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Eq. 7."""
+        """Merge the uploads by Eq. 7."""
         sections = [upload.message.section(self.name) for upload in uploads]
         local, counts = (torch.stack([section[name] for section in sections]) for name in ("values", "counts"))
         if self.reference:
@@ -110,7 +110,7 @@ class SoftLabels(SharedKnowledge):
 
 
 def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
-    """Eq. 11: `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
+    """Return Eq. 11's `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
 
     Args:
         soft_labels: `Ω`, `(C, C)`, rows sum to 1.
@@ -120,7 +120,7 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
-    """Eq. 26-30: `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²`, convex in `A = ωᵀ`.
+    """Return `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), which is convex in `A = ωᵀ`.
 
     Equals `||Ω - AᵀA||_F²`, the term without its softmax, where `A = A0`.
 
@@ -134,7 +134,7 @@ def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Ten
 
 
 class DistillingWeights(LossTerm):
-    """DW: `μ` times the distance between the SL matrix and the softmax of the CR matrix; it touches `ω` alone.
+    """DW: `μ` times the distance between the SL matrix and the softmax of the CR matrix. Only `ω` gets a gradient.
 
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
@@ -177,7 +177,7 @@ class DistillingWeights(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The SL matrix."""
+        """Return the SL matrix."""
         return (self.soft_labels,)
 
     def load(self, values: Tensor) -> None:
@@ -195,7 +195,7 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Eq. 11 or its surrogate for the weights as they are; zero where no SL matrix is known."""
+        """Return μ times Eq. 11 or its surrogate; zero while no SL matrix is known."""
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())
@@ -257,7 +257,7 @@ class FedDW(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """A client's module whose classification layer has no bias."""
+        """Build a client's module. Drop or refuse the bias of the classification layer, unless it is kept."""
         layer = classification_layer(backbone)
         if layer.bias is not None and not self.keeps_bias:
             if not self.drop_bias:

@@ -30,12 +30,12 @@ PROTOTYPES = "prototypes"
 
 
 def uniform_prototypes(classes: int, width: int) -> Tensor:
-    """`W^0`, `(C, d)`: random unit rows, orthogonal to one another where `C <= d`."""
+    """Return `W^0`, `(C, d)`: random unit rows, orthogonal to each other if `C <= d`."""
     return F.normalize(nn.init.orthogonal_(torch.empty(classes, width)), dim=1)
 
 
 def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
-    """`μ_c`, `(C, d)`: the mean of a client's normalised features of class c, normalised again; 0 for one it lacks.
+    """Return `μ_c`, `(C, d)`: the normalised mean of a client's normalised features of class c; 0 if it has none.
 
     Args:
         sums: `(C, d)`, the features' sums a class.
@@ -45,7 +45,7 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
-    """`W_c ← norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`; a class that nobody holds keeps its prototype.
+    """Return `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`. A class without samples keeps its prototype.
 
     Args:
         prototypes: `W`, `(C, d)`, unit rows.
@@ -60,7 +60,7 @@ def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: floa
 
 
 class Seen(NamedTuple):
-    """What the server keeps of a round's uploads.
+    """The sums that the server keeps of a round's uploads.
 
     Attributes:
         mean: The clients' weights, all the same.
@@ -74,7 +74,7 @@ class Seen(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """The plain mean of what clients train, and class prototypes that follow theirs, by samples a class.
+    """The plain mean of trained weights, and class prototypes that follow the clients', weighted by class counts.
 
     The prototypes are the one entry of the shared model that clients do not send: they send `values` `(C, d)` and
     `counts` `(C,)` in the section `prototypes`.
@@ -103,7 +103,7 @@ class PrototypeAveraging(Aggregator):
         return Seen(mean, sums, counts)
 
     def finish(self, folded: Seen, before: State, knowledge: State) -> State:
-        """The mean, with the prototypes moved."""
+        """Return the mean of the weights and the updated prototypes."""
         model = folded.mean.value()
         (name,) = before["model"].keys() - model.keys()
         model[name] = moved_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
@@ -111,7 +111,7 @@ class PrototypeAveraging(Aggregator):
 
 
 class FedNH(Algorithm):
-    """The classification layer holds class prototypes, spread on the sphere at first, which only the server moves.
+    """FedAvg whose classification layer holds class prototypes, which only the server updates.
 
     The model's classification layer, whatever it was, is replaced by one of scaled cosines. With `rho` 1 this is
     FedAvg's plain mean under a layer that stays as it was drawn, bit for bit.
@@ -147,7 +147,7 @@ class FedNH(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """A client's module whose classification layer is made of prototypes that it does not train."""
+        """Build a client's module whose classification layer holds the prototypes and is frozen."""
         name, layer = prototype_layer(backbone)
         classes, width = layer.weight.shape
         head = CosineLinear(width, classes, self.scale)
@@ -157,7 +157,7 @@ class FedNH(Algorithm):
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The weights less the prototypes it was sent, and its own prototypes and samples a class."""
+        """Return the weights without the received prototypes, the client's own prototypes and its class counts."""
         backbone = with_encoder(module.backbone)
         name, _ = prototype_layer(backbone)
         sums, counts = class_sums_over(batches, lambda x: directions(backbone, x), num_classes)
@@ -168,7 +168,7 @@ class FedNH(Algorithm):
 
 
 def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]:
-    """The classification layer and its name.
+    """Return the classification layer and its name.
 
     Raises:
         ConfigError: The model ends with something else.
@@ -182,6 +182,6 @@ def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]
 
 
 def directions(backbone: Backbone, x: Tensor) -> Tensor:
-    """`z / |z|`, `(B, d)`, of what goes into the classification layer."""
+    """Return the normalised inputs of the classification layer, `z / |z|`, `(B, d)`."""
     before = backbone.head[:-1] if isinstance(backbone.head, nn.Sequential) else nn.Identity()
     return F.normalize(at_least_float32(before(backbone.encoder(x))), dim=1)

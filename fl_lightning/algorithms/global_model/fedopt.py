@@ -21,17 +21,17 @@ Rule = Literal["adagrad", "adam", "yogi"]
 
 
 def adagrad(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """`v + Δ²`; it takes no `β2`."""
+    """Return `v + Δ²`. `β2` is not used."""
     return v + square
 
 
 def adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """`β2 v + (1 - β2) Δ²`."""
+    """Return `β2 v + (1 - β2) Δ²`."""
     return beta2 * v + (1 - beta2) * square
 
 
 def yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """`v - (1 - β2) Δ² sign(v - Δ²)`."""
+    """Return `v - (1 - β2) Δ² sign(v - Δ²)`."""
     return v - (1 - beta2) * square * (v - square).sign()
 
 
@@ -40,7 +40,7 @@ RULES: dict[Rule, Callable[[Tensor, Tensor, float], Tensor]] = {"adagrad": adagr
 
 
 class AdaptiveServer(ServerStep):
-    """FedOpt's server: it steps by `m / (√v + τ)`, the moments of what clients changed, without bias correction.
+    """The server of FedOpt: it steps by `m / (√v + τ)`, with moments of the mean update, without bias correction.
 
     Args:
         rule: How the second moment goes on: `adagrad`, `adam` or `yogi`.
@@ -75,14 +75,14 @@ class AdaptiveServer(ServerStep):
         self.moments = {"first_moment": 0.0, "second_moment": tau**2 if initial_v is None else initial_v}
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """`m / (√v + τ)`, with both moments as this round leaves them."""
+        """Return `m / (√v + τ)` and both moments, updated with this round's change."""
         m = self.beta1 * moments["first_moment"] + (1 - self.beta1) * change
         v = RULES[self.rule](moments["second_moment"], change.square(), self.beta2)
         return m / (v.sqrt() + self.tau), {"first_moment": m, "second_moment": v}
 
 
 class FedAdagrad(Algorithm):
-    """FedAvg whose server is Adagrad, with what clients changed in a round for a gradient.
+    """FedAvg whose server optimizer is Adagrad. The mean update of a round is its gradient.
 
     With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 
@@ -116,7 +116,7 @@ class FedAdagrad(Algorithm):
 
 
 class FedAdam(Algorithm):
-    """FedAvg whose server is Adam, with what clients changed in a round for a gradient.
+    """FedAvg whose server optimizer is Adam. The mean update of a round is its gradient.
 
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 
@@ -154,7 +154,7 @@ class FedAdam(Algorithm):
 
 
 class FedYogi(FedAdam):
-    """FedAvg whose server is Yogi: FedAdam with a second moment that falls no faster than it rises.
+    """FedAvg whose server optimizer is Yogi: FedAdam with a second moment that falls no faster than it rises.
 
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 

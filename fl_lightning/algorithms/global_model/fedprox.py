@@ -17,13 +17,13 @@ from fl_lightning.core.message import Tensors
 
 
 def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-    """Eq. 2: `||w - w^t||²` over all trainable parameters."""
+    """Return `||w - w^t||²` (Eq. 2) over all trainable parameters."""
     parts = [(w - anchor).square().sum() for w, anchor in zip(weights, anchors, strict=True)]
     return sum(parts[1:], start=parts[0])
 
 
 class Proximal(LossTerm):
-    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from, or others that a method sets.
+    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from, unless a method sets others.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -48,14 +48,14 @@ class Proximal(LossTerm):
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 
     def forward(self, step: Step) -> Tensor:
-        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        """Return the term at the present weights; zero outside a fit."""
         if not self._anchors or step.backbone is None:
             return step.logits.new_zeros(())
         return self.mu / 2 * proximal_distance(list(step.backbone.parameters()), self._anchors)
 
 
 class FedProx(Algorithm):
-    """FedAvg whose clients are held near the shared model by a proximal term.
+    """FedAvg with a proximal term that keeps clients near the global model.
 
     With `mu` 0 this is FedAvg, bit for bit.
 

@@ -24,7 +24,7 @@ HARDEST = 2
 
 
 def similarities(features: Tensor) -> Tensor:
-    """`s_ij`, the cosines of a batch's features with one another, `(B, B)`.
+    """Return `s_ij`, the cosines between the features of a batch, `(B, B)`.
 
     Args:
         features: `(B, d)`, or maps `(B, d, ...)`, which are averaged over their positions.
@@ -35,7 +35,7 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
-    """SCL: the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
+    """Return the SCL loss, the mean over i of `-s⁺/τ + log(exp(s⁺/τ) + Σ_k exp(s_ik/τ))`.
 
     `s⁺` is the least similarity of i to a sample of its class, itself included; `k` are the two most similar of other
     classes. A sample with no other class in the batch adds zero.
@@ -52,7 +52,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """PEN: the mean over i of `log(1 + exp((q - 1)/τ))`, which pushes samples of a class apart that are too alike.
+    """Return PEN, the mean over i of `log(1 + exp((q - 1)/τ))`: it pushes too similar samples of a class apart.
 
     `q` is the least similarity of i to another sample of its class, if that is at least λ; else it is the constant -1,
     as where there is no other.
@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """The layers whose inputs are the features of each level: what a level's last ReLU is given.
+    """Return the layers whose inputs are the features of each level: the level's last ReLU.
 
     Args:
         backbone: The network.
@@ -96,7 +96,7 @@ def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[st
 
 
 def relus(modules: dict[str, nn.Module], part: str) -> list[str]:
-    """Names of the ReLU layers in a part of a network, in order; the part's own if it is one."""
+    """Return the names of the ReLU layers in a part of a network, in order."""
     return [
         name
         for name, module in modules.items()
@@ -160,7 +160,7 @@ class RelaxedContrastive(LossTerm):
 
 
 class FedRCL(Algorithm):
-    """Clients contrast the samples of a batch on every level of the network, relaxed within classes; a plain mean.
+    """FedAvg with relaxed contrastive learning on every level of the network, and a uniform mean.
 
     With `w_s` and `w_p` 0 this is FedAvg's plain mean, bit for bit.
 

@@ -34,17 +34,17 @@ Aggregation = Literal["dual", "uniform", "weighted"]
 
 
 def positive_similarity(one: Tensor, other: Tensor) -> Tensor:
-    """Eq. 3: `D+`, the cosine of two representations `(B, d)`, a mean over the batch; zero where a norm is zero."""
+    """Return Eq. 3's `D+`, the mean cosine of two representations `(B, d)`; zero where a norm is zero."""
     return F.cosine_similarity(one, other, dim=1).mean()
 
 
 def negative_similarity(one: Tensor, other: Tensor) -> Tensor:
-    """Eq. 4: `D-`, the negative of `positive_similarity`."""
+    """Return Eq. 4's `D-`, the negative of `positive_similarity`."""
     return -positive_similarity(one, other)
 
 
 def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
-    """Eq. 6: `½ D-(p, sg(z))`; Eq. 7 is the sum of it for the global model and for the client's.
+    """Return Eq. 6's `½ D-(p, sg(z))`. Eq. 7 is its sum for the global model and for the client's model.
 
     Args:
         prediction: `p` of the model that learns, `(B, d)`.
@@ -54,7 +54,7 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 
 
 class SiameseAlignment(LossTerm):
-    """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's representations.
+    """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's outputs.
 
     Each step first updates the copy with its half of Eq. 7 (Eq. 8, by an optimizer like the client's own), then
     returns the client's half against the updated copy (Eq. 9). The copy starts from the received weights and ends
@@ -88,7 +88,7 @@ class SiameseAlignment(LossTerm):
         self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
     def forward(self, step: Step) -> Tensor:
-        """The client's half of `μ L_stop`; zero in a module whose fit was never begun."""
+        """Return the client's half of `μ L_stop`; zero outside a fit."""
         if not self._copy or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received = self._copy[0]
@@ -103,7 +103,7 @@ class SiameseAlignment(LossTerm):
         return self.mu * stop_gradient_half(predictor(step.features), seen)
 
     def _update(self, received: Backbone, inputs: Tensor, features: Tensor) -> None:
-        """Eq. 8: one step of the copy on its half."""
+        """Train the copy for one step on its half of the loss (Eq. 8)."""
         assert received.predictor is not None
         assert self._optimizer is not None
         loss = self.mu * stop_gradient_half(received.predictor(received.encoder(inputs)), features)
@@ -111,7 +111,7 @@ class SiameseAlignment(LossTerm):
 
 
 class HistoryContrast(LossTerm):
-    """`μ L_hist` (Eq. 10): the client's representations move away from those of its model one epoch earlier.
+    """`μ L_hist` (Eq. 10) pushes representations away from those of the client's model one epoch earlier.
 
     In a round's first epoch the earlier model is the one that the client ended its previous round with, which it keeps
     to itself; in a client's first round the term is off until the second epoch. It is in eval mode.
@@ -134,27 +134,27 @@ class HistoryContrast(LossTerm):
         self._earlier: list[nn.Module] = []  # in a list: it is no part of the client's module
 
     def begin(self, module: ClientModule) -> None:
-        """Take up the model of the last round."""
+        """Load the model of the last round."""
         self._earlier = []
         if self.active:
             earlier = frozen_encoder(module.backbone, self._kept)  # refuses at once a model that has none
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """From the second epoch on, the model as the last epoch left it."""
+        """Copy the model at the end of each epoch but the first."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
     def remember(self, module: ClientModule) -> Tensors:
-        """The encoder that the fit ended with."""
+        """Return the encoder at the end of the fit."""
         return with_encoder(module.backbone).encoder.state_dict() if self.active else {}
 
     def recall(self, kept: Tensors) -> None:
-        """The encoder of the client's last round."""
+        """Load the encoder of the client's last round."""
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Eq. 10 on a batch; zero while there is no earlier model."""
+        """Return Eq. 10 on a batch; zero while there is no earlier model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
@@ -174,7 +174,7 @@ def checked(mu: float) -> float:
 
 
 def dual_weights(models: Tensor) -> Tensor:
-    """Eq. 13-15: `ξ_k = cos(w_k, w0) / Σ cos`, with `w0` the plain mean; `(K,)`, float64.
+    """Return `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), with `w0` the plain mean; `(K,)`, float64.
 
     Cosines that are not all positive give no weights: then all clients count the same, with a warning.
 
@@ -190,7 +190,7 @@ def dual_weights(models: Tensor) -> Tensor:
 
 
 class DualAggregation(Aggregator):
-    """Dual aggregation: clients count by the cosine of their parameters with the plain mean of all (Eq. 13-16).
+    """Dual aggregation: weigh clients by the cosine of their parameters with the plain mean (Eq. 13-16).
 
     BatchNorm's statistics are averaged by the same weights but have no part in the cosine. It holds all of a round's
     uploads at once: the second aggregation needs the first.
@@ -203,7 +203,7 @@ class DualAggregation(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """`w = Σ ξ_k w_k`."""
+        """Return `w = Σ ξ_k w_k` (Eq. 16)."""
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models))
         clients = torch.tensor([upload.client for upload in folded])
@@ -217,7 +217,7 @@ class DualAggregation(Aggregator):
 
 
 class FedSiamDA(Algorithm):
-    """Clients train beside a copy of the global model and away from their past; the server aggregates twice.
+    """Siamese training with a copy of the global model, away from the past model, and dual aggregation.
 
     With `mu` 0 and `aggregation: uniform` this is FedAvg's plain mean, bit for bit. The model needs a projection and a
     predictor: `model.head.projection: 256`, `model.head.prediction: 256`.

@@ -35,7 +35,7 @@ Review = Literal["interpolation", "literal"]
 
 
 def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
-    """Section III-A: `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of the client's class j.
+    """Return `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of the client's class j (Section III-A).
 
     Args:
         sums: `(C, C)`, row j the sum of the logits of the client's samples of class j.
@@ -50,7 +50,7 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 
 
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
-    """Eq. 1: each client's class is averaged with its nearest clients', then over clients.
+    """Merge by Eq. 1: average each client's class with its nearest clients', then over clients.
 
     Only the holders of a class take part in it; with h holders `min(M, h - 1)` neighbours are used.
 
@@ -149,7 +149,7 @@ def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
 
 
 def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """The uploads' knowledge `(K, C, C)` and masks `(K, C)`."""
+    """Return the uploads' knowledge `(K, C, C)` and masks `(K, C)`."""
     sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
     return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
 
@@ -158,7 +158,7 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 
 
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
-    """Eq. 2: `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j`, `U_j` the batch's mean distance to `c̃^j`.
+    """Return `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j` (Eq. 2), with `U_j` the batch's mean distance to `c̃^j`.
 
     `U_j` carries no gradient and is at least 1e-6; the paper takes it over the client's whole data.
 
@@ -177,14 +177,14 @@ def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> T
 
 
 def cosine(logits: Tensor, knowledge: Tensor) -> Tensor:
-    """Cosine of every sample with every class, `(B, J)`; zero where either norm is zero."""
+    """Return the cosine of every sample with every class, `(B, J)`; zero where a norm is zero."""
     return F.normalize(logits, dim=1) @ F.normalize(knowledge, dim=1).T
 
 
 def local_contrastive_loss(
     logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float, spread: Spread = "batch"
 ) -> Tensor:
-    """Eq. 3: cross-entropy of the similarities over `τ`, a mean over the batch.
+    """Return Eq. 3, the mean cross-entropy of the similarities divided by `τ`.
 
     Classes without knowledge are left out of the sum, and their samples add nothing.
 
@@ -206,7 +206,7 @@ def local_contrastive_loss(
 
 
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Eq. 3 as the authors' code has it: no `U_j`, the positive once more in the sum.
+    """Return Eq. 3 as in the authors' code: without `U_j`, and with the positive twice in the sum.
 
     A sample whose class is not known has its own detached logits for positive.
     """
@@ -290,7 +290,7 @@ class LocalContrastive(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge."""
+        """Return the structural knowledge."""
         return (self.structural,)
 
     def load(self, values: Tensor, known: Tensor) -> None:
@@ -299,14 +299,14 @@ class LocalContrastive(LossTerm):
         self.all_known = bool(known.all())
 
     def begin(self, module: ClientModule) -> None:
-        """Off until some class is known."""
+        """Switch the term off while no class is known."""
         known = self.structural.known
         self.active = known is not None and bool(known.any())
         self.all_known = known is not None and bool(known.all())
         self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
-        """Eq. 3 on a batch; zero while nothing is known."""
+        """Return Eq. 3 on a batch; zero while nothing is known."""
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())
@@ -320,7 +320,7 @@ class LocalContrastive(LossTerm):
 
 
 def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Section III-B: `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)`.
+    """Return `d_k = Σ_j ||c_k^j - c̃^j||_2` over the classes that client k holds, `(K,)` (Section III-B).
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
@@ -334,7 +334,7 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
 
 
 def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
-    """Eq. 4: `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64.
+    """Return `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64 (Eq. 4).
 
     With raw counts the sigmoid is 1 to the last digit and `e_k = 1/K`, the uniform mean; `scale="share"` puts
     `K · N_k / Σ N` in the place of `N_k`, so that the sigmoid does not saturate and the discrepancy counts.
@@ -354,7 +354,7 @@ def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale 
 
 
 class GlobalDiscrepancy(Aggregator):
-    """GDA: clients whose knowledge is far from the global knowledge count for less.
+    """GDA: give less weight to clients whose knowledge is far from the global knowledge.
 
     Its weights depend on every client's knowledge, so it holds all of a round's uploads at once.
 
@@ -377,7 +377,7 @@ class GlobalDiscrepancy(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge."""
+        """Return the structural knowledge."""
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
@@ -385,7 +385,7 @@ class GlobalDiscrepancy(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """`w_g = Σ e_k w_k`."""
+        """Return `w_g = Σ e_k w_k`."""
         local, held = stacked_knowledge(folded)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
@@ -400,7 +400,7 @@ class GlobalDiscrepancy(Aggregator):
 
 
 def review_ratio(now: Tensor, before: Tensor) -> float:
-    """Eq. 5: `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}`, `σ²_{(j)}` the variance of row j.
+    """Return `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}` (Eq. 5), with `σ²_{(j)}` the variance of row j.
 
     The authors' code has the unbiased variance, a factor `C / (C - 1)` that cancels.
 
@@ -469,20 +469,20 @@ class GlobalPeriodReview(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The structural knowledge, and what the inner aggregator asks for."""
+        """Return the structural knowledge and the inner aggregator's knowledge."""
         return (self.structural, *self.inner.knowledge)
 
     @property
     def only_averages(self) -> bool:  # type: ignore[override]
-        """Whether the inner aggregator only averages."""
+        """Return whether the inner aggregator only averages."""
         return self.inner.only_averages
 
     def fold(self, uploads: Iterable[Upload]) -> object:
-        """As the inner aggregator."""
+        """Fold the uploads with the inner aggregator."""
         return self.inner.fold(uploads)
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:
-        """The inner aggregator's model, reviewed."""
+        """Return the inner aggregator's model, corrected by Eq. 5."""
         decided = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1

@@ -21,7 +21,7 @@ from fl_lightning.models.base import with_features
 
 
 def variance_loss(probabilities: Tensor) -> Tensor:
-    """V: `1/C Σ_c max(0, γ - std_b(p_bc))`, the hinge on how much each class's probability varies over the batch.
+    """Return V, `1/C Σ_c max(0, γ - std_b(p_bc))`: the hinge on each class probability's deviation over the batch.
 
     γ is the standard deviation of a column of the `C x C` identity, `1/√C`: that of one-hot predictions on data with
     as many samples of each class. Unbiased standard deviations; zero for a batch of one, which has none.
@@ -36,7 +36,7 @@ def variance_loss(probabilities: Tensor) -> Tensor:
 
 
 def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
-    """U: the mean over pairs of `exp(-d / σ)`, `d` their squared distance and σ the median of those that are not zero.
+    """Return U, the mean over pairs of `exp(-d / σ)`; `d` are squared distances, σ is the median of those above 0.
 
     Of an even number of distances σ is the lower of the middle two. Zero where all features are equal or alone: there
     is no median.
@@ -57,7 +57,7 @@ def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
 
 
 def median_of_positive(values: Tensor) -> Tensor:
-    """The lower median of those of `(n,)` values that are above 0; 1 if there are none.
+    """Return the lower median of the values `(n,)` that are above 0; 1 if there are none.
 
     As with `torch.median`, all that are equal to it share the gradient. No branch depends on the values, so that it can
     be batched.
@@ -71,7 +71,7 @@ def median_of_positive(values: Tensor) -> Tensor:
 
 
 class ClassifierVariance(LossTerm):
-    """`λ V`: each class's probability is to vary over a batch as much as with one-hot predictions on even data.
+    """`λ V` makes class probabilities vary over a batch as much as one-hot predictions on balanced data.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
@@ -93,12 +93,12 @@ class ClassifierVariance(LossTerm):
         self.lam, self.active = lam, lam > 0
 
     def forward(self, step: Step) -> Tensor:
-        """The term for a batch's logits."""
+        """Return the term for a batch's logits."""
         return self.lam * variance_loss(at_least_float32(step.logits).softmax(dim=1))
 
 
 class HypersphericalUniformity(LossTerm):
-    """`μ U`: the encoder's features of a batch push each other apart.
+    """`μ U` pushes the features of a batch apart.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
@@ -116,12 +116,12 @@ class HypersphericalUniformity(LossTerm):
         self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
 
     def begin(self, module: ClientModule) -> None:
-        """Check that there are features."""
+        """Check that the backbone has an encoder."""
         if self.active:
             with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """The term for a batch's features, in float32."""
+        """Return the term for a batch's features, in float32."""
         assert step.features is not None
         with torch.autocast(step.features.device.type, enabled=False):
             features = at_least_float32(step.features).flatten(1)
@@ -131,7 +131,7 @@ class HypersphericalUniformity(LossTerm):
 
 
 class FedUV(Algorithm):
-    """FedAvg whose clients keep their predictions varied (V) and their features spread out (U), as on even data.
+    """FedAvg that keeps clients' predictions varied (V) and features spread out (U), as on balanced data.
 
     With `lam` and `mu` 0 this is FedAvg, bit for bit.
 

@@ -23,7 +23,7 @@ from fl_lightning.models import frozen_encoder, with_encoder
 
 
 def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
-    """Eq. 3: `-log[e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + Σ e^{cos(z, z_prev)/τ})]`, a mean over the batch.
+    """Return Eq. 3, the batch mean of `-log[e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + Σ e^{cos(z, z_prev)/τ})]`.
 
     Args:
         now: `z`, the representations of the model in training, `(B, d)`.
@@ -36,7 +36,7 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
 
 class ModelContrast(LossTerm):
-    """`μ` times the model-contrastive loss of the encoder's output; the models it is compared with are in eval mode.
+    """`μ` times the model-contrastive loss of the encoder's output. The other models are in eval mode.
 
     The client keeps the encoders that it ended its last rounds with to itself. In its first round it has none, and the
     received one takes their place: the term is then `μ log 2` and has no gradient.
@@ -61,13 +61,13 @@ class ModelContrast(LossTerm):
         self._previous: list[nn.Module] = []
 
     def begin(self, module: ClientModule) -> None:
-        """Copy the received encoder, and take up those of the client's last rounds."""
+        """Copy the received encoder, and load those of the client's last rounds."""
         if self.active:
             self._received = [frozen_encoder(module.backbone)]
             self._previous = [frozen_encoder(module.backbone, kept) for kept in self._kept or [{}]]
 
     def remember(self, module: ClientModule) -> Tensors:
-        """The encoders that the client's last fits ended with, as `<rounds ago>/<name>`."""
+        """Return the encoders at the end of the client's last fits, as `<rounds ago>/<name>`."""
         if not self.active:
             return {}
         newest = with_encoder(module.backbone).encoder.state_dict()
@@ -75,7 +75,7 @@ class ModelContrast(LossTerm):
         return {f"{age}/{name}": value for age, weights in enumerate(kept) for name, value in weights.items()}
 
     def recall(self, kept: Tensors) -> None:
-        """The encoders of the client's last rounds."""
+        """Load the encoders of the client's last rounds."""
         ages = len({name.partition("/")[0] for name in kept})
         self._kept = [{} for _ in range(ages)]
         for key, value in kept.items():
@@ -83,7 +83,7 @@ class ModelContrast(LossTerm):
             self._kept[int(age)][name] = value
 
     def forward(self, step: Step) -> Tensor:
-        """The term on a batch; zero in a module whose fit was never begun."""
+        """Return the term on a batch; zero outside a fit."""
         if not self._received or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         received, *previous = (at_least_float32(encoder(step.inputs)) for encoder in (*self._received, *self._previous))
@@ -92,7 +92,7 @@ class ModelContrast(LossTerm):
 
 
 class MOON(Algorithm):
-    """FedAvg whose clients draw their features to the global model's and away from those of their own last model.
+    """FedAvg that pulls features towards the global model's and away from those of the client's last model.
 
     With `mu` 0 this is FedAvg, bit for bit; so is the first round of every client. The paper's network has a projection
     before the classification layer: `model.head.projection: 256`. Without one, features are compared as they are.

@@ -16,7 +16,7 @@ from fl_lightning.data.few_shot import prototype_logits
 
 
 class Prototypical(LossTerm):
-    """Algorithm 1: cross-entropy of an episode's queries under the prototypes of its support.
+    """The cross-entropy of an episode's queries under the prototypes of its support (Algorithm 1).
 
     Any batch is an episode: of each class, the first `shots` samples are the support, the others queries. Zero for
     a batch without queries. It is added to the cross-entropy of the classification layer, whose logits FedSKC's
@@ -44,7 +44,7 @@ class Prototypical(LossTerm):
         self.shots, self.weight = shots, weight
 
     def forward(self, step: Step) -> Tensor:
-        """The mean over the queries."""
+        """Return the mean over the queries."""
         assert step.features is not None
         classes, labels = torch.unique(step.targets, return_inverse=True)
         members = F.one_hot(labels, len(classes))

@@ -30,7 +30,7 @@ CONTROL = "control"
 
 
 def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: Tensor) -> Tensor:
-    """Line 12, option II: `c_i⁺ = c_i - c + (x - y) / (K η)`.
+    """Return line 12's option II, `c_i⁺ = c_i - c + (x - y) / (K η)`.
 
     Args:
         start: `x`, a received parameter.
@@ -43,7 +43,7 @@ def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: 
 
 
 def next_server_control(server: Tensor, mean_change: Tensor, participants: int, clients: int) -> Tensor:
-    """Line 17: `c + |S| / N · mean Δc`, over N clients, not over the participants alone; in float64, rounded once.
+    """Return line 17's `c + |S| / N · mean Δc`, over all N clients; in float64, rounded once.
 
     Args:
         server: `c`.
@@ -58,7 +58,7 @@ def next_server_control(server: Tensor, mean_change: Tensor, participants: int, 
 
 
 class ControlVariates(LossTerm):
-    """`<c - c_i, y - x>` over the trainable parameters `y`, which start at `x`: its gradient is SCAFFOLD's correction.
+    """`<c - c_i, y - x>` over the trainable parameters `y` with start `x`. Its gradient is SCAFFOLD's correction.
 
     Part of `SCAFFOLD`, whose server has a `c` to send.
 
@@ -77,15 +77,15 @@ class ControlVariates(LossTerm):
         self._corrections: Tensors = {}
 
     def load(self, server: Tensors) -> None:
-        """Take in `c`; what is not there is zero."""
+        """Set `c`; missing entries are zero."""
         self._server = server
 
     def recall(self, kept: Tensors) -> None:
-        """The client's `c_i`; before its first fit there is none, and it is zero."""
+        """Load the client's `c_i`, which is zero before its first fit."""
         self._own = kept
 
     def begin(self, module: ClientModule) -> None:
-        """Note the received weights and what each step is to be corrected by."""
+        """Keep the received weights, and compute the correction of each step."""
         self.lr = learning_rate(module)
         parameters = dict(trainable(module.backbone))
         server, self._own = (alike(held, parameters) for held in (self._server, self._own))
@@ -94,7 +94,7 @@ class ControlVariates(LossTerm):
         self._server = {}
 
     def forward(self, step: Step) -> Tensor:
-        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        """Return the term at the present weights; zero outside a fit."""
         if not self._starts or step.backbone is None:
             return step.logits.new_zeros(())
         now = dict(step.backbone.named_parameters())
@@ -102,7 +102,7 @@ class ControlVariates(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def controls(self, module: ClientModule) -> tuple[Tensors, Tensors]:
-        """After the fit: `c_i⁺` and `Δc = c_i⁺ - c_i`. A client that went nowhere keeps its `c_i`."""
+        """Return `c_i⁺` and `Δc = c_i⁺ - c_i` after the fit. A client without steps keeps its `c_i`."""
         if not module.steps * self.lr:
             return self._own, {name: torch.zeros_like(value) for name, value in self._own.items()}
         new = {
@@ -112,17 +112,17 @@ class ControlVariates(LossTerm):
         return new, {name: value - self._own[name] for name, value in new.items()}
 
     def remember(self, module: ClientModule) -> Tensors:
-        """`c_i⁺`."""
+        """Return `c_i⁺`."""
         return self.controls(module)[0]
 
 
 def trainable(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What has a control variate: the parameters that are trained, by name."""
+    """Return the parameters that are trained, by name; each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
 def alike(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
-    """A control variate on the parameters' device, in float32 or more; zeros for what it lacks."""
+    """Return a control variate on the parameters' device, in at least float32; missing entries are zero."""
 
     def value(name: str, p: Tensor) -> Tensor:
         dtype = torch.promote_types(p.dtype, torch.float32)
@@ -132,7 +132,7 @@ def alike(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
 
 
 def learning_rate(module: ClientModule) -> float:
-    """η of every step of a fit that goes `K η` times the mean corrected gradient, and nowhere else.
+    """Return η, the learning rate of every step; refuse a fit that is not plain SGD with one learning rate.
 
     Raises:
         ConfigError: Another fit is asked for; names the key.
@@ -164,7 +164,7 @@ def learning_rate(module: ClientModule) -> float:
 
 
 class SCAFFOLD(Algorithm):
-    """FedAvg whose clients correct each local step by the difference of two control variates, the server's and theirs.
+    """FedAvg that corrects each local step by the difference of the server's and the client's control variate.
 
     In round 1, and with one local step and all clients in every round, this is FedAvg with `weighting: uniform`. It
     needs plain SGD.
@@ -192,27 +192,27 @@ class SCAFFOLD(Algorithm):
         super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, a `c` of zeros, and how many clients there are."""
+        """Return the initial weights, a `c` of zeros and the number of clients."""
         zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable(backbone)}
         state = super().initial_state(backbone, num_classes, clients, rng)
         return state | {CONTROL: zeros, "clients": {"number": torch.tensor(clients)}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """The weights, and `c`."""
+        """Return the weights and `c`."""
         return super().download(state, client, rng).plus({CONTROL: state[CONTROL]})
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take in `c` too."""
+        """Load the weights and `c`."""
         super().receive(module, download, memory)
         term_of(module).load(download.section(CONTROL))
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The weights, and `Δc`."""
+        """Return the weights and `Δc`."""
         _, change = term_of(module).controls(module)
         return super().upload(module, batches, n_samples, num_classes).plus(to_cpu({CONTROL: change}))
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """The next weights, and the next `c` from those `Δc` that have arrived."""
+        """Return the next weights, and the next `c` from the uploaded `Δc`."""
         changes, arrived = RunningMean(), 0
 
         def arriving() -> Iterator[Upload]:
@@ -231,5 +231,5 @@ class SCAFFOLD(Algorithm):
 
 
 def term_of(module: ClientModule) -> ControlVariates:
-    """A client's control variates."""
+    """Return the term with a client's control variates."""
     return next(term for term in module.terms() if isinstance(term, ControlVariates))

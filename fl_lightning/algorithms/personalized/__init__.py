@@ -1,1 +1,1 @@
-"""A model for each client, made with the others' help: judged by each on its own test split."""
+"""Algorithms with a personalised model for each client, evaluated on the client's own test split."""

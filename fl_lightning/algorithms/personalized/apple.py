@@ -33,7 +33,7 @@ EPSILON = 1e-3
 
 
 def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`w_i = Σ_j p_ij c_j`, parameter by parameter.
+    """Return `w_i = Σ_j p_ij c_j`, parameter by parameter.
 
     So with `g = ∂L/∂w_i` the core's gradient is `∂L/∂c_i = p_ii g`, and a ratio's the sum over all parameters
     `∂L/∂p_ij = ⟨g, c_j⟩`.
@@ -49,7 +49,7 @@ def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: 
 
 
 def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
-    """`λ(r)`: `ε^(r/L)`, or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
+    """Return `λ(r)`: `ε^(r/L)` or `(cos(π r/L) + 1) / 2`, and 0 from round L on.
 
     Args:
         round: r, from 0.
@@ -67,7 +67,7 @@ def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class MixedModule(ClientModule):
-    """A client whose network is a mixture of cores, and which trains its own core and the ratios of the mixture.
+    """A client whose network is a mixture of core models, and which trains its own core and the mixing ratios.
 
     The backbone always holds the mixture: it is made anew after each step, and the gradient in its weights is handed on
     to the core and the ratios. By itself, without others' cores, it trains as a `ClientModule` does.
@@ -93,7 +93,7 @@ class MixedModule(ClientModule):
     def set_mixture(
         self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Take up a core, others' cores and ratios, and load the mixture; arguments as `personal_model`'s.
+        """Set the core, the others' cores and the ratios, and load the mixture; arguments as of `personal_model`.
 
         Args:
             client: i.
@@ -112,7 +112,7 @@ class MixedModule(ClientModule):
         self.mix()
 
     def mix(self) -> list[Tensor]:
-        """Load the mixture; each of its parameters as it was made, for the gradients."""
+        """Load the mixture, and return its parameters with their graph for the gradients."""
         mixture = personal_model(self.ratios, self.client, list(self.core), self.others)
         with torch.no_grad():
             for weights, value in zip(mixed_parameters(self.backbone).values(), mixture, strict=True):
@@ -120,17 +120,17 @@ class MixedModule(ClientModule):
         return mixture
 
     def trainables(self) -> Iterable[Any]:
-        """The core, and the ratios at a learning rate of their own."""
+        """Return the core, and the ratios with a learning rate of their own."""
         return [{"params": list(self.core)}, {"params": [self.ratios], "lr": self.dr_lr}]
 
     def on_fit_start(self) -> None:
-        """Begin on the training device."""
+        """Move the others' cores to the training device, and load the mixture."""
         self.others = [value.to(self.device) for value in self.others]
         self._mixture = self.mix()
         super().on_fit_start()
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """The losses, and `μ λ(r) ||p_i - p^0||²`."""
+        """Return the losses and the penalty `μ λ(r) ||p_i - p^0||²`."""
         losses = super().losses(step)
         if scale := self.mu * penalty_weight(self.round - 1, self.length, self.schedule):
             losses["ratios"] = scale * (self.ratios - self.first).square().sum()
@@ -138,11 +138,11 @@ class MixedModule(ClientModule):
 
     @property
     def loss_names(self) -> list[str]:
-        """Those and the penalty's."""
+        """Return the names of the losses and of the penalty."""
         return [*super().loss_names, *["ratios"] * (self.mu > 0)]
 
     def on_after_backward(self) -> None:
-        """Hand the gradient in the mixture on to what it was made of, before a scaler of losses divides it again."""
+        """Propagate the mixture's gradient to the core and the ratios, before a gradient scaler unscales it."""
         weights = mixed_parameters(self.backbone).values()
         pairs = [(value, p.grad) for value, p in zip(self._mixture, weights, strict=True)]
         made, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
@@ -150,31 +150,31 @@ class MixedModule(ClientModule):
         self.backbone.zero_grad()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Make the mixture anew."""
+        """Update the mixture."""
         with torch.enable_grad():
             self._mixture = self.mix()
 
     def on_train_end(self) -> None:
-        """Let go of how it was made."""
+        """Free the graph of the mixture."""
         self._mixture = []
 
 
 class Cores(Aggregator):
-    """Notes who has trained a core. Nothing is averaged: cores stay what they are."""
+    """Record which clients have trained a core. Cores are not averaged."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """Who has uploaded."""
+        """Return the clients that uploaded."""
         return [client for client, _ in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
-        """The old ones and the new ones."""
+        """Return the clients that have trained a core, in any round."""
         trained = before[CORES]["trained"].clone()
         trained[folded] = True
         return {CORES: before[CORES] | {"trained": trained}}
 
 
 class APPLE(Algorithm):
-    """Clients train a core model each; their own models mix all cores, in ratios that they learn and keep.
+    """Clients train a core model each. A personalised model mixes all cores in ratios that the client learns.
 
     The server keeps everybody's last core and averages nothing. A core that its client has not trained yet is the
     initial model. With ratios that stay at 1 for the client's own core this is `Local`, bit for bit.
@@ -212,7 +212,7 @@ class APPLE(Algorithm):
         self.module_class = partial(MixedModule, dr_lr=dr_lr, mu=mu, length=length, schedule=schedule)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, who has trained, and what the ratios are first, `p^0_j = n_j / Σ n`."""
+        """Return the initial weights, which clients have trained, and the initial ratios `p^0_j = n_j / Σ n`."""
         samples = torch.tensor(self.samples or [1] * clients, dtype=torch.float64)
         cores = {
             "trained": torch.zeros(clients, dtype=torch.bool),
@@ -221,7 +221,7 @@ class APPLE(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {CORES: cores}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """All other clients' cores, what the ratios are first, and shared knowledge."""
+        """Return the other clients' cores, the initial ratios and the shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
         cores = bundle({j: restored(state[section(j)]) for j in others})
         first = Message.pack({RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}})
@@ -229,7 +229,7 @@ class APPLE(Algorithm):
         return Message(known.tensors | first.tensors | cores.tensors, cores.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take up the client's core and ratios, and mix."""
+        """Load the client's core and ratios, and the mixture."""
         assert isinstance(module, MixedModule)
         initial = {name: p.detach().clone() for name, p in mixed_parameters(module.backbone).items()}
         super().receive(module, download, memory)
@@ -244,14 +244,14 @@ class APPLE(Algorithm):
         module.set_mixture(client, ratios, first, [own[name] for name in initial], others)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The core, not the mixture."""
+        """Return the core, not the mixture."""
         assert isinstance(module, MixedModule)
         core = to_cpu({"model": dict(zip(mixed_parameters(module.backbone), module.core, strict=True))})
         message = super().upload(module, batches, n_samples, num_classes).without("model")
         return Message(message.tensors | Message.pack(core).tensors, message.numbers)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The core, which the server hands out, and the ratios, which it never sees."""
+        """Return the client state: the core, which the server sends to others, and the ratios, which stay private."""
         assert isinstance(module, MixedModule)
         core: Tensors = stored(Message.pack({"model": upload.section("model")}, **upload.numbers))
         return super().remember(module, upload) | {CORE: core} | to_cpu({RATIOS: {"values": module.ratios}})

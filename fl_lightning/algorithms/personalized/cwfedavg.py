@@ -35,13 +35,13 @@ BLOCK_BYTES = 64 << 20
 
 
 def class_shares(counts: Tensor) -> Tensor:
-    """`p_i`: the share of each class in a client's data, `(C,)`, from its samples a class."""
+    """Return `p_i`, the share of each class in a client's data, `(C,)`, from its class counts."""
     counts = counts.float()
     return counts / counts.sum().clamp(min=1)
 
 
 def weight_distribution(weight: Tensor) -> Tensor:
-    """Eq. 9: `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2`, `(C,)`; uniform where every row is zero.
+    """Return Eq. 9's `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2`, `(C,)`; uniform if every row is zero.
 
     Args:
         weight: `(C, d)`, the classification layer's weights; row j is `θ_ij`.
@@ -52,7 +52,7 @@ def weight_distribution(weight: Tensor) -> Tensor:
 
 
 def distribution_gap(shares: Tensor, weight: Tensor) -> Tensor:
-    """WDR's `Ω_i = ||p_i - p̃_i||_2`, not squared.
+    """Return WDR's `Ω_i = ||p_i - p̃_i||_2`, not squared.
 
     Args:
         shares: `p_i`, `(C,)`.
@@ -98,7 +98,7 @@ class WeightDistribution(LossTerm):
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
-        """The term for the weights as they are; zero in a module whose fit was never begun."""
+        """Return the term at the present weights; zero outside a fit."""
         if self.shares is None or step.backbone is None:
             return step.logits.new_zeros(())
         weight = classification_layer(step.backbone).weight
@@ -110,7 +110,7 @@ class WeightDistribution(LossTerm):
 
 
 def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
-    """Eq. 4-5: `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij`, `(K, C)`, float64; a column that sums to zero stays zero.
+    """Return `q_ij = p_i p̃_ij / Σ_i p_i p̃_ij` (Eq. 4-5), `(K, C)`, float64; a column with sum zero stays zero.
 
     Args:
         samples: `N_i`, `(K,)`; `p_i = N_i / N`.
@@ -122,7 +122,7 @@ def class_weights(samples: Tensor, distributions: Tensor) -> Tensor:
 
 
 def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
-    """Eq. 3 and 7 in one: client i's next start is `Σ_m (Σ_j p̃_ij q_mj) w_m`; these are the coefficients, `(K,)`.
+    """Return the coefficients `(K,)` of client i's next start, `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7 in one).
 
     Args:
         distribution: `p̃_i`, `(C,)`; or `(n, C)` for n clients at once, which gives `(n, K)`.
@@ -132,32 +132,32 @@ def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
 
 
 def class_models(state: State) -> Tensors:
-    """Eq. 3: the class models `w_j^G = Σ_i q_ij w_i`, each entry with a first dimension of C; made when asked for."""
+    """The class models `w_j^G = Σ_i q_ij w_i` (Eq. 3), computed on access; each entry has a first dimension C."""
     return combine(state["weights"]["value"].T, state["sources"])
 
 
 class ClassShares(SharedKnowledge):
-    """The true class shares, for the ablation that aggregates by them: they go up, and nothing comes back."""
+    """The true class shares, for the ablation that aggregates by them. They are uploaded and not broadcast."""
 
     needs_classes = True
     name = "class_shares"
 
     def initial(self, num_classes: int) -> Tensors:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """`p_i`, `(C,)`."""
+        """Return `p_i`, `(C,)`."""
         assert module.class_counts is not None
         return {"values": class_shares(module.class_counts)}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
 
 class ClassWise(Aggregator):
-    """A model for each class, and for each client the mixture of them that its class distribution asks for.
+    """Average a model for each class, and send each client the mixture that matches its class distribution.
 
     Class models are not stored: the state keeps the round's uploads and `q`, from which any client's start is one
     weighted sum. So it holds all of a round's uploads at once. The shared `model` is the mean of the uploads by
@@ -180,11 +180,11 @@ class ClassWise(Aggregator):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The class shares, where clients are to send them."""
+        """Return the class shares if clients have to send them."""
         return (ClassShares(),) if self.distribution == "true" else ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """Every class model is the initial one."""
+        """Return the initial state, in which every class model is the initial model."""
         if self.distribution == "weights":
             class_layer_name(model)  # refused at once where there is none
         q = torch.ones(1, num_classes, dtype=torch.float64)
@@ -195,7 +195,7 @@ class ClassWise(Aggregator):
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Eq. 7, by the client's latest distribution."""
+        """Return the client's start by Eq. 7, from its latest distribution."""
         if start(client) not in state:
             state = next(self.ahead(state, [client]))
         return state[start(client)]
@@ -225,7 +225,7 @@ class ClassWise(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Eq. 4-5; a class that nobody accounts for keeps its model."""
+        """Aggregate by Eq. 4-5. A class with no weight keeps its model."""
         models = [upload.message.section("model") for upload in folded]
         samples = torch.tensor([upload.n_samples for upload in folded])
         distributions = torch.stack([self._distribution(upload) for upload in folded])
@@ -252,18 +252,18 @@ class ClassWise(Aggregator):
 
 
 def start(client: int) -> str:
-    """The section that `ahead` adds to the state for a client."""
+    """Return the name of the section that `ahead` adds to the state for a client."""
     return f"start_{client}"
 
 
 def block_rows(stacked: Tensors) -> int:
-    """How many starts are worked out together; it depends on the size of one alone."""
+    """Return how many starts are computed together; it depends only on the size of one."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
 
 def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Cut clients, in their order, into blocks in which no two have one place, `client % rows`."""
+    """Split clients, in order, into blocks in which no two have the same row, `client % rows`."""
     block: dict[int, int] = {}
     for client in clients:
         if client % rows in block:
@@ -275,12 +275,12 @@ def blocks(clients: Iterable[int], rows: int) -> Iterator[list[int]]:
 
 
 def class_layer(model: Tensors) -> Tensor:
-    """The classification layer's weights `(C, d)` among a model's entries."""
+    """Return the classification layer's weights `(C, d)` among a model's entries."""
     return model[class_layer_name(model)]
 
 
 def class_layer_name(model: Tensors) -> str:
-    """The name of the entry that holds the classification layer's weights: the last matrix of the `head`.
+    """Return the name of the entry with the classification layer's weights: the last matrix of the `head`.
 
     Raises:
         ConfigError: There is none.
@@ -295,7 +295,7 @@ def class_layer_name(model: Tensors) -> str:
 
 
 class CwFedAvg(Algorithm):
-    """Class-wise averaging with the weight distribution regularizer: a personal start for every client.
+    """Class-wise averaging with the weight distribution regularizer; every client starts from a personal mixture.
 
     Table 1's variants: `lam: 0` is "w/o WDR", `distribution: true` with `lam: 0` is "w/ Dist.".
 

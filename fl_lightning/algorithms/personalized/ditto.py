@@ -27,7 +27,7 @@ PERSONAL_MODEL = "personal_model"
 
 
 class BesideShared(ClientModule):
-    """A client that trains two models on the same batches: the shared one, and one of its own held near it.
+    """A client that trains two models on the same batches: the shared one and a personalised one near it.
 
     The own model, `v`, descends `f(v) + λ/2 ||v - w^t||²`, with `w^t` the weights that the fit starts from, by an
     optimizer, a schedule and a bound on gradients like the shared one's. It draws the same random numbers and moves
@@ -50,34 +50,34 @@ class BesideShared(ClientModule):
         self.own_schedule = self.scheduler_factory(self.own_optimizer) if self.scheduler_factory else None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """A step of the own model, then the shared one's loss."""
+        """Train the personalised model for a step, then return the shared model's loss."""
         draws = RandomStates(self.device)
         descend(self.own_optimizer, self.own_loss(*batch), self.clip_gradients)
         with draws.drawing():
             return super().training_step(batch, batch_idx)
 
     def own_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """`f(v) + λ/2 ||v - w^t||²` on a batch."""
+        """Return `f(v) + λ/2 ||v - w^t||²` on a batch."""
         loss = self.objective.loss(self.own(x), y)
         if not self.lam:
             return loss
         return loss + self.lam / 2 * proximal_distance(list(self.own.parameters()), self.received)
 
     def on_train_epoch_end(self) -> None:
-        """Step the own model's schedule too."""
+        """Step the scheduler of the personalised model too."""
         super().on_train_epoch_end()
         if self.own_schedule:
             self.own_schedule.step()
 
 
 def own_model(module: ClientModule) -> nn.Module:
-    """A client's own model, `v`."""
+    """Return a client's personalised model, `v`."""
     assert isinstance(module, BesideShared)
     return module.own
 
 
 class Ditto(Algorithm):
-    """FedAvg, and beside it a model of each client's own, held near the shared one: that is what it is measured with.
+    """FedAvg, and a personalised model for each client that is kept near the global one and is evaluated.
 
     The shared model is FedAvg's of the same weighting, bit for bit, whatever `lam` is; with `lam: 0` the own models are
     those of `Local`.
@@ -114,7 +114,7 @@ class Ditto(Algorithm):
             load_weights(own_model(module), memory[PERSONAL_MODEL])
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The own model too.
+        """Return the client state with the personalised model.
 
         Raises:
             NonFiniteError: It holds NaN or Inf.
@@ -126,5 +126,5 @@ class Ditto(Algorithm):
         return super().remember(module, upload) | kept
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Put the own model in the shared one's place."""
+        """Replace the shared model by the personalised one."""
         module.backbone.load_state_dict(own_model(module).state_dict())

@@ -31,12 +31,12 @@ LAST = 10
 
 
 def mixed(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
-    """Eq. 5: `θ̂ = θ_i + (θ - θ_i) ⊙ W`, entry by entry."""
+    """Return Eq. 5's `θ̂ = θ_i + (θ - θ_i) ⊙ W`, entry by entry."""
     return {name: own + (received[name] - own) * weights[name] for name, own in local.items()}
 
 
 def stepped(weights: Tensors, gradients: Tensors, local: Tensors, received: Tensors, eta: float) -> Tensors:
-    """Eq. 6: `W ← clip(W - η ∇_W L, 0, 1)`, with `∇_W L = g ⊙ (θ - θ_i)` by the chain rule.
+    """Return Eq. 6's `clip(W - η ∇_W L, 0, 1)`, with `∇_W L = g ⊙ (θ - θ_i)` by the chain rule.
 
     Args:
         weights: `W`.
@@ -51,19 +51,19 @@ def stepped(weights: Tensors, gradients: Tensors, local: Tensors, received: Tens
 
 
 def settled(losses: Sequence[float], threshold: float) -> bool:
-    """Whether there are more than `LAST` passes, and the last ones' losses deviate by less than a threshold."""
+    """Return whether the losses of the last `LAST` passes deviate by less than a threshold."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 
 
 def top(backbone: nn.Module, layers: int) -> list[str]:
-    """Names of the last parameter tensors of what makes the logits; a siamese predictor is no part of that."""
+    """Return the names of the last parameter tensors on the way to the logits, without a siamese predictor."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
 
 
 class FedALA(Algorithm):
-    """FedAvg whose clients start from a mixture, entry by entry, of the received model and their own last one.
+    """FedAvg whose clients start from an element-wise mixture of the received model and their own last one.
 
     The weights of the mixture are learnt, on part of the client's data, before it trains; the lower layers are taken
     as received. With `layers` 0 this is FedAvg, bit for bit. A client's model is the mixture, before training: measure
@@ -117,7 +117,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the weights, and load the mixture; not while the two models are the same, as in round 1."""
+        """Learn the mixing weights, and load the mixture; skip it if the two models are equal, as in round 1."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}
@@ -129,7 +129,7 @@ class FedALA(Algorithm):
         module.notes[WEIGHTS] = weights
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The top of the trained model, and the weights of the mixture that its training started from."""
+        """Return the client state: the top layers of the trained model, and the mixing weights."""
         model = module.backbone.state_dict()
         kept = {LOCAL: {name: model[name] for name in module.notes[LOCAL]}, WEIGHTS: module.notes[WEIGHTS]}
         return super().remember(module, upload) | to_cpu({name: tensors for name, tensors in kept.items() if tensors})
@@ -137,7 +137,7 @@ class FedALA(Algorithm):
     def _learnt(
         self, module: ClientModule, batches: Batches, local: Tensors, received: Tensors, weights: Tensors
     ) -> Tensors:
-        """The weights after this round's passes over a sample of the client's data."""
+        """Return the mixing weights after this round's passes over a sample of the client's data."""
         x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         drawn = torch.randperm(len(y))[: max(1, int(self.share * len(y)))].to(y.device)
         passes = ONE_ROUND if weights else self.max_epochs

@@ -26,7 +26,7 @@ UPLOADED = "uploaded"
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
-    """FedAMP's `ξ_ij = α A'(||w_i - w_j||²)`, `A'(x) = exp(-x/σ)/σ`, for each j ≠ i; `(m,)`, their sum at most 1.
+    """Return FedAMP's `ξ_ij = α A'(||w_i - w_j||²)`, `A'(x) = exp(-x/σ)/σ`, for each j ≠ i; `(m,)`, sum at most 1.
 
     A larger sum, which α allows, is scaled down to 1; what is missing to 1 is `ξ_ii`.
 
@@ -42,7 +42,7 @@ def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: 
 
 
 def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float, sigma: float) -> Tensor:
-    """HeurFedAMP's `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, h and j ≠ i; `(m,)`.
+    """Return `ξ_ij = (1 - ξ_ii) exp(σ cos(w_i, w_j)) / Σ_h exp(σ cos(w_i, w_h))`, h and j ≠ i; `(m,)`.
 
     Args:
         own: `w_i`, `(P,)`.
@@ -55,25 +55,25 @@ def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float,
 
 
 class LastUploads(Aggregator):
-    """Notes whose uploads there are, for a server that works from what each client uploaded last.
+    """Record which clients have uploaded, for a server that uses each client's last upload.
 
     `heard`'s `last` `(N,)` marks this round's participants, `ever` all so far. The state's `model` stays the initial
     one, which is every client's until it has trained.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
-        """The participants."""
+        """Return the participants."""
         return [upload.client for upload in uploads]
 
     def finish(self, folded: list[int], before: State, knowledge: State) -> State:
-        """Mark them."""
+        """Mark the participants as having uploaded."""
         last = torch.zeros_like(before["heard"]["ever"])
         last[folded] = True
         return {"heard": {"last": last, "ever": before["heard"]["ever"] | last}}
 
 
 class FedAMP(Algorithm):
-    """Own models, each held near its attentive mixture of the others: the nearer two models, the more they exchange.
+    """Personalised models, each kept near an attentive mixture of all. More similar models weigh more.
 
     Each client goes on from its own model and adds `λ/2α ||w - u_i||²` to its loss; `u_i`, its personalized cloud
     model, is made of its own last upload and those of the last round's participants. In round 1 there is none yet.
@@ -104,23 +104,23 @@ class FedAMP(Algorithm):
         super().__init__([Proximal(lam / alpha), *(loss_terms or [])], LastUploads(), buffers="local")
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """`ξ_ij` for each j ≠ i; what is missing to 1 is `ξ_ii`."""
+        """Return `ξ_ij` for each j ≠ i. `ξ_ii` is 1 minus their sum."""
         return message_weights(own, others, self.alpha, self.sigma)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights; nobody has uploaded."""
+        """Return the initial weights, with no client marked as having uploaded."""
         nobody = torch.zeros(clients, dtype=torch.bool)
         return super().initial_state(backbone, num_classes, clients, rng) | {"heard": {"last": nobody, "ever": nobody}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """`u_i`, once somebody has uploaded."""
+        """Return `u_i`, once a client has uploaded."""
         sections = {piece.name: state[piece.name] for piece in self.knowledge}
         if state["heard"]["last"].any():
             sections["cloud"] = self.cloud_model(state, client)
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """`u_i = Σ_j ξ_ij w_j`; a client that has not trained yet has the initial model."""
+        """Return `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet counts with the initial model."""
         own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
@@ -131,7 +131,7 @@ class FedAMP(Algorithm):
         return weighted_mean([own, *others], [max(0.0, 1 - weights.sum().item()), *weights.tolist()])
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Go on from the client's own model, near `u_i` if there is one."""
+        """Load the client's own model, and set `u_i` as the proximal centre if there is one."""
         super().receive(module, download, memory)
         load_weights(module.backbone, memory.get(UPLOADED, {}))
         cloud = download.section("cloud")
@@ -140,12 +140,12 @@ class FedAMP(Algorithm):
                 term.anchor, term.active = cloud, term.active and bool(cloud)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The client's own model, which is its upload."""
+        """Return the client state: its own model, which is also its upload."""
         return super().remember(module, upload) | {UPLOADED: upload.section("model")}
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP that goes by the cosines of models instead of their distances, and fixes what a client keeps of itself.
+    """FedAMP with the cosines of models instead of their distances, and a fixed weight of a client's own model.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
@@ -173,6 +173,6 @@ class HeurFedAMP(FedAMP):
         self.self_weight, self.sigma = self_weight, sigma
 
     def weights(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """`ξ_ij` for each j ≠ i."""
+        """Return `ξ_ij` for each j ≠ i."""
         share = 1 / (len(others) + 1) if self.self_weight is None else self.self_weight
         return heuristic_weights(own, others, share, self.sigma)

@@ -23,7 +23,7 @@ Tuned = Literal["full", "body", "head"]
 
 
 class FedBABU(Algorithm):
-    """FedAvg of the body under the initial head, which stays as it is; clients fine-tune what they are measured with.
+    """FedAvg of the body with a fixed initial head. Clients fine-tune the model before it is evaluated.
 
     With nothing frozen and `tune_epochs: 0` this is FedAvg of the same weighting, bit for bit.
 
@@ -65,7 +65,7 @@ class FedBABU(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """A client's LightningModule around a backbone, whose frozen parts have no gradient.
+        """Build a client's LightningModule, with the frozen parts of the backbone without gradient.
 
         Raises:
             ConfigError: The backbone has no such part.
@@ -76,7 +76,7 @@ class FedBABU(Algorithm):
         return super().client_module(backbone, optimizer, lr_scheduler)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Fine-tune."""
+        """Fine-tune the model."""
         for name, parameter in module.backbone.named_parameters():
             if name.startswith(self.frozen):
                 parameter.requires_grad_(True)
@@ -87,6 +87,6 @@ class FedBABU(Algorithm):
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """All but the frozen weights: every client has those. Statistics that sit between them are shared as ever."""
+        """Return all entries but the frozen weights, which every client has. Buffers among them are shared."""
         frozen = {name for name, _ in backbone.named_parameters() if name.startswith(self.frozen)}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

@@ -25,7 +25,7 @@ from fl_lightning.core.state import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """FedGen's means: a class is counted from 1, so that one never seen has a row of zeros.
+    """Return FedGen's means: counts start from 1, so that a class never seen has a row of zeros.
 
     Args:
         sums: `(C, C)` sums of logits by class.
@@ -35,7 +35,7 @@ def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 class MeanLogits(ClassMeans):
-    """Row c is the mean of the logits, `(C,)`, that a client's network gave samples of class c while it trained.
+    """The mean training logits of each class, `(C, C)`; row c is for class c.
 
     Args:
         cumulative: As FedGen's code: over all of a client's rounds, counted from 1, and rows of zeros count.
@@ -48,11 +48,11 @@ class MeanLogits(ClassMeans):
         self.cumulative = cumulative
 
     def outputs(self, step: Step) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         return step.logits
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """The client's means and which classes they are of."""
+        """Return the client's means, and the mask of the classes that they are of."""
         if not self.cumulative or self.tracked is None:
             return super().summarize(module, batches, num_classes)
         sums, counts = self.tracked
@@ -60,7 +60,7 @@ class MeanLogits(ClassMeans):
 
 
 def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: Tensor) -> Tensor:
-    """`KL(softmax(G[y]) || softmax(o))`, a mean over the batch; samples of a class without a row add nothing.
+    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of an unknown class add nothing.
 
     Args:
         logits: `o`, `(B, C)`.
@@ -74,7 +74,7 @@ def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: T
 
 
 class LogitDistillation(LossTerm):
-    """`γ KL(softmax(G[y]) || softmax(o))`: a client's outputs are drawn to the mean logits of their class, `G`.
+    """`γ KL(softmax(G[y]) || softmax(o))` pulls a client's outputs towards the mean logits of their class, `G`.
 
     Off while nothing is known, as in round 1; computed in float32 under mixed precision.
 
@@ -100,21 +100,21 @@ class LogitDistillation(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The mean logits."""
+        """Return the mean logits."""
         return (self.logits,)
 
     def remember(self, module: ClientModule) -> Tensors:
-        """With `cumulative`, what was summed up so far."""
+        """Return the sums so far, if `cumulative`."""
         if not self.logits.cumulative or self.logits.tracked is None:
             return {}
         return dict(zip(("sums", "counts"), self.logits.tracked, strict=True))
 
     def recall(self, kept: Tensors) -> None:
-        """Go on summing."""
+        """Load the sums so far."""
         self.logits.tracked = (kept["sums"], kept["counts"]) if kept else None
 
     def forward(self, step: Step) -> Tensor:
-        """The term on a batch; zero while nothing is known."""
+        """Return the term on a batch; zero while nothing is known."""
         values, known = self.logits.values, self.logits.known
         if values is None or known is None:
             return step.logits.new_zeros(())
@@ -122,7 +122,7 @@ class LogitDistillation(LossTerm):
 
 
 class FedDistill(Algorithm):
-    """Clients keep whole models of their own and distil from all clients' mean logits of each class.
+    """Clients keep personalised models and distil from all clients' mean logits of each class.
 
     With `gamma` 0 this is `Local`, bit for bit. Models stay where they are, so there is none to measure globally.
 

@@ -33,7 +33,7 @@ AFFINITY = "affinity"
 
 
 def worth(previous_loss: float, loss: float, distance: float) -> float:
-    """Eq. 3: `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, what model n is worth to a client; 0 for its own copy.
+    """Return Eq. 3's `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, the benefit of model n; 0 for its own copy.
 
     Args:
         previous_loss: `L(θ_prev)`, on the client's held back data.
@@ -44,14 +44,14 @@ def worth(previous_loss: float, loss: float, distance: float) -> float:
 
 
 def shares(worths: Tensor) -> Tensor:
-    """Eq. 4: `w⁺ = max(w, 0)`, to a sum of 1; all 0 where none is above. `(M,)`."""
+    """Return Eq. 4's `max(w, 0)`, normalised to a sum of 1; all 0 if none is positive. `(M,)`."""
     positive = worths.clamp(min=0)
     total = positive.sum()
     return positive / total if total > 0 else positive
 
 
 def chosen(row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator) -> list[int]:
-    """Whose models a client is sent: those that were worth most to it or, where it explores, any.
+    """Choose whose models a client is sent: those with the highest affinity or, when it explores, random ones.
 
     Args:
         row: `(N,)`, the client's row of the affinity matrix; ties are broken at random.
@@ -65,14 +65,14 @@ def chosen(row: Tensor, others: Sequence[int], models: int, explores: bool, rng:
 
 
 class Affinities(Aggregator):
-    """Adds what clients found models worth to the affinity matrix, and notes who has a model. Nothing is averaged."""
+    """Add the clients' model weights to the affinity matrix, and record which clients have a model."""
 
     def fold(self, uploads: Iterable[Upload]) -> list[tuple[int, Tensors]]:
-        """What each client found."""
+        """Return the model weights that each client computed."""
         return [(client, message.section(AFFINITY)) for client, message in uploads]
 
     def finish(self, folded: list[tuple[int, Tensors]], before: State, knowledge: State) -> State:
-        """`P_i += w`."""
+        """Add them to the affinities: `P_i += w`."""
         matrix, trained = before[AFFINITY]["matrix"].clone(), before[AFFINITY]["trained"].clone()
         for client, found in folded:
             trained[client] = True
@@ -81,7 +81,7 @@ class Affinities(Aggregator):
 
 
 class FedFomo(Algorithm):
-    """Clients are sent a few others' models and mix them with their own by how much each helps on held back data.
+    """Clients mix their model with a few others' models, weighted by their benefit on validation data.
 
     The server keeps everybody's last model and how much each was worth to whom. A client weighs its own model and those
     it is sent by the gain over the model that its last training started from; where none gains it keeps its own. With
@@ -121,7 +121,7 @@ class FedFomo(Algorithm):
         super().__init__(loss_terms, Affinities(), buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The initial weights, and an affinity matrix that says that each client's own model is worth something."""
+        """Return the initial weights, and an affinity matrix in which each client prefers its own model."""
         affinity = {
             "matrix": torch.eye(clients, dtype=torch.float64),
             "trained": torch.zeros(clients, dtype=torch.bool),
@@ -130,7 +130,7 @@ class FedFomo(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {AFFINITY: affinity}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """The models that are worth most, or any, and shared knowledge."""
+        """Return the chosen models and the shared knowledge."""
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
         explores = rng.random() < self.epsilon - self.decay * int(affinity["rounds"])
@@ -147,7 +147,7 @@ class FedFomo(Algorithm):
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Eq. 3 and 4: weigh the client's own model and those it was sent, and load the mixture."""
+        """Weigh the client's own and the received models by Eq. 3 and 4, and load the mixture."""
         previous, models = module.notes.pop(PREVIOUS), [self._copied(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
         worths = self._worths(module, previous, models, list(validation) or list(batches))
@@ -157,22 +157,22 @@ class FedFomo(Algorithm):
         module.notes = {AFFINITY: found, PREVIOUS: self._copied(module)}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """The trained model, and what others' were worth."""
+        """Return the trained model and the weights of the received ones."""
         message = super().upload(module, batches, n_samples, num_classes)
         return Message(message.tensors | Message.pack({AFFINITY: module.notes[AFFINITY]}).tensors, message.numbers)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """The trained model, which the server hands out, and the one that training started from."""
+        """Return the client state: the trained model, which the server sends to others, and its start."""
         model = Message.pack({"model": upload.section("model")}, n_samples=upload.numbers["n_samples"])
         own = {UPLOADED: stored(model), PREVIOUS: module.notes[PREVIOUS]}
         return super().remember(module, upload) | own
 
     def _copied(self, module: ClientModule) -> Tensors:
-        """The model as it is, less what stays on the client."""
+        """Return a copy of the model without the personal parts."""
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _worths(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """What each model is worth to the client, `(M,)`; the module is left with any of them."""
+        """Return the benefit of each model to the client, `(M,)`. Afterwards the module holds any of them."""
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)

@@ -14,7 +14,7 @@ from fl_lightning.client.weights import beginnings
 
 
 class FedPer(Algorithm):
-    """FedAvg of all but the personal layers, the head say: those stay on their client, and are trained with the rest.
+    """FedAvg of all but the personal layers, such as the head, which stay on their client.
 
     With no personal part this is FedAvg, bit for bit.
 

@@ -24,18 +24,18 @@ from fl_lightning.models.base import with_encoder, with_features
 
 
 class Prototypes(ClassMeans):
-    """Eq. 3 and 6: each class's mean feature, `(C, d)`, averaged over the clients that hold the class."""
+    """The mean feature of each class, `(C, d)`, averaged over the clients that hold it (Eq. 3 and 6)."""
 
     name = "prototypes"
 
     def outputs(self, step: Step) -> Tensor:
-        """The features."""
+        """Return the features."""
         assert step.features is not None
         return step.features
 
 
 def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
-    """Eq. 8: the mean square, over samples and features, of how far features are from their class's prototype.
+    """Return Eq. 8, the mean squared distance of features to the prototype of their class.
 
     Samples of a class without prototype are at no distance.
 
@@ -74,7 +74,7 @@ class PrototypeAlignment(LossTerm):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """The prototypes."""
+        """Return the prototypes."""
         return (self.prototypes,)
 
     def begin(self, module: ClientModule) -> None:
@@ -82,7 +82,7 @@ class PrototypeAlignment(LossTerm):
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """The term on a batch; zero while nothing is known."""
+        """Return the term on a batch; zero while nothing is known."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
@@ -90,7 +90,7 @@ class PrototypeAlignment(LossTerm):
 
 
 class NearestPrototype(nn.Module):
-    """A head that tells the class whose prototype is nearest: its logits are negative mean squares.
+    """A head that predicts the class of the nearest prototype. Its logits are negative mean squared distances.
 
     Args:
         prototypes: `(C, d)`.
@@ -105,13 +105,13 @@ class NearestPrototype(nn.Module):
         self.register_buffer("known", known)
 
     def forward(self, features: Tensor) -> Tensor:
-        """`(B, C)` of features `(B, d)`."""
+        """Return logits `(B, C)` of features `(B, d)`."""
         gaps = (at_least_float32(features)[:, None] - self.prototypes).square().mean(dim=2)
         return -gaps.masked_fill(~self.known, torch.inf)
 
 
 class FedProto(Algorithm):
-    """Clients keep whole models of their own and share class prototypes, which their features are drawn to.
+    """Clients keep personalised models and share class prototypes, which pull their features.
 
     With `lam` 0 this is `Local`, bit for bit. Models stay where they are, so there is none to measure globally.
 
@@ -143,7 +143,7 @@ class FedProto(Algorithm):
         super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Put the nearest prototype in the head's place, if that is what is asked for and there are any."""
+        """Replace the head by the nearest-prototype classifier, if it was asked for and prototypes are known."""
         (prototypes,) = (piece for piece in module.pieces() if isinstance(piece, Prototypes))
         if self.predict == "prototypes" and prototypes.values is not None and prototypes.known is not None:
             with_encoder(module.backbone).head = NearestPrototype(prototypes.values, prototypes.known)

@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ConfigError, check_number
 
 
 class HeadThenBody(ClientModule):
-    """A client whose fit trains the personal parts for some epochs, and then the others.
+    """A client that trains the personal parts for some epochs, and then the others.
 
     What does not learn is in eval mode: its BatchNorm neither adapts nor drifts. It has no gradient, so that momentum
     and weight decay leave it alone.
@@ -45,14 +45,14 @@ class HeadThenBody(ClientModule):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Begin a phase."""
+        """Set which parts learn in this epoch."""
         first = self.current_epoch < self.head_epochs
         learn_only(self.backbone, lambda name: name.startswith(self.personal) == first, self.among)
         super().on_train_epoch_start()
 
 
 class FedRep(FedPer):
-    """FedPer whose clients train the head first, on the body as received, and then the body under the new head.
+    """FedPer whose clients first train the head on the received body, then the body under the new head.
 
     With no personal part and `head_epochs: 0` this is FedAvg, bit for bit.
 

@@ -12,7 +12,7 @@ from fl_lightning.core.state import State
 
 
 class Local(Algorithm):
-    """Each client trains a model of its own on its own data; nothing crosses.
+    """Each client trains its own model on its own data. Nothing is sent.
 
     All start from one initial model, and a client trains in the rounds that it is drawn for, as in any other method.
     Of a single client it makes what FedAvg makes of it, bit for bit.
@@ -38,11 +38,11 @@ class Local(Algorithm):
                 )
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Nothing."""
+        """Return an empty message."""
         return Message()
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """The state as it is, once all clients are done."""
+        """Return the state unchanged, after all clients have trained."""
         for _ in uploads:
             pass
         return state

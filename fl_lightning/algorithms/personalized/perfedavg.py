@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 def stepped(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
-    """`w - length · g`; weights that have no gradient stay."""
+    """Return `w - length · g`. Weights without a gradient stay."""
     return weights | {name: weights[name] - length * g for name, g in gradient.items()}
 
 
@@ -38,7 +38,7 @@ def meta_gradient(
     alpha: float,
     delta: float | None = None,
 ) -> Tensors:
-    """An estimate of the gradient of `F(w) = f(w - α ∇f(w))`, which is `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5).
+    """Estimate the gradient of `F(w) = f(w - α ∇f(w))`, which is `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5).
 
     The first order leaves the Hessian out. The other has its product with `v = ∇f(w - α ∇f(w))` from a difference of
     gradients (Eq. 10): `v - α (∇f(w + δ v) - ∇f(w - δ v)) / 2δ`.
@@ -61,7 +61,7 @@ def meta_gradient(
 
 
 def split(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
-    """Cut a batch into parts, equal up to a sample; one too small to give two samples to each is each part itself."""
+    """Split a batch into parts of equal size, up to a sample. A batch too small for that is repeated."""
     x, y = batch
     if len(y) < 2 * parts:
         return [batch] * parts
@@ -69,7 +69,7 @@ def split(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor
 
 
 class MetaStep(ClientModule):
-    """A client whose step descends the meta-objective: the loss after one step of length α.
+    """A client whose training step descends the meta-objective: the loss after one step of length α.
 
     What is recorded, what the shared knowledge sees and what moves BatchNorm's statistics is the batch after that
     step, `D'`. The trainer is handed a loss of that value whose gradient is the meta-gradient.
@@ -85,7 +85,7 @@ class MetaStep(ClientModule):
         self.alpha, self.delta = alpha, delta
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """A loss with the meta-gradient."""
+        """Return a loss whose gradient is the meta-gradient."""
         seen: list[tuple[Step, dict[str, Tensor]]] = []
         own: Tensors = {name: p for name, p in self.backbone.named_parameters() if p.requires_grad}
         start = {name: p.detach().clone() for name, p in own.items()}
@@ -112,7 +112,7 @@ class MetaStep(ClientModule):
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
-    """The sum of a step's losses."""
+    """Return the sum of a step's losses."""
     return functools.reduce(torch.add, losses.values())
 
 
@@ -125,7 +125,7 @@ def place(weights: Tensors, parameters: Tensors) -> None:
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
-    """`w - α ∇f(w)` in place, with the cross-entropy of all of a client's training data."""
+    """Take the step `w - α ∇f(w)` in place, with the loss over all of a client's training data."""
     optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
     optimizer.zero_grad()
     with torch.enable_grad():
@@ -140,7 +140,7 @@ def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
 
 
 class PerFedAvg(Algorithm):
-    """Model-agnostic meta-learning: a global model that is good after one step of a client's own, of length alpha.
+    """Model-agnostic meta-learning of a global model that each client adapts with one local step of length alpha.
 
     With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch, whatever the order.
 
@@ -181,6 +181,6 @@ class PerFedAvg(Algorithm):
         self.module_class = partial(MetaStep, alpha=alpha, delta=None if order == "first" else delta)
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Adapt."""
+        """Adapt the model to the client's data."""
         for _ in range(self.adapt_steps):
             adapt(module, batches, self.alpha)
