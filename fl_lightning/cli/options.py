@@ -33,7 +33,7 @@ THREADS: Keywords = {
     "type": int | None,
     "help": "Torch's threads for each of them; by default the cores divided by --workers.",
 }
-DRY_RUN = "Dry run: two short rounds on a few samples. Leaves no files."
+DRY_RUN = "Dry run of two short rounds on a few samples, which leaves no files."
 RUN_WORDS: dict[str, Keywords] = {
     "--resume": {"type": str | None, "metavar": "RUN", "help": "Folder of a run to resume."},
     "--trust": TRUST,
@@ -152,7 +152,11 @@ EXPERIMENT_DEFAULTS: Keywords = {
     "logger": {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"},
 }
 TRAINER: dict[str, Option] = {
-    "accelerator": {"metavar": "NAME", "default": "auto", "help": "Hardware: `cpu`, `gpu`, `mps`, or `auto`."},
+    "accelerator": {
+        "metavar": "NAME",
+        "default": "auto",
+        "help": "Hardware to train on, such as `cpu`, `gpu`, `mps` or `auto`.",
+    },
     "devices": {"metavar": "VALUE", "default": 1, "help": "1 for any device, or a list with one index, such as [2]."},
     "precision": {
         "metavar": "NAME",
@@ -168,7 +172,7 @@ TRAINER: dict[str, Option] = {
     },
     "limit_train_batches": {"metavar": "NUMBER", "default": 1.0, "help": "Batches in an epoch, or a fraction of them."},
     "accumulate_grad_batches": {"metavar": "INT", "default": 1, "help": "Batches per optimizer step."},
-    "gradient_clip_val": {"metavar": "NUMBER", "help": "Maximum of the gradient; no limit by default."},
+    "gradient_clip_val": {"metavar": "NUMBER", "help": "Maximum norm or value of the gradient; no limit by default."},
     "gradient_clip_algorithm": {
         "metavar": "TEXT",
         "default": "norm",

@@ -18,7 +18,15 @@ from typing import Any
 PACKAGE = "fl_lightning"
 NO_DEFAULT = object()
 
-TYPES = {"int": "INT", "float": "NUMBER", "str": "TEXT", "dict": "MAPPING", "list": "LIST", "tuple": "LIST"}
+TYPES = {
+    "int": "INT",
+    "float": "NUMBER",
+    "str": "TEXT",
+    "dict": "MAPPING",
+    "list": "LIST",
+    "tuple": "LIST",
+    "Sequence": "LIST",
+}
 """What stands for a value of a type in a help text. Any other type is a class, which a user gives by name."""
 
 
