@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-from fl_lightning.runs.partition import MOST_BUBBLES, binned
+from fl_lightning.runs.partition import MAX_COLUMNS, binned
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
@@ -27,7 +27,7 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
         path: The PNG to write.
     """
     clients, classes = counts.shape
-    if clients > MOST_BUBBLES:
+    if clients > MAX_COLUMNS:
         write_png(heat_maps({f"mean samples of {clients:,} clients": binned(counts)}, "class", "clients, sorted"), path)
         return
     figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")

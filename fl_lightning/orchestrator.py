@@ -1,4 +1,4 @@
-"""`FederatedOrchestrator`: the round loop."""
+"""The round loop."""
 
 from __future__ import annotations
 
@@ -41,45 +41,51 @@ from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory
 from fl_lightning.runs import dry_run
 from fl_lightning.runs.checkpoint import Checkpoint
-from fl_lightning.runs.folder import alone, fresh, missing, refuse_occupied, undone_on_failure
+from fl_lightning.runs.folder import lock_run_dir, missing_folders, new_run_dir, refuse_existing_run, remove_on_failure
 from fl_lightning.runs.reader import Figures, Run
 from fl_lightning.runs.record import Keep, Record
 
 
 class FederatedOrchestrator:
-    """Runs an experiment: sample clients, send, fit, collect, aggregate, evaluate, log, checkpoint, round by round.
+    """Run a federated experiment: build the data and the clients, run the rounds, and write everything to a run folder.
+
+    Each round samples clients, sends them messages, trains them, aggregates their uploads, evaluates and logs the
+    result, and writes a checkpoint.
 
     Args:
-        scenario: The dataset and who holds what.
-        model: Builds the backbone; its `in_shape` and `num_classes` come from the dataset.
+        scenario: Dataset, partition and local train/test split: which client holds which samples.
+        model: Builds the backbone. Its `in_shape` and `num_classes` come from the dataset.
         algorithm: The federated method.
-        rounds: Communication rounds.
-        clients_per_round: How many clients take part in a round, drawn anew each time; all by default.
-        seed: Everything random derives from it.
+        rounds: Number of communication rounds.
+        clients_per_round: Number of clients that take part in a round, sampled anew each round. All by default.
         training: How each client trains: optimizer, batch size, local epochs, precision, ...
-        round_lr_scheduler: A torch scheduler over rounds, given an optimizer of learning rate 1; what it makes of
-            that rate multiplies the clients' learning rates (`ExponentialLR` with `gamma: 0.95`, say).
-        engine: How a round's client fits are carried out: `sequential`, one after another, `stacked`, `processes`,
-            `ray`, `auto` for the fastest of the first three, or an engine with arguments of its own.
-        evaluation: What is measured beside the global model, and how often.
-        client_store: Where what clients keep between their rounds is held: in `memory`, or on `disk` alone.
-        on_client_failure: When a client fails, `raise` ends the run, `drop` goes on without its upload.
-        min_clients: With `drop`, the fewest uploads a round may be left with.
-        logger: A Lightning logger beside `metrics.csv`, or a list of them; none with `false` or `null`. Those of this
-            package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the run's folder.
-        log_clients: Log every client's own series, in `clients.csv` and the logger; up to 1,000 clients by default.
-        callbacks: What watches the rounds; progress, communication and checkpointing are added unless there is one of
-            their class.
-        run_dir: The folder the run leaves everything in; by default a new one, `runs/<algorithm>/<time>-<id>`, from the
-            command line `runs/<config>/<time>-<id>`. It is made when the run begins.
+        seed: Seed of all randomness: partition, initial weights, participants, batch order, dropout.
+        round_lr_scheduler: A torch scheduler that is stepped once a round, on an optimizer with learning rate 1. The
+            clients' learning rates are multiplied by its rate, as with `ExponentialLR` and `gamma: 0.95`.
+        engine: How the clients of a round are trained: `sequential` (one after another), `stacked` (vectorised),
+            `processes` (in parallel), `ray`, `auto` (the fastest of the first three), or an engine with its options.
+            Results do not depend on it.
+        evaluation: What is evaluated besides the global model, and how often.
+        client_store: Where the clients' state is kept between rounds: in `memory`, or only on `disk`.
+        on_client_failure: What happens if a client fails: `raise` ends the run, `drop` continues without its upload.
+        min_clients: Smallest number of uploads that a round may be left with if failed clients are dropped.
+        logger: A Lightning logger, or a list of them, in addition to `metrics.csv`. `false` or `null` for none. The
+            loggers of this package (`WandbRoundLogger`, `CSVLogger`, `TensorBoardLogger`, `MLFlowLogger`) write to the
+            run folder.
+        log_clients: Log the metrics of every client to `clients.csv` and the loggers. By default, only if there are at
+            most 1,000 clients.
+        callbacks: Round callbacks. `RoundProgress`, `CommunicationMeter` and `Checkpointing` are added if they are
+            missing.
+        run_dir: The run folder, created when the run begins. By default `runs/<algorithm>/<time>-<id>`, or
+            `runs/<config>/<time>-<id>` from the command line.
 
     Attributes:
-        clients: How many clients there are; known when the data are loaded, where `scenario.clients` does not say.
-        round: The last finished round.
-        state: The shared state after it.
-        memory: What each client keeps, by its id, as it was when the round under way began.
-        csv: The measurements; `csv.rows` are those of all rounds so far.
-        record: What is kept of the run, on disk and by its loggers.
+        clients: Number of clients. If `scenario.clients` does not give it, it is known once the data are loaded.
+        round: Number of finished rounds.
+        state: The shared state after the last finished round.
+        memory: Each client's state by its id, as of the end of the last finished round.
+        csv: The metrics; `csv.rows` holds those of all finished rounds.
+        record: Writes the run folder and calls the loggers.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -112,26 +118,26 @@ class FederatedOrchestrator:
         self.round_lr_scheduler, self.engine = round_lr_scheduler, engine_of(engine)
         self.evaluation, self.training = evaluation, training
         self.on_client_failure, self.min_clients = on_client_failure, min_clients
-        if scenario.clients is not None:  # else the data say it
+        if scenario.clients is not None:  # otherwise the number comes from the data
             self._count(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
         refuse_misplaced(callbacks or [], training.client_callbacks)
         self.callbacks = with_defaults(callbacks or [])
         self.round = 0
         self.state: State = {}
-        self._lie_in(Path(run_dir) if run_dir else fresh(type(algorithm).__name__))
+        self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._model = model
         self._signals = DeferredSignals()
-        self._tried = False
+        self._dry_run_done = False
         self._begun_at = 0
 
-    def _lie_in(self, run_dir: Path) -> None:
+    def _set_run_dir(self, run_dir: Path) -> None:
         self.record = Record(run_dir, self._client_store, self.logger, self._log_clients, lambda: self.round + 1)
         self.run_dir, self.checkpoints = run_dir, self.record.checkpoints
         self.csv, self.memory = self.record.csv, self.record.memory
 
     def _count(self, clients: int) -> None:
-        """Settle how many clients there are, and how many of them take part in a round."""
+        """Set the number of clients and the number of clients per round, and check both."""
         per_round = clients if self._asked_per_round is None else self._asked_per_round
         if not 1 <= per_round <= clients:
             raise ConfigError(f"clients_per_round: {per_round} is not between 1 and scenario.clients, {clients}")
@@ -149,54 +155,53 @@ class FederatedOrchestrator:
         group: str | None = None,
         fast: bool = False,
     ) -> Run:
-        """Run the rounds, or go on after the last checkpoint.
+        """Run the experiment, or resume it from its last checkpoint.
 
         Args:
-            resume: Go on with the run in `run_dir`.
-            config: The resolved config: the run's `config.yaml`, what a resume is compared with, and the logger's.
-            name: What to call the run, for the logger.
-            group: What to call its setting, of which runs with other seeds have it too.
-            fast: Only try it all out (a dry run): two rounds of two clients with two batches each and some of the test
-                data, with a resume between them, in a folder that is removed; no logger. An orchestrator that was tried
-                out cannot be used again, so build another one for the run itself.
+            resume: Resume the run in `run_dir`.
+            config: The resolved config. It is written to `config.yaml`, passed to the loggers and compared on resume.
+            name: Name of the run in the loggers.
+            group: Name of the group in the loggers; runs that differ only in the seed share it.
+            fast: Make a dry run: two rounds of two clients with two batches each and part of the test data, and a
+                resume in between. It uses a temporary folder and no logger. Build a new orchestrator for the real run.
 
         Returns:
             The run, with its `summary`, `history` and `run_dir`.
 
         Raises:
-            ConfigError: Something in the experiment cannot work, another process is at the folder, or the config or the
-                data are not what the run began with.
-            CheckpointError: There is nothing sound to resume from.
+            ConfigError: An option does not fit the others, another process uses the run folder, or the config or the
+                data changed since the run began.
+            CheckpointError: No valid checkpoint was found to resume from.
             ClientFailure: A client failed and `on_client_failure` is `raise`.
-            Interrupted: SIGINT or SIGTERM came; the last finished round is checkpointed.
+            Interrupted: SIGINT or SIGTERM arrived. A checkpoint of the last finished round is on disk.
         """
         with ExitStack() as held:
-            if self._tried:
-                raise ConfigError("fast: this orchestrator was tried out, which leaves its mark; build another one")
+            if self._dry_run_done:
+                raise ConfigError("fast: this orchestrator has made a dry run. Build a new one for the real run.")
             if fast:
-                self._lie_in(held.enter_context(dry_run.temporary_run_dir(resume)))
-                self._tried, config = True, None
+                self._set_run_dir(held.enter_context(dry_run.temporary_run_dir(resume)))
+                self._dry_run_done, config = True, None
             held.enter_context(self.record.warned)
             if resume:
-                held.enter_context(alone(self.run_dir))
+                held.enter_context(lock_run_dir(self.run_dir))
                 self.load(config=config)
             else:
-                refuse_occupied(self.run_dir)
+                refuse_existing_run(self.run_dir)
                 self._build()
             self._notify("check")
             self.logger.check(self.run_dir)
             if fast:
-                self._shorten()
-            made = missing(self.run_dir)
+                self._make_dry_run()
+            made = missing_folders(self.run_dir)
             if not resume:
-                held.enter_context(alone(self.run_dir))
-                refuse_occupied(self.run_dir)
+                held.enter_context(lock_run_dir(self.run_dir))
+                refuse_existing_run(self.run_dir)
             self._begun_at = self.round
-            with undone_on_failure(made):
+            with remove_on_failure(made):
                 self._begin(config, name, group)
             with self._running():
-                if not self.algorithm.server and not self.round:  # every client lays its untrained model out
-                    self._aggregate(0, self._untrained(range(self.clients), repeat(Message()), upload=True))
+                if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
+                    self._aggregate(0, self._without_training(range(self.clients), repeat(Message()), upload=True))
                 while not self.is_over:
                     metrics = self._run_round(self.round + 1)
                     self._notify("on_round_metrics", metrics)
@@ -204,11 +209,11 @@ class FederatedOrchestrator:
                     self._notify("on_round_end", metrics)
                     self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
                     if fast and not self.is_over:
-                        self._restart()
+                        self._save_and_restore()
                 return Run(self.run_dir, config or {}, self.csv.rows, self._finish())
 
-    def _shorten(self) -> None:
-        """Cut a run that was built and checked down to a dry run."""
+    def _make_dry_run(self) -> None:
+        """Reduce an experiment, once it is built and checked, to a dry run."""
         self.rounds, self.clients_per_round = dry_run.ROUNDS, min(dry_run.CLIENTS, self.clients_per_round)
         self.min_clients, self.on_client_failure = 1, "raise"
         self.logger.mute()
@@ -221,25 +226,25 @@ class FederatedOrchestrator:
 
     @property
     def is_over(self) -> bool:
-        """Whether all rounds are done, or a callback has ended the run."""
+        """Whether all rounds are done or a callback has stopped the run."""
         return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
 
     @property
     def ending(self) -> str:
-        """Why the run is over, for the user: all rounds are done, or which callback stopped it and why."""
+        """Message that says why the run is over: all rounds are done, or which callback stopped it and why."""
         callback = next((each for each in self.callbacks if each.stops), None)
         reason = f"all {self.rounds} rounds are done"
         if self.round < self.rounds and callback:
             name, why = type(callback).__name__, callback.stop_reason
             reason = f"stopped after round {self.round} of {self.rounds} by {name}{why and f': {why}'}"
-        return f"nothing was left to do, {reason}" if self.round == self._begun_at else reason
+        return f"nothing to do: {reason}" if self.round == self._begun_at else reason
 
     def _run_round(self, round: int) -> Row:
         started = time.monotonic()
         participants = self.participants(round)
         self._notify("on_round_start", participants)
         results: list[Result] = []
-        self._aggregate(round, self._fitted(round, participants, results))
+        self._aggregate(round, self._fit_clients(round, participants, results))
         self.round = round
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
@@ -250,16 +255,17 @@ class FederatedOrchestrator:
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
 
     def participants(self, round: int) -> list[int]:
-        """Ids of the clients that take part in a round, ascending; the same for every method with this seed.
+        """Sample the clients of a round and return their ids in ascending order.
 
-        But for a method that decides how many take part, from the state as it is.
+        All methods with the same seed see the same clients, except methods that choose the number of clients from
+        their state.
         """
         rng, clients = generator(self.seed, Stream.PARTICIPANTS, round), self.clients
         cohort = self.algorithm.cohort(self.state, self.clients_per_round, clients)
         return sorted(rng.choice(clients, cohort, replace=False).tolist())
 
     def _aggregate(self, round: int, results: Iterable[Result]) -> None:
-        """Make the next state of what clients send, and put away what they keep."""
+        """Aggregate the uploads into the next shared state, and store the clients' states."""
 
         def uploads() -> Iterator[Upload]:
             for result in results:
@@ -268,10 +274,13 @@ class FederatedOrchestrator:
                 yield Upload(result.client, result.upload)
 
         self.state = self.algorithm.aggregate(self._visible, uploads())
-        self.memory.turn()
+        self.memory.end_round()
 
-    def _fitted(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
-        """Fit the participants, in ascending client id; leave in `results` what is not for the server or kept."""
+    def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
+        """Train the participants and yield their results by ascending client id.
+
+        `results` collects the successful ones without upload and client state.
+        """
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
         wanted = {
             "evaluate": due and how.client_model == "trained",
@@ -299,43 +308,45 @@ class FederatedOrchestrator:
         return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **wanted)
 
     def download(self, round: int, client: int) -> Message:
-        """What a client is sent at the start of a round that follows the state as it is."""
+        """Return the message that a client receives at the start of a round, given the present state."""
         return next(self.downloads(round, [client]))
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
-        """What each of these clients is sent, in their order: the same as one by one, and made only when asked for."""
+        """Yield the message for each of these clients, built when it is needed."""
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self._visible, clients), strict=True):
             yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
 
     @property
     def _visible(self) -> State:
-        """The shared state and, without a server, what clients have laid out for each other."""
-        return self.memory.beside(self.state, self.algorithm.public)
+        """The shared state and, without a server, what the peers have published."""
+        return self.memory.with_peers(self.state, self.algorithm.public)
 
     def starting_module(self, client: int) -> ClientModule:
-        """A client's module as it starts on the round under way, on the CPU, for callbacks that compare."""
+        """Return a client's module, on the CPU, as it starts the current round."""
         return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client))).cpu()
 
-    # --- Evaluation and logging ---
+    # --- Evaluation ---
 
     def _evaluate(self, results: Sequence[Result]) -> Row:
         if not self.evaluation.is_due(self.round, self.rounds):
             return {}
         clients: Iterable[Result] = results
         if self.evaluation.client_model == "received":
-            clients = self._untrained(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
-        metrics = self._measured(clients, [result.on_global for result in results if result.on_global])
+            clients = self._without_training(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
+        metrics = self._measure(clients, [result.on_global for result in results if result.on_global])
         return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
 
-    def _measured(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
+    def _measure(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
         scores = {result.client: result.local for result in clients if result.local}
         shared = self.worker.score(self.state["model"]) if self.algorithm.one_model else None
         return measured(shared, scores, on_global)
 
-    def _untrained(self, clients: Sequence[int], downloads: Iterable[Message], **wanted: bool) -> Iterator[Result]:
-        """What clients make of their downloads without training on them."""
+    def _without_training(
+        self, clients: Sequence[int], downloads: Iterable[Message], **wanted: bool
+    ) -> Iterator[Result]:
+        """Yield the results of clients that process their downloads without training."""
         options = {"fit": False, "upload": False, **wanted}
-        arriving = zip(clients, downloads, strict=False)  # where all are sent nothing, there is no end of that
+        arriving = zip(clients, downloads, strict=False)  # `downloads` may be endless
         tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
         return untrained(self.engine, self.worker, tasks, clients)
 
@@ -343,48 +354,48 @@ class FederatedOrchestrator:
         for callback in self.callbacks:
             getattr(callback, moment)(self, *args)
 
-    # --- Start, stop, and start again ---
+    # --- Start, stop and resume ---
 
     def load(self, round: int | None = None, config: dict[str, Any] | None = None) -> None:
-        """Take up a checkpoint: of a given round, or the newest sound one; round 0 if no run has begun here.
+        """Build the experiment and restore a checkpoint; without one, start at round 0.
 
         Args:
-            round: The round.
-            config: The resolved config, to be compared with the run's.
+            round: The checkpoint's round; by default the newest valid one.
+            config: The resolved config, which must agree with that of the run.
 
         Raises:
-            CheckpointError: It is missing, damaged, or does not fit the measurements; for the newest, none is sound.
-            ConfigError: The config or the data are not what the run began with.
+            CheckpointError: The checkpoint is missing or damaged, does not fit the metrics, or no checkpoint is valid.
+            ConfigError: The config or the data changed since the run began.
         """
-        saved = self.record.found(round, config)
+        saved = self.record.find_checkpoint(round, config)
         self._build()
         if saved:
             self._restore(saved)
 
     def _restore(self, saved: Checkpoint) -> None:
-        self.record.take_up(saved)
+        self.record.restore(saved)
         self.round, self.state = saved.round, saved.state["state"]
         self.engine.load_state_dict(saved.state["engine"])
         restore(self.callbacks, saved.state["callbacks"])
 
-    def _restart(self) -> None:
-        """Write a checkpoint and go on from it, as a killed run does."""
-        self.record.make_sure_of(self.round, self._saved)
+    def _save_and_restore(self) -> None:
+        """Write a checkpoint and resume from it, as a killed run would."""
+        self.record.ensure_checkpoint(self.round, self._checkpoint_state)
         self._restore(self.checkpoints.read(self.round))
 
     def test(self) -> Row:
-        """Evaluate the loaded state: the global model, and each client's `client_module` on its own test split."""
+        """Evaluate the global model, and each client's `client_module` on its own test split."""
         downloads = self.downloads(self.round + 1, self.scored) if self.algorithm.server else repeat(Message())
-        return {"round": self.round, **self._measured(self._untrained(self.scored, downloads, evaluate=True))}
+        return {"round": self.round, **self._measure(self._without_training(self.scored, downloads, evaluate=True))}
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's module as the last round left it, in train mode.
 
-        Its weights are those that the server would send next or, without a server, those that the client trained last.
-        It is ready for a `Trainer.fit` of your own; call `eval()` before you predict.
+        With a server it has the weights that the server would send next, otherwise those that the client trained last.
+        Use it in a `Trainer.fit` of your own, or call `eval()` before you predict.
 
         Raises:
-            ConfigError: There is no such client.
+            ConfigError: No client has this id.
         """
         if not 0 <= client < len(self.data.shards):
             raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
@@ -392,18 +403,18 @@ class FederatedOrchestrator:
         return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {}))).train()
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
-        """Have a checkpoint of the last finished round written while the run goes on; call it between rounds.
+        """Write a checkpoint of the last finished round in the background. Call it between rounds.
 
         Args:
-            keep: Once it is on disk, which of the rounds that have a checkpoint keep it, of all of them, newest first.
+            keep: Is given the rounds that have a checkpoint, newest first, and returns those to keep. By default all.
 
         Raises:
-            CheckpointError: The disk refused the one before.
+            CheckpointError: The previous checkpoint could not be written.
         """
-        self.record.checkpoint(self.round, self._saved(), keep)
+        self.record.checkpoint(self.round, self._checkpoint_state(), keep)
 
-    def _saved(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+    def _checkpoint_state(self) -> dict[str, Any]:
+        """Return the content of a checkpoint."""
         return {"state": self.state, "callbacks": states(self.callbacks), "engine": self.engine.state_dict()}
 
     def _build(self) -> None:
@@ -414,11 +425,11 @@ class FederatedOrchestrator:
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
 
     def _set_up(self, worker: Worker) -> None:
-        """Take a worker and its data, once they are checked, and begin at the state that the method begins at."""
+        """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
         self.scored = self.evaluation.chosen(self.clients, self.seed)
         worker.check()
-        self.record.started_with(self.data, self.worker.device)
+        self.record.set_data(self.data, self.worker.device)
         self.engine.check(worker)
         self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
         backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
@@ -428,13 +439,13 @@ class FederatedOrchestrator:
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]
-        self.record.begin(self.round, self._saved, config, Labels(name, group, kinds))
+        self.record.begin(self.round, self._checkpoint_state, config, Labels(name, group, kinds))
         if schema := self.data.data.schema:
             print(schema.summary(), flush=True)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Signals wait for a safe point; whatever ends the run, finished rounds are on disk and loggers closed."""
+        """Defer signals to a safe point; however the run ends, checkpoint finished rounds and close the loggers."""
         status = "failed"
         self._signals = DeferredSignals()
         try:
@@ -443,8 +454,8 @@ class FederatedOrchestrator:
                 yield
             status = "success"
         except BaseException as error:
-            self.record.make_sure_of(self.round, self._saved)
-            if isinstance(error, SystemExit) and self._signals.received:  # Lightning's answer to a SIGTERM in a fit
+            self.record.ensure_checkpoint(self.round, self._checkpoint_state)
+            if isinstance(error, SystemExit) and self._signals.received:  # Lightning raises it on SIGTERM during a fit
                 raise self._interrupted(self._signals.received) from error
             raise
         finally:
@@ -455,9 +466,9 @@ class FederatedOrchestrator:
 
     def _finish(self) -> Figures:
         one = self.worker.shared_module(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
-        return self.record.end(self.evaluation.target_accuracies, None if one is None else one.state_dict())
+        return self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
 
     def _interrupted(self, signum: int) -> Interrupted:
         done = f"stopped by {Signals(signum).name} after round {self.round} of {self.rounds}"
-        rest = "nothing is left" if self._tried else f"go on with: fl-lightning fit --resume {self.run_dir}"
+        rest = "nothing is kept" if self._dry_run_done else f"resume it with: fl-lightning fit --resume {self.run_dir}"
         return Interrupted(signum, f"{done}; {rest}")

@@ -34,7 +34,7 @@ FEW_CLIENTS = 1000
 """Up to so many clients have series of their own in the logs, and a row each in W&B's table of the partition."""
 
 
-def few_enough(clients: int) -> bool:
+def has_few_clients(clients: int) -> bool:
     """Whether clients are few enough for series of their own; warns where they are not."""
     if clients > FEW_CLIENTS:
         mend = "log_clients: true logs them all the same"

@@ -1,4 +1,4 @@
-"""Run folders: how they are written and kept whole, and what they hold."""
+"""Run folders: writing, checking and reading them."""
 
 from fl_lightning.runs.reader import DamagedRun as DamagedRun
 from fl_lightning.runs.reader import Run as Run

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, say so when they are damaged, and run no code when loaded."""
+"""Checkpoints: written atomically, verified by checksums, and loaded without executing code."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ import torch
 
 from fl_lightning.core.errors import CheckpointError, Damaged, one_line
 from fl_lightning.core.files import blocks, flush, write_atomically
-from fl_lightning.runs.seal import Seal
+from fl_lightning.runs.fingerprint import Fingerprint
 
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One round's checkpoint, as it was read and found sound.
+    """A checkpoint that was read and verified.
 
     Args:
         round: The last finished round.
-        state: What was written: nested dicts and lists of tensors, numbers and strings.
-        files: The files outside that belong to it, and their checksums.
-        seal: What the run was started from, and what it had come to.
+        state: Nested dicts and lists of tensors, numbers and strings.
+        files: The files outside of the checkpoint that belong to it, and their checksums.
+        fingerprint: The run's fingerprint.
     """
 
     round: int
     state: dict[str, Any]
     files: dict[str, str]
-    seal: Seal
+    fingerprint: Fingerprint
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, one folder a round: `round-000012/{state.pt, manifest.json}`.
+    """The checkpoints of one run, a folder per round: `round-000012/{state.pt, manifest.json}`.
 
-    Each is written beside its place, flushed to disk and renamed, so a folder that is there is whole; the manifest's
-    checksums, one of which is its own, find what went bad later. What lasts from checkpoint to checkpoint lies outside,
-    in files that are never changed, and the manifest names them: it is written once.
+    A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is either complete or absent. The
+    manifest's checksums, including one of itself, detect later damage. What several checkpoints share lies outside, in
+    files that are written once and never changed; the manifest names them.
 
     Args:
-        path: The folder that holds them, in the run's; made when first written to.
+        path: The folder of the checkpoints; created when the first one is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,18 +56,22 @@ class CheckpointFolder:
         self._unsound: set[int] = set()
 
     def write(
-        self, round: int, state: dict[str, Any], files: Mapping[str, str] | None = None, seal: Seal | None = None
+        self,
+        round: int,
+        state: dict[str, Any],
+        files: Mapping[str, str] | None = None,
+        fingerprint: Fingerprint | None = None,
     ) -> Path:
-        """Write one round's checkpoint; one that is there already for the round is replaced.
+        """Write the checkpoint of a round. An earlier checkpoint of the round is replaced.
 
         Args:
             round: The last finished round.
             state: Nested dicts and lists of tensors, numbers and strings.
-            files: Files that belong to it, on disk already: paths from the run's folder, and their checksums.
-            seal: What the run was started from, and what it has come to.
+            files: Files on disk that belong to it: paths relative to the run folder, and their checksums.
+            fingerprint: The run's fingerprint.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: Writing fails.
         """
         target = self._folder(round)
         try:
@@ -82,7 +86,7 @@ class CheckpointFolder:
                     "round": round,
                     "files": inside,
                     "outside": dict(files or {}),
-                    "seal": (seal or Seal()).noted(),
+                    "seal": (fingerprint or Fingerprint()).to_manifest(),
                 }
                 (partial / MANIFEST).write_text(_text(manifest))
                 for path in (partial / "state.pt", partial / MANIFEST, partial):
@@ -91,35 +95,35 @@ class CheckpointFolder:
                     target.rename(Path(parent) / "replaced")
                 partial.rename(target)
             flush(self.path)
-        except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             raise CheckpointError(f"cannot write checkpoint {target}: {one_line(reason)}") from error
         self._unsound.discard(round)
         return target
 
-    def reseal(self, round: int, seal: Seal) -> None:
-        """Give a sound checkpoint another seal, and leave all else as it is.
+    def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
+        """Replace the fingerprint of a valid checkpoint.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: Writing fails.
         """
         path = self._folder(round) / MANIFEST
         try:
-            write_atomically(path, _text(self._manifest(round) | {"seal": seal.noted()}))
+            write_atomically(path, _text(self._manifest(round) | {"seal": fingerprint.to_manifest()}))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {one_line(error)}") from error
 
     def rounds(self) -> list[int]:
-        """Rounds that have a checkpoint, newest first; those that were found damaged are left out."""
+        """Return the rounds that have a checkpoint, newest first, without those that were found damaged."""
         names = (path.name for path in self.path.glob("round-*") if path.is_dir() and not path.is_symlink())
         rounds = {int(name.removeprefix("round-")) for name in names if re.fullmatch("round-[0-9]{6,18}", name)}
         return sorted((r for r in rounds - self._unsound if self._folder(r).exists()), reverse=True)
 
     def read(self, round: int) -> Checkpoint:
-        """Load one round's checkpoint, weights only.
+        """Load and verify the checkpoint of a round. No code is executed.
 
         Raises:
-            CheckpointError: It is missing or damaged.
+            CheckpointError: The checkpoint is missing or damaged.
         """
         folder = self._folder(round)
         try:
@@ -127,27 +131,27 @@ class CheckpointFolder:
             _verify(folder, {"state.pt": manifest["files"]["state.pt"]})
             _verify(self.path.parent, manifest["outside"])
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Validating sparse")  # left over from whatever failed to load
+                warnings.filterwarnings("ignore", message="Validating sparse")  # a failed load may leave it
                 state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-            return Checkpoint(round, state, manifest["outside"], Seal.of(manifest["seal"]))
+            return Checkpoint(round, state, manifest["outside"], Fingerprint.from_manifest(manifest["seal"]))
         except PermissionError as error:
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; take care of that first") from error
+            raise CheckpointError(f"checkpoint {folder} cannot be read: {error}. Fix its permissions first.") from error
         except Exception as error:  # a damaged file can fail in as many ways as there are bytes
             raise Damaged(f"checkpoint {folder} is damaged: {one_line(error)}") from error
 
     def newest(
         self, report: Callable[[str], None], fits: Callable[[Checkpoint], None] = lambda _: None
     ) -> Checkpoint | None:
-        """Load the newest sound checkpoint, reporting each that is not on the way; None if there is none at all.
+        """Load the newest valid checkpoint; None if there are no checkpoints.
 
-        Those that were reported count no longer: they are removed once there are newer ones.
+        Damaged checkpoints that are skipped are removed once newer ones exist.
 
         Args:
-            report: Is told of each.
-            fits: Raises `Damaged` where the rest of the run's folder is not as it was at a checkpoint.
+            report: Called with a message for each checkpoint that is skipped.
+            fits: Raises `Damaged` if the rest of the run folder does not agree with a checkpoint.
 
         Raises:
-            CheckpointError: There are checkpoints, and none of them can be used.
+            CheckpointError: There are checkpoints, but none can be used.
         """
         rounds, wrong = self.rounds(), dict[int, CheckpointError]()
         for round in rounds:
@@ -158,30 +162,30 @@ class CheckpointFolder:
                 wrong[round] = error
                 continue
             for passed_over in wrong.values():
-                report(f"{passed_over}; going on from round {round}'s")
+                report(f"{passed_over}; resuming from round {round}'s")
             self._unsound.update(wrong)
             return found
         if wrong:
-            several = f", nor can the {len(wrong) - 1} before it be used" if len(wrong) > 1 else ""
-            mend = "put back what was changed, or start the run again"
-            raise CheckpointError(f"{wrong[rounds[0]]}{several}: {mend}")
+            earlier = f", and so are the {len(wrong) - 1} before it" if len(wrong) > 1 else ""
+            fix = "Restore the changed files, or start the run again."
+            raise CheckpointError(f"{wrong[rounds[0]]}{earlier}. {fix}")
         return None
 
     def prune(self, keep: set[int]) -> None:
-        """Remove all checkpoints but those of the given rounds, and what a killed writer left behind."""
+        """Remove all checkpoints except those of the given rounds, and the partial files of killed processes."""
         for round in {*self.rounds(), *self._unsound} - keep:
-            with suppress(FileNotFoundError):  # at once, whatever a kill interrupts
+            with suppress(FileNotFoundError):  # renaming is atomic: a kill leaves no partial checkpoint
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")
         self._unsound &= keep
         for leftover in self.path.glob(".writing-*"):
             shutil.rmtree(leftover)
 
     def files(self, round: int) -> dict[str, str]:
-        """The files outside that a round's checkpoint names, and their checksums."""
+        """Return the files outside that a round's checkpoint names, and their checksums."""
         return dict(self._manifest(round)["outside"])
 
     def named(self) -> set[str]:
-        """The files that any checkpoint names; a damaged one, whose manifest cannot be read, names none."""
+        """Return the files that any checkpoint with a readable manifest names."""
         names: set[str] = set()
         for round in self.rounds():
             with suppress(Exception):  # a damaged file can fail in as many ways as there are bytes
@@ -189,14 +193,14 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """A round's manifest.
+        """Return the manifest of a round.
 
         Raises:
-            ValueError: It is not as it was written.
+            ValueError: It does not match its checksum, or an earlier version wrote it.
         """
         noted = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in noted:
-            raise ValueError("it is of an earlier fl-lightning, this one cannot read it")
+            raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
         manifest = {name: value for name, value in noted.items() if name != "checksum"}
         if noted.get("checksum") != _own_checksum(manifest) or manifest["round"] != round:
             raise ValueError(f"{MANIFEST} does not match its checksum")
@@ -210,8 +214,8 @@ def _verify(base: Path, files: Mapping[str, str]) -> None:
     """Compare files with their checksums.
 
     Raises:
-        ValueError: One does not match, or there is none, or one lies elsewhere.
-        OSError: One cannot be read, or is no file.
+        ValueError: A file does not match its checksum, or lies outside of the run folder.
+        OSError: A file cannot be read or is not a regular file.
     """
     for name, checksum in files.items():
         place = PurePosixPath(name)

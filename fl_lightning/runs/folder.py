@@ -1,4 +1,4 @@
-"""A run's folder while a run writes to it: one owner at a time, and nothing in it that is not a run's own."""
+"""Locks and checks of the folder that a run writes to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCK = ".lock"
 OWNER = ".owner"
 SIGNATURE = ".signature"
 
-LEFT = (
+RUN_FILES = (
     "config.yaml",
     "partition.csv",
     "schema.json",
@@ -34,49 +34,53 @@ LEFT = (
     "figures",
     "final",
 )
-"""What a run leaves in its folder, once it has begun."""
+"""Files and folders that show that a run has begun in a folder."""
 
-WRITTEN = (*LEFT, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
-"""All that a run writes to."""
+WRITTEN_NAMES = (*RUN_FILES, "checkpoints", "wandb", "csv_logs", "tensorboard", "mlflow", LOCK, OWNER, SIGNATURE)
+"""All names that a run writes in its folder."""
 
 
-def fresh(name: str) -> Path:
-    """A folder for a new run, `runs/<name>/<time>-<id>`; it is not made."""
+def new_run_dir(name: str) -> Path:
+    """Return a path for a new run, `runs/<name>/<time>-<id>`. The folder is not created."""
     return Path("runs") / name / f"{datetime.now():%Y-%m-%dT%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a folder, so that two processes cannot spoil what is in it; made where there is none.
+def lock_run_dir(folder: Path) -> Iterator[None]:
+    """Lock a folder, so that only one process writes to it. It is created if it does not exist.
 
-    The system lets go of it when the process ends, however that is.
+    The operating system releases the lock when the process ends, also if it is killed.
 
     Raises:
-        ConfigError: Another process holds it; the message names its id and its machine. Or it cannot be written to.
+        ConfigError: Another process holds the lock (the message names its id and its machine), or the folder cannot be
+            written to.
     """
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        refuse_strange(folder)
+        refuse_special_files(folder)
         lock.acquire(blocking=False)
     except Timeout:
-        raise ConfigError(f"{folder}: {owner(folder)} is at it; wait for it, or end it") from None
+        raise ConfigError(f"{folder}: {lock_owner(folder)} uses this folder. Wait for it, or stop it.") from None
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to: {error}") from error
     except NotImplementedError:
-        warnings.warn(f"{folder}: its file system has no locks; start nothing else in it meanwhile", stacklevel=3)
+        warnings.warn(
+            f"{folder}: its file system has no locks. Start nothing else in it until this process has ended.",
+            stacklevel=3,
+        )
     try:
         write_atomically(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}")
-        sweep(folder)
+        remove_partial_files(folder)
         yield
     finally:
         lock.release()
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed writers left half written in a run's folder; only its owner may.
+def remove_partial_files(folder: Path) -> None:
+    """Remove the partial files of killed processes from a run folder. The caller holds its lock.
 
-    Runs below a folder that holds several have owners of their own, and are left alone.
+    Runs in subfolders have locks of their own and are not touched.
     """
     for place in (".", "clients", "final", "wandb", "figures/*", "checkpoints/*"):
         for file in folder.glob(f"{place}/{UNFINISHED}"):
@@ -85,9 +89,9 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def owner(folder: Path) -> str:
-    """Who holds a folder: `process <id> on <machine>`, or `another process` where that is not to be found out."""
-    for _ in range(10):  # who has just taken it may not have said so yet
+def lock_owner(folder: Path) -> str:
+    """Return who holds a folder's lock: `process <id> on <machine>`, or `another process` if that is unknown."""
+    for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
             if not _gone(noted := (folder / OWNER).read_text()):
                 return noted
@@ -96,7 +100,7 @@ def owner(folder: Path) -> str:
 
 
 def _gone(noted: str) -> bool:
-    """Whether who is noted as an owner is no process of this machine any more."""
+    """Whether the noted owner is a process of this machine that has ended."""
     found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", noted)
     if not found:
         return True
@@ -105,74 +109,74 @@ def _gone(noted: str) -> bool:
             os.kill(int(found[1]), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it is there, and somebody else's
+    except PermissionError:  # it runs, as another user
         return False
     return False
 
 
-def refuse_strange(folder: Path) -> None:
-    """Refuse a folder in which something that a run reads or writes leads elsewhere, or is no file: a pipe, a device.
+def refuse_special_files(folder: Path) -> None:
+    """Refuse a run folder with links, pipes or devices among the files that a run reads or writes.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: There is one; the message names it.
     """
-    places = [folder, *(folder / name for name in WRITTEN if name != "wandb")]  # W&B makes links of its own
+    places = [folder, *(folder / name for name in WRITTEN_NAMES if name != "wandb")]  # W&B makes links of its own
     for place in filter(Path.is_dir, places):
         with os.scandir(place) as entries:
             for entry in entries:
-                if place == folder and entry.name not in WRITTEN:
+                if place == folder and entry.name not in WRITTEN_NAMES:
                     continue
                 if entry.is_symlink():
-                    mend = "a run's folder holds none; put the whole folder where there is room, and link to that"
-                    raise ConfigError(f"{entry.path} is a link: {mend}")
+                    fix = "a run's folder holds none. Move the whole folder and link to that instead."
+                    raise ConfigError(f"{entry.path} is a link: {fix}")
                 if not (entry.is_file() or entry.is_dir()):
-                    raise ConfigError(f"{entry.path} is neither file nor folder; remove it")
-                # All files have a suffix; below these two, folders may.
+                    raise ConfigError(f"{entry.path} is neither file nor folder. Remove it.")
+                # All files have a suffix. In these two folders, folders may have one too.
                 if entry.is_dir() and Path(entry.name).suffix and place.name not in ("checkpoints", "figures"):
-                    raise ConfigError(f"{entry.path} is a folder, where a run has a file; remove it")
+                    raise ConfigError(f"{entry.path} is a folder, but a run has a file of this name. Remove it.")
 
 
-def refuse_occupied(folder: Path) -> None:
-    """Refuse a folder, for a new run, that holds what a run leaves; a start that failed leaves nothing of it.
+def refuse_existing_run(folder: Path) -> None:
+    """Refuse a folder for a new run if it already holds a run or part of one.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: It does; the message names the first file found.
     """
-    begun = [*map(folder.joinpath, LEFT), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
+    begun = [*map(folder.joinpath, RUN_FILES), *sorted((folder / "checkpoints").glob("round-*[1-9]*"))]
     if there := [path for path in begun if os.path.lexists(path)]:
-        mend = "resume it, or choose another folder"
-        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({there[0].name}); {mend}")
+        fix = "Resume it, or choose another folder."
+        raise ConfigError(f"run_dir: {folder} holds a run already, or part of one ({there[0].name}). {fix}")
 
 
 def refuse_lost_checkpoints(folder: Path) -> None:
-    """Refuse a folder without a checkpoint in which a run has begun: each run has one from its start on.
+    """Refuse a run folder without checkpoints. Every run has one from its start.
 
     Raises:
-        CheckpointError: There is a run's file.
+        CheckpointError: The folder holds files of a run.
     """
-    if there := [name for name in LEFT if os.path.lexists(folder / name)]:
-        mend = "put checkpoints/ back, or start the run again in another folder"
-        raise CheckpointError(f"{folder} holds a run ({there[0]}), but no checkpoint to go on from: {mend}")
+    if there := [name for name in RUN_FILES if os.path.lexists(folder / name)]:
+        fix = "Put checkpoints/ back, or start the run again in another folder."
+        raise CheckpointError(f"{folder} holds a run ({there[0]}), but no checkpoint to resume from. {fix}")
 
 
-def missing(folder: Path) -> list[Path]:
-    """The folder and those above it, as far as they are not there yet."""
+def missing_folders(folder: Path) -> list[Path]:
+    """Return those of a folder and its parents that do not exist."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 @contextmanager
-def undone_on_failure(made: Sequence[Path]) -> Iterator[None]:
-    """Where what is inside fails, remove the folders that were made for it.
+def remove_on_failure(made: Sequence[Path]) -> Iterator[None]:
+    """Remove a run folder if its start fails.
 
     Args:
-        made: What `missing` gave: the run's folder and those above it, which go if nothing else is in them.
+        made: The result of `missing_folders`: the run folder, and its parents, which are removed if they are empty.
     """
     try:
         yield
     except BaseException:
         for folder in made[:1]:
             shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # somebody else's run is in it by now
+        with suppress(OSError):  # another run is in it by now
             for folder in made[1:]:
                 folder.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""`partition.csv`: which client holds what."""
+"""`partition.csv`: the number of samples of each client and class."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from fl_lightning.data import FederatedData
 
 
-MOST_BUBBLES = 200
-"""Up to how many clients have a bubble a class."""
+MAX_COLUMNS = 200
+"""Number of clients that a figure of the partition shows one by one."""
 
 
 def binned(counts: np.ndarray) -> np.ndarray:
-    """`(C, 200)` means over neighbours among clients sorted by the class they hold most of, and how much of it."""
+    """Return `(C, 200)` means over groups of clients, which are sorted by their largest class and its size."""
     order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
-    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MOST_BUBBLES)], axis=1)
+    return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MAX_COLUMNS)], axis=1)
 
 
 def write_counts(path: Path, data: FederatedData) -> None:
-    """Write who holds what as CSV: client, split, a column a class, or `samples`, and what it is called in the data."""
+    """Write client, split, a column per class (or `samples`) and, if the data have one, the client's name as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"class_{j}" for j in range(data.data.num_classes)] if data.objective.classes else ["samples"]
@@ -40,21 +40,21 @@ def write_counts(path: Path, data: FederatedData) -> None:
 
 
 def read_counts(path: Path, split: str = "train") -> np.ndarray:
-    """What `partition.csv` holds of a split: `(clients, C)` samples.
+    """Return the samples of each client and class, `(clients, C)`, of one split in `partition.csv`.
 
     Raises:
-        ValueError: It is no such file.
+        ValueError: The file has another format.
     """
     try:
         with open_file(path) as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as file:
             header, *lines = [*csv.reader(file)] or [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from error
-    if header[-1:] == ["id"]:  # what the client is called in the data
+    if header[-1:] == ["id"]:  # the client's name in the data
         header, lines = header[:-1], [cells[:-1] for cells in lines]
     if header[:2] != ["client", "split"] or len(header) < 3:
-        raise ValueError("it does not begin with client, split and a column a class")
+        raise ValueError("it does not begin with client, split and a column per class")
     counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
     if not counts or any(len(row) != len(header) - 2 or min(row) < 0 for row in counts):
-        raise ValueError(f"it does not hold a whole line for each client's {split} split")
+        raise ValueError(f"it lacks a complete line of the {split} split of each client")
     return np.array(counts)

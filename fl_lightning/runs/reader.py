@@ -1,4 +1,4 @@
-"""Run folders as data. Opening one reads files and runs none of the code that it names; it needs no torch."""
+"""Read run folders as tables, without importing torch or executing code from the run."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Paths = str | Path | Iterable[str | Path]
-"""A run's folder, or a folder of such at any depth; or several of them."""
+"""A run folder, a folder that holds run folders at any depth, or several of these."""
 
 Where = Mapping[str, Any] | Sequence[str]
-"""Settings that runs must have: a mapping, or words such as `algorithm.tau=0.08`; of a list, either value will do."""
+"""Settings that runs must have: a mapping, or words such as `algorithm.tau=0.08`. A list means any of its values."""
 
 Figures = dict[str, float | int | None]
-"""What a run came to, by name."""
+"""Summary figures of a run by name."""
 
 
 class DamagedRun(FLError):
-    """A folder that is no run, or one that cannot be read."""
+    """A folder is not a run or cannot be read."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run: what `fit` gives, and what a run's folder is when it is opened to be read.
+    """A run as `fit` returns it, or as it is read from its folder.
 
     Args:
-        run_dir: The folder it lies in.
-        config: Its resolved config; empty where the run was started from Python without one.
-        rounds: Its metrics by round, in order, as far as they were on disk.
-        final: Its figures in `final/summary.json`; None if it has not come to its end.
+        run_dir: The run folder.
+        config: Its resolved config; empty if it was started from Python without one.
+        rounds: Its metrics, a row per round.
+        final: The figures in `final/summary.json`; None if the run has not finished.
     """
 
     run_dir: Path
@@ -56,17 +56,17 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config with dotted keys, as on the command line; classes too: their names, or paths if they are yours."""
+        """The config with dotted keys, as on the command line. Classes are names, or paths if they are your own."""
         return flatten(self.config, name=_short)
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the run has finished."""
         return self.final is not None
 
     @cached_property
     def summary(self) -> Figures:
-        """Its figures, as in `final/summary.json`; of a run that has not ended, those of the rounds that it has."""
+        """Summary figures, as in `final/summary.json`. If the run has not finished, those of its rounds so far."""
         if self.final is not None:
             return self.final
         targets = self.settings.get("evaluation.target_accuracies")
@@ -75,46 +75,46 @@ class Run:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """Its metrics as a table, a row a round with the round's number for its index; NaN where a round has none."""
+        """Metrics as a table with a row per round, indexed by the round; NaN where a round has no value."""
         import pandas as pd
 
         rounds = pd.DataFrame(self.rounds, columns=None if self.rounds else ["round"])
         return rounds.astype({"round": "int64"}).set_index("round")
 
     def __repr__(self) -> str:
-        """Where it lies, how far it came and its accuracies, in a few lines, as a notebook shows them."""
+        """Return the folder, the number of rounds and the accuracies, as a notebook shows them."""
         rounds = f"{len(self.rounds)} round{'s' if len(self.rounds) != 1 else ''}"
         lines = [f"run {self.run_dir}: {rounds}{'' if self.finished else ', not ended'}"]
         for name in (key.removesuffix("_best_round") for key in self.summary if key.endswith("_best_round")):
             last, best, round = (self.summary.get(f"{name}_{what}") for what in ("last", "best", "best_round"))
-            if last is not None and best is not None:  # of a file that somebody edited, one may be missing
+            if last is not None and best is not None:  # one may be missing in an edited file
                 lines.append(f"  {name}: {last:.4f}, at best {best:.4f} in round {round}")
         return "\n".join(lines)
 
     def key(self, name: str) -> str:
-        """A setting's whole key, given that or its end: `alpha` for `scenario.partition.alpha`.
+        """Return the full key of a setting, given the key or its end: `alpha` for `scenario.partition.alpha`.
 
         Raises:
-            ConfigError: Several keys end so; the message names them.
+            ConfigError: Several keys have this end; the message names them.
         """
         found = _meant(name, self.settings)
         if len(found) > 1:
-            raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(found)}; give the whole key")
+            raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(found)}. Give the whole key.")
         return found[0] if found else name
 
     def setting(self, name: str) -> Any:
-        """A setting by its key or the end of one; None where the run has no such key."""
+        """Return a setting by its key or the end of its key; None if the run has no such key."""
         return self.settings.get(self.key(name))
 
 
 class Tables(NamedTuple):
-    """Runs as tables; `run`, the folder's path, says in each which run a row is of.
+    """Runs as tables. The column `run` of each table holds the path of the run folder.
 
     Attributes:
-        runs: A row a run: `run`, `finished`, its settings by their whole keys, lists as JSON, and the figures of its
-            summary, of which `rounds` is how many it has.
-        rounds: A row a run and round: `run`, `round` and the round's metrics.
-        clients: A row a run, round and client that has a value: `run`, `round`, `client` and the client's metrics.
+        runs: A row per run: `run`, `finished`, its settings by their full keys (lists as JSON) and its summary figures,
+            among them `rounds`, the number of rounds.
+        rounds: A row per run and round: `run`, `round` and the round's metrics.
+        clients: A row per run, round and client with a value: `run`, `round`, `client` and the client's metrics.
     """
 
     runs: pd.DataFrame
@@ -123,16 +123,16 @@ class Tables(NamedTuple):
 
 
 def load(paths: Paths, where: Where = ()) -> Tables:
-    """The runs among these folders and below them as tables; what cannot be read is left out with a warning.
+    """Read all runs in these folders as tables. Runs that cannot be read are left out with a warning.
 
     Args:
         paths: Run folders, or folders of such.
         where: Settings they must have, by key or the end of one: `{"algorithm": "FedSKC"}` or `["alpha=0.1"]`.
 
     Raises:
-        ConfigError: No run is left, or a path is no folder.
+        ConfigError: No run is left, or a path is not a folder.
     """
-    import pandas as pd  # it takes a second to import, and whoever only wants runs opened need not wait
+    import pandas as pd  # not at the top: importing it takes a second, and opening a run does not need it
 
     runs = open_runs(paths, where)
     names: list[dict[str, Any]] = [{"run": str(run.run_dir)} for run in runs]
@@ -143,10 +143,10 @@ def load(paths: Paths, where: Where = ()) -> Tables:
 
 
 def open_run_folder(folder: str | Path) -> Run:
-    """A run, read from its folder.
+    """Read a run from its folder.
 
     Raises:
-        DamagedRun: It is none, or its config or metrics cannot be read; the message says which and why.
+        DamagedRun: The folder is not a run, or a file cannot be read; the message says which and why.
     """
     folder = Path(folder)
     if not (folder / "metrics.csv").exists():
@@ -158,32 +158,34 @@ def open_run_folder(folder: str | Path) -> Run:
     final = read_final(folder)
     if final and (final["rounds"] or 0) > len(rounds):
         raise DamagedRun(f"{folder}: it had {final['rounds']} rounds, metrics.csv has {len(rounds)}")
-    return Run(folder, config, rounds, final if final and final["rounds"] == len(rounds) else None)  # else it went on
+    return Run(
+        folder, config, rounds, final if final and final["rounds"] == len(rounds) else None
+    )  # otherwise it was resumed later
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's resolved config; empty where it has none.
+    """Return a run's resolved config; empty if it has none.
 
     Raises:
-        DamagedRun: It cannot be read, or is no config.
+        DamagedRun: The file cannot be read or is not a config.
     """
     return _read(folder, "config.yaml", _config, {})
 
 
 def read_final(folder: Path) -> Figures | None:
-    """A run's figures in `final/summary.json`; None where it has none.
+    """Return the figures in `final/summary.json`; None if there is no such file.
 
     Raises:
-        DamagedRun: They cannot be read.
+        DamagedRun: The file cannot be read.
     """
     return _read(folder, "final/summary.json", _figures, None)
 
 
 def whole_rounds(rows: Iterable[Row]) -> list[Row]:
-    """The rounds of a run's metrics, less lines that a kill cut short.
+    """Return the complete rows of a run's metrics, without lines that a kill cut off.
 
     Raises:
-        ValueError: They are not rounds 1 to n, each once and in order.
+        ValueError: They are not rounds 1 to n in order.
     """
     rounds: list[Row] = []
     for row in filter(None, rows):
@@ -194,13 +196,13 @@ def whole_rounds(rows: Iterable[Row]) -> list[Row]:
 
 
 def find(paths: Paths) -> list[Path]:
-    """The run folders among these paths and below them, each once; in the order of the paths, below each by name.
+    """Return the run folders in these folders, each once, in the order of the paths and then by name.
 
-    A folder is taken for a run's if it holds a `metrics.csv` or a `config.yaml`. Links to folders are not followed
-    but for the paths themselves.
+    A run folder holds a `metrics.csv` or a `config.yaml`. Links to folders are not followed, except the paths
+    themselves.
 
     Raises:
-        ConfigError: A path is no folder.
+        ConfigError: A path is not a folder.
     """
     found: dict[Path, Path] = {}
     for path in _listed(paths):
@@ -212,14 +214,14 @@ def find(paths: Paths) -> list[Path]:
 
 
 def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
-    """The runs among these folders and below them; what cannot be read is left out with a warning.
+    """Read all runs in these folders. Runs that cannot be read are left out with a warning.
 
     Args:
         paths: Run folders, or folders of such.
         where: Settings they must have, by key or the end of one: `{"algorithm": "FedSKC"}` or `["alpha=0.1"]`.
 
     Raises:
-        ConfigError: No run is left, a path is no folder, or no run has a setting that `where` names.
+        ConfigError: No run is left, a path is not a folder, or no run has a setting that `where` names.
     """
     paths, wanted = _listed(paths), conditions(where)
     empty = [path for path in paths if not find(path)]
@@ -242,31 +244,31 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
 
 
 def known_key(name: str, runs: Iterable[Run], option: str) -> str:
-    """The whole key of a setting that some of these runs have, given that or its end.
+    """Return the full key of a setting that some of these runs have, given the key or its end.
 
     Args:
-        name: The key, or its end.
+        name: The key or its end.
         runs: The runs.
-        option: What asks for it, for the message.
+        option: The option that named it, for the message.
 
     Raises:
-        ConfigError: None has it, or the end fits several keys.
+        ConfigError: No run has the setting, or the end fits several keys.
     """
     keys = {key for run in runs for key in run.settings}
     found = sorted(_meant(name, keys))
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"{option}: {name} may be {' or '.join(found)}; give the whole key")
+        raise ConfigError(f"{option}: {name} may be {' or '.join(found)}. Give the whole key.")
     near = get_close_matches(name, {*keys, *(key.rpartition(".")[2] for key in keys)}, 1)
     raise ConfigError(f"{option}: no run has a setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def conditions(where: Where) -> dict[str, Any]:
-    """What `where` says, as a mapping; the values of words are read as YAML.
+    """Return `where` as a mapping. Values in words are parsed as YAML.
 
     Raises:
-        ConfigError: A word is not of the form KEY=VALUE, or a key comes twice.
+        ConfigError: A word is not of the form KEY=VALUE, or a key occurs twice.
     """
     if isinstance(where, Mapping):
         return dict(where)
@@ -281,14 +283,14 @@ def conditions(where: Where) -> dict[str, Any]:
     return wanted
 
 
-# --- Files that anybody may have put there ---
+# --- Files ---
 
 
 def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
-    """What one of a run's files holds.
+    """Read one file of a run; return `missing` if it does not exist.
 
     Raises:
-        DamagedRun: It is there and cannot be read.
+        DamagedRun: The file cannot be read.
     """
     path = folder / name
     try:
@@ -317,7 +319,7 @@ def _figures(path: Path) -> Figures:
 
 
 def _clients(run: Run) -> pd.DataFrame:
-    """A run's `clients.csv`; empty where there is none, and with a warning where it cannot be read."""
+    """Read `clients.csv` as a table; empty if the file is missing or, with a warning, if it cannot be read."""
     import pandas as pd
 
     columns: dict[str, Any] = {"round": [], "client": []}
@@ -344,7 +346,7 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
 
 
 def _meant(name: str, keys: Collection[str]) -> list[str]:
-    """The keys that a name may stand for: itself, or those that end so."""
+    """Return the keys that a name may stand for: itself, or those that end with it."""
     return [name] if name in keys else [key for key in keys if key.endswith(f".{name}")]
 
 
@@ -358,7 +360,7 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _short(path: Any) -> str:
-    """A class as it is named on the command line: shipped ones and torch's by their names, others by their paths."""
+    """Return a class as on the command line: shipped and torch classes by name, others by path."""
     package, _, rest = str(path).partition(".")
     return rest.rpartition(".")[2] if rest and package in ("fl_lightning", "torch", "lightning") else str(path)
 
@@ -366,7 +368,7 @@ def _short(path: Any) -> str:
 def _value(text: str) -> Any:
     try:
         value = load_yaml(text)
-        return float(value) if isinstance(value, str) else value  # YAML does not take 1e-3 for a number
+        return float(value) if isinstance(value, str) else value  # YAML does not parse 1e-3 as a number
     except ValueError:
         return value
     except yaml.YAMLError as error:
@@ -374,7 +376,7 @@ def _value(text: str) -> Any:
 
 
 def is_setting(setting: Any, wanted: Any) -> bool:
-    """Whether a setting is what is wanted or, given a list, one of it."""
+    """Whether a setting has a value or, given a list, one of its values."""
     if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
         return any(is_setting(setting, each) for each in wanted)
     wanted = _short(wanted) if isinstance(wanted, str) else wanted
@@ -386,7 +388,7 @@ def _listed(paths: Paths) -> list[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder, onerror=_tell):
+    for place, folders, names in os.walk(folder, onerror=_warn_left_out):
         if "metrics.csv" in names:
             folders.clear()  # a run holds no runs
         if "metrics.csv" in names or "config.yaml" in names:
@@ -394,5 +396,5 @@ def _below(folder: Path) -> Iterator[Path]:
         folders.sort()
 
 
-def _tell(error: OSError) -> None:
+def _warn_left_out(error: OSError) -> None:
     warnings.warn(f"{error.filename}: {error.strerror}; left out", stacklevel=2)

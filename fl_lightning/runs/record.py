@@ -1,4 +1,4 @@
-"""`Record`: all that is kept of a run, in its folder and by its loggers, in an order that a kill cannot harm."""
+"""Writes a run folder and calls the loggers, in an order that survives a kill at any point."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
 from fl_lightning.evaluation.metrics import Row, summarize
 from fl_lightning.loggers.base import Labels
-from fl_lightning.loggers.collection import Loggers, MetricsCsv, WarningsTxt, few_enough, split_series
+from fl_lightning.loggers.collection import Loggers, MetricsCsv, WarningsTxt, has_few_clients, split_series
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
-from fl_lightning.runs.folder import refuse_lost_checkpoints, refuse_strange
+from fl_lightning.runs.fingerprint import Fingerprint, environment, settings
+from fl_lightning.runs.folder import refuse_lost_checkpoints, refuse_special_files
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
-from fl_lightning.runs.seal import Seal, made_with, settings
-from fl_lightning.runs.store import ClientStore, Kept
+from fl_lightning.runs.store import ClientStore, StoredState
 from fl_lightning.runs.trust import sign
 from fl_lightning.runs.writer import Writer
 
 Keep = Callable[[list[int]], set[int]]
-"""Which of the rounds that have a checkpoint keep it; they are given newest first."""
+"""A function that is given the rounds that have a checkpoint, newest first, and returns those to keep."""
 
 
 class Record:
-    """What is kept of a run: what it was started from, its measurements, warnings and checkpoints, its end.
+    """Write everything that a run leaves: config, partition, metrics, warnings, checkpoints and final results.
 
     Args:
-        run_dir: The run's folder.
-        client_store: Where what clients keep is held: in `memory`, or on `disk` alone.
+        run_dir: The run folder.
+        client_store: Where client state is kept: in `memory`, or only on `disk`.
         logger: The run's loggers.
-        log_clients: Whether clients have series of their own; if None, unless they are many.
-        round: Gives the round under way, which warnings are noted with.
+        log_clients: Whether to log every client's metrics; None for: if there are at most 1,000 clients.
+        round: Returns the current round, which is written beside each warning.
 
     Attributes:
         csv: `metrics.csv` and `clients.csv`.
         warned: `warnings.txt`.
-        memory: What clients keep, and their files.
+        memory: The clients' states and their files.
         checkpoints: The checkpoints.
-        writer: The thread that writes both.
+        writer: The background writer of client states and checkpoints.
     """
 
     def __init__(
@@ -67,70 +67,70 @@ class Record:
         self.memory = ClientStore(run_dir, client_store, self.writer)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
         self._settings: dict[str, Any] = {}
-        self._taken_up: Seal | None = None
+        self._restored_from: Fingerprint | None = None
 
-    # --- What the run is started from, or goes on from ---
+    # --- Start or resume ---
 
-    def started_with(self, data: FederatedData, device: torch.device) -> None:
-        """Take note of the data and the device that the run is started with, or goes on with."""
+    def set_data(self, data: FederatedData, device: torch.device) -> None:
+        """Set the data and the device of the run."""
         self._data, self._digest, self._device = data, data.digest(), device
 
-    def found(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
-        """The checkpoint to go on from: a given round's, or the newest sound one; None if no run has begun here.
+    def find_checkpoint(self, round: int | None, config: Mapping[str, Any] | None) -> Checkpoint | None:
+        """Return the checkpoint to resume from; None if no run has begun.
 
         Args:
-            round: The round.
-            config: The resolved config that the run is to go on with, if there is one.
+            round: The checkpoint's round; by default the newest valid one.
+            config: The resolved config of the resumed run, if there is one.
 
         Raises:
-            CheckpointError: It is missing, damaged, or does not fit the measurements; for the newest, none is sound.
-            ConfigError: The config is another experiment's, or something in the folder leads elsewhere.
+            CheckpointError: The checkpoint is missing or damaged, does not fit the metrics, or no checkpoint is valid.
+            ConfigError: The config is that of another experiment, or the folder holds links or special files.
         """
-        refuse_strange(self.run_dir)
+        refuse_special_files(self.run_dir)
         checkpoints = self.checkpoints
-        saved = checkpoints.read(round) if round else checkpoints.newest(warnings.warn, self._refuse_other_rows)
+        saved = checkpoints.read(round) if round else checkpoints.newest(warnings.warn, self._check_rows)
         if saved is None:
             refuse_lost_checkpoints(self.run_dir)
         else:
-            saved.seal.refuse_another_config(config)
+            saved.fingerprint.check_config(config)
         return saved
 
-    def _refuse_other_rows(self, saved: Checkpoint) -> None:
-        self.csv.check(saved.round, saved.seal.rows)
+    def _check_rows(self, saved: Checkpoint) -> None:
+        self.csv.check(saved.round, saved.fingerprint.rows)
 
-    def take_up(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, and with what clients kept then.
+    def restore(self, saved: Checkpoint) -> None:
+        """Restore the clients' states from a checkpoint.
 
         Raises:
-            ConfigError: The data are not what the run began with.
+            ConfigError: The data changed since the run began.
         """
-        saved.seal.refuse_other_data(self._digest)
+        saved.fingerprint.check_data(self._digest)
         self.memory.load(saved.files)
-        self._taken_up, self._settings = saved.seal, saved.seal.config
+        self._restored_from, self._settings = saved.fingerprint, saved.fingerprint.config
 
-    # --- From the beginning to the end ---
+    # --- During the run ---
 
     def begin(
         self, round: int, state: Callable[[], dict[str, Any]], config: dict[str, Any] | None, labels: Labels
     ) -> None:
-        """Tell loggers, and write what a run's folder holds from the start; it is a run's own once it has a config.
+        """Start the loggers, and write the files that a run folder has from the start.
 
-        Where a run goes on, warns of what was another when its checkpoint was written.
+        For a resumed run, warn of changes since its checkpoint.
 
         Args:
-            round: The last finished round, back to which measurements and warnings are cut.
-            state: Gives what the checkpoint is to hold that a run begins with; not called where one goes on.
-            config: The resolved config, if there is one; where a run goes on it is its own by default.
-            labels: What to call the run.
+            round: The last finished round. Metrics and warnings of later rounds are removed.
+            state: Returns the content of the first checkpoint. Not called for a resumed run.
+            config: The resolved config, if there is one. A resumed run's own by default.
+            labels: Names of the run for loggers.
 
         Raises:
             ConfigError: The folder cannot be written to, or a logger fails.
-            CheckpointError: The disk refuses the checkpoint, or the measurements are not those up to the round.
+            CheckpointError: The checkpoint cannot be written, or rounds are missing in the metrics.
         """
         if self.log_clients is None:
-            self.log_clients = few_enough(len(self._data.shards))
+            self.log_clients = has_few_clients(len(self._data.shards))
         self._settings = settings(config) if config else self._settings
-        self._tell_of_changes(round)
+        self._warn_of_changes(round)
         self.logger.begin(self.run_dir, config, labels, self._data.class_counts(), round)
         try:
             self._write_beginning(round, state, config)
@@ -140,19 +140,19 @@ class Record:
                 raise ConfigError(f"run_dir: {self.run_dir} cannot be written to: {error}") from error
             raise
 
-    def _tell_of_changes(self, round: int) -> None:
-        if before := self._taken_up:
-            before.tell_of_another_machine(made_with(self._device))
-            before.tell_of_edits(self.run_dir / "config.yaml", self._settings)
+    def _warn_of_changes(self, round: int) -> None:
+        if before := self._restored_from:
+            before.warn_of_environment(environment(self._device))
+            before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
             self.warned.check(round, before.rows[self.warned.path.name])
 
     def _write_beginning(self, round: int, state: Callable[[], dict[str, Any]], config: dict[str, Any] | None) -> None:
-        before = self._taken_up
+        before = self._restored_from
         if not before:
-            self.checkpoint(round, state())  # what the run was started from is on record from here on
+            self.checkpoint(round, state())  # from here on the run can be resumed
             self.writer.wait()
         elif before.config != self._settings:
-            self.checkpoints.reseal(round, replace(before, config=self._settings))
+            self.checkpoints.replace_fingerprint(round, replace(before, config=self._settings))
         if config:
             content = yaml.safe_dump(config, sort_keys=False)
             sign(self.run_dir, content, config)
@@ -164,64 +164,66 @@ class Record:
             write_atomically(self.run_dir / "schema.json", schema.to_json())
 
     def log(self, metrics: Row) -> None:
-        """Add a round's metrics, to the files first: what is there counts as measured.
+        """Append a round's metrics to the files, then pass them to the loggers.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: Writing fails.
         """
         metrics = metrics if self.log_clients else split_series(metrics)[0]
         self.csv.append(metrics)
         self.logger.log_metrics({k: v for k, v in metrics.items() if k != "round"}, step=int(metrics["round"]))
 
     def checkpoint(self, round: int, state: dict[str, Any], keep: Keep | None = None) -> None:
-        """Have a checkpoint of a finished round written while the run goes on, once the one before it is on disk.
+        """Write a checkpoint of a finished round in the background, after the previous one is on disk.
 
         Args:
-            round: The round; its measurements are on disk already.
-            state: What it is to hold: tensors that are not written into any more, numbers and strings.
-            keep: Which of the rounds that then have a checkpoint keep it; all by default.
+            round: The round. Its metrics are on disk already.
+            state: Tensors that nobody modifies any more, numbers and strings.
+            keep: Returns which checkpoints to keep; all by default.
 
         Raises:
-            CheckpointError: The disk refused the one before.
+            CheckpointError: The previous checkpoint could not be written.
         """
         self.writer.wait()
         rows = self.csv.digests | {self.warned.path.name: self.warned.digest}
-        seal = Seal(self._settings, self._digest, rows, made_with(self._device))
-        self.writer.submit(partial(self._write, round, state, seal, self.memory.snapshot(), keep))
+        fingerprint = Fingerprint(self._settings, self._digest, rows, environment(self._device))
+        self.writer.submit(partial(self._write, round, state, fingerprint, self.memory.snapshot(), keep))
 
-    def _write(self, round: int, state: dict[str, Any], seal: Seal, kept: list[Kept], keep: Keep | None) -> None:
-        self.checkpoints.write(round, state, self.memory.write(kept), seal)
+    def _write(
+        self, round: int, state: dict[str, Any], fingerprint: Fingerprint, clients: list[StoredState], keep: Keep | None
+    ) -> None:
+        self.checkpoints.write(round, state, self.memory.write(clients), fingerprint)
         if keep:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
             self.memory.prune(self.checkpoints.named())
 
-    def make_sure_of(self, round: int, state: Callable[[], dict[str, Any]]) -> None:
-        """See to it that the last finished round has a checkpoint on disk, if it is measured.
+    def ensure_checkpoint(self, round: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Write a checkpoint of the last finished round if its metrics are on disk and it has none.
 
         Args:
             round: The round.
-            state: Gives what the checkpoint is to hold; not called where there is one.
+            state: Returns the content of the checkpoint. Not called if there is one already.
 
         Raises:
-            CheckpointError: The disk refused it, or one before.
+            CheckpointError: This checkpoint or an earlier one could not be written.
         """
         self.writer.wait()
         if len(self.csv.rows) == round and round not in {0, *self.checkpoints.rounds()}:
             self.checkpoint(round, state())
             self.writer.wait()
 
-    def end(self, targets: Sequence[float], model: Tensors | None) -> Figures:
-        """Write what a run ends with, once all before it is on disk, and tell loggers.
+    def finish(self, targets: Sequence[float], model: Tensors | None) -> Figures:
+        """Write the final results, once everything else is on disk, and call the loggers.
 
         Args:
-            targets: The accuracies of R_acc.
+            targets: The target accuracies of R_acc.
             model: The global model's weights, if there is one.
 
         Returns:
-            The run's figures.
+            The summary of the run.
 
         Raises:
-            CheckpointError: The disk refused a checkpoint.
+            CheckpointError: A checkpoint could not be written.
         """
         self.writer.wait()
         summary = summarize(self.csv.rows, targets)

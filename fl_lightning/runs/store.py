@@ -1,4 +1,4 @@
-"""`ClientStore`: what clients keep from one of their rounds to the next, in memory or on disk."""
+"""Storage of the clients' states between rounds, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fl_lightning.core.state import State
 from fl_lightning.runs.writer import Writer
 
 FOLDER = "clients"
-MAPPED = 16  # clients whose files stay open between reads
+OPEN_FILES = 16  # clients whose files stay open between reads
 
 
 @dataclass
-class Kept:
-    """What one client kept after one round: in memory, in a file, or both.
+class StoredState:
+    """The state of one client after one round: in memory, in a file, or both.
 
     Args:
-        file: Its file, below the run's folder.
-        memory: None where it is to be read from the file.
-        checksum: The file's, once that is written.
+        file: Path of its file, relative to the run folder.
+        memory: The state; None if it has to be read from the file.
+        checksum: Checksum of the file; None until it is written.
     """
 
     file: str
@@ -40,27 +40,27 @@ class Kept:
 
 
 class ClientStore(Mapping[int, State]):
-    """Each client's memory by its id; who keeps nothing is not in it.
+    """The states of the clients by client id. Clients without a state are left out.
 
-    A client has one safetensors file for each round it took part in, below `clients/` in the run's folder:
-    written once, never changed. With `disk` it is written as soon as the client is done and memory-mapped when read;
-    with `memory` it is written with the next checkpoint, from what is held here.
+    Each client has a safetensors file in `clients/` for each round it took part in, which is written once and never
+    changed. With `disk`, the file is written when the client has finished, and memory-mapped when read. With `memory`,
+    it is written with the next checkpoint.
 
     Args:
-        run_dir: The run's folder.
+        run_dir: The run folder.
         where: `memory` or `disk`.
-        writer: The thread that writes.
+        writer: The background writer.
     """
 
     def __init__(self, run_dir: Path, where: Literal["memory", "disk"], writer: Writer) -> None:
         self.run_dir, self.on_disk, self.writer = run_dir, where == "disk", writer
-        self._kept: dict[int, Kept] = {}
-        self._coming: dict[int, Kept] = {}
-        self._mapped = lru_cache(MAPPED)(self._read)
+        self._kept: dict[int, StoredState] = {}
+        self._coming: dict[int, StoredState] = {}
+        self._mapped = lru_cache(OPEN_FILES)(self._read)
 
     def __getitem__(self, client: int) -> State:
         kept = self._kept[client]
-        memory = kept.memory  # looked at once: the writer lets go of it in between
+        memory = kept.memory  # read once: the background writer may set it to None
         return self._mapped(kept.file) if memory is None else memory
 
     def __iter__(self) -> Iterator[int]:
@@ -70,22 +70,22 @@ class ClientStore(Mapping[int, State]):
         return len(self._kept)
 
     def put(self, client: int, round: int, memory: State) -> None:
-        """Take a copy of what a client keeps after a round; it is seen once the round is over.
+        """Store a copy of a client's state after a round. It becomes visible with `end_round`.
 
         Raises:
-            CheckpointError: The disk refuses, this client's file or one before it.
-            ConfigError: A section has a name that cannot be written.
+            CheckpointError: This client's file or an earlier one cannot be written.
+            ConfigError: The name of a section contains a slash.
         """
         for section in memory:
             if "/" in section:
                 raise ConfigError(f"a client's memory: section {section!r} has a / in its name; give it another")
-        kept = Kept(f"{FOLDER}/client-{client:06d}-round-{round:06d}.safetensors", copied(memory))
+        kept = StoredState(f"{FOLDER}/client-{client:06d}-round-{round:06d}.safetensors", copy_to_cpu(memory))
         self._coming[client] = kept
         if self.on_disk and kept.memory:
             self.writer.submit(partial(self._write, kept))
 
-    def turn(self) -> None:
-        """The round is over: what was put since the last is what those clients keep."""
+    def end_round(self) -> None:
+        """Make the states that were stored during the round visible."""
         for client, kept in self._coming.items():
             if kept.memory == {}:
                 self._kept.pop(client, None)
@@ -93,24 +93,24 @@ class ClientStore(Mapping[int, State]):
                 self._kept[client] = kept
         self._coming = {}
 
-    def beside(self, state: State, section: str | None) -> State:
-        """The shared state and, as `peer_<k>`, the named section of each client's memory, read when asked for.
+    def with_peers(self, state: State, section: str | None) -> State:
+        """Return the shared state with one section of each client's state as `peer_<k>`, read on access.
 
-        Nothing else that a client keeps can be had from it. Without a name it is the state itself.
+        Other sections are not accessible. Without a section name, return the shared state itself.
         """
-        return state if section is None else Beside(state, lambda client: self[client][section])
+        return state if section is None else WithPeers(state, lambda client: self[client][section])
 
     # --- Checkpoints ---
 
-    def snapshot(self) -> list[Kept]:
-        """All that is kept now, to hand to `write`."""
+    def snapshot(self) -> list[StoredState]:
+        """Return all present states, to be passed to `write`."""
         return list(self._kept.values())
 
-    def write(self, snapshot: Iterable[Kept]) -> dict[str, str]:
-        """Write what of a snapshot has no file yet; every file with its checksum. For the writer's thread.
+    def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
+        """Write the states that have no file yet, and return the checksums of all files. Runs in the writer's thread.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: Writing fails.
         """
         files = {kept.file: self._write(kept) for kept in snapshot}
         if files:
@@ -118,21 +118,21 @@ class ClientStore(Mapping[int, State]):
         return files
 
     def load(self, files: Mapping[str, str]) -> None:
-        """Take up the files that a checkpoint names, each with its checksum, and forget everything else."""
+        """Replace all states by those in the files that a checkpoint names."""
         self._mapped.cache_clear()
         self._kept, self._coming = {}, {}
         for file, checksum in files.items():
-            memory = None if self.on_disk else copied(self._read(file))
-            self._kept[client_of(file)] = Kept(file, memory, checksum)
+            memory = None if self.on_disk else copy_to_cpu(self._read(file))
+            self._kept[client_id(file)] = StoredState(file, memory, checksum)
 
     def prune(self, named: set[str]) -> None:
-        """Remove the files that are not named, and what a killed writer left behind."""
+        """Remove files that no checkpoint names, and the partial files of killed processes."""
         for pattern in ("client-*.safetensors", ".client-*.writing"):
             for path in (self.run_dir / FOLDER).glob(pattern):
                 if f"{FOLDER}/{path.name}" not in named:
                     path.unlink()
 
-    def _write(self, kept: Kept) -> str:
+    def _write(self, kept: StoredState) -> str:
         if kept.checksum is None:
             assert kept.memory is not None
             path = self.run_dir / kept.file
@@ -158,8 +158,8 @@ class ClientStore(Mapping[int, State]):
         return state
 
 
-class Beside(dict[str, Tensors]):
-    """A state with sections that are looked up when asked for; see `ClientStore.beside`."""
+class WithPeers(dict[str, Tensors]):
+    """A shared state that reads the sections of peers on access; see `ClientStore.with_peers`."""
 
     def __init__(self, state: State, publication: Callable[[int], Tensors]) -> None:
         super().__init__(state)
@@ -172,13 +172,13 @@ class Beside(dict[str, Tensors]):
         return self._publication(int(peer[1]))
 
 
-def client_of(file: str) -> int:
-    """The client that a file is of."""
+def client_id(file: str) -> int:
+    """Return the client id in a file name."""
     return int(Path(file).name.split("-")[1])
 
 
-def copied(memory: State) -> State:
-    """A copy on the CPU, contiguous and in the order of a file: it comes back the same from wherever it is kept."""
+def copy_to_cpu(memory: State) -> State:
+    """Return a contiguous, sorted copy on the CPU, identical to what a file gives back."""
     return {
         section: {
             name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""Whose run it is: how a run's own config is loaded, and how its author is known.
+"""Load the config of a run folder: signatures tell the user's own runs from others.
 
-A run's own config is trusted if the user signed it or says `--trust`; any other passes `fl_lightning.core.gate`.
+A config that the user signed, or passes with `--trust`, is trusted. Any other passes `fl_lightning.core.gate`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fl_lightning.core.gate import Untrusted, begin, is_untrusted
 from fl_lightning.core.renamed import update_config
 from fl_lightning.runs.folder import SIGNATURE
 
-TO_TRUST = "If you trust whoever made it, say --trust (in Python trust=True)"
+TO_TRUST = "If you trust its author, use --trust (in Python trust=True)"
 NO_PATH = f"#{' ' * 256}\n"
-"""Begins text that jsonargparse must not take for a file's path: no file has so long a name."""
+"""Prefix of text that jsonargparse must not read as a file path: no file has so long a name."""
 
 KEY_BYTES = 32
 PATH = re.compile(r"[^\W\d]\w*(?:[.:][^\W\d]\w*)+")
-"""How an import path looks; the colon is `pkgutil.resolve_name`'s."""
+"""Pattern of import paths, including the colon of `pkgutil.resolve_name`."""
 
 
-# --- A run's own config ---
+# --- The config of a run folder ---
 
 
 def run_config(
@@ -56,18 +56,18 @@ def run_config(
         run_dir: The run's folder.
         keys: The keys that a run's config can hold.
         allowed: Returns the objects that an untrusted config may name, by import path.
-        trust: Take it as it is.
+        trust: Trust the config without a signature.
         without: Keys to leave out.
 
     Raises:
-        ConfigError: There is no config, or it cannot be read.
+        ConfigError: The config is missing or cannot be read.
     """
     path = Path(config_file(run_dir))
     content = read_file(path)
     config = parse_config(content, str(path))
     rest = {key: value for key, value in update_config(config).items() if key not in without}
     if trust or not (reason := _why_not_own(run_dir, content, config)):
-        let_in(rest)
+        allow_local_modules(rest)
     else:
         untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir, allowed)
         begin(untrusted)
@@ -76,17 +76,17 @@ def run_config(
     return NO_PATH + yaml.safe_dump(rest, sort_keys=False)
 
 
-# --- Where modules lie ---
+# --- Modules in the working folder ---
 
 
-def let_in(value: Any) -> None:
+def allow_local_modules(value: Any) -> None:
     """Let modules be imported from the working folder if a text in the user's own config names one there.
 
-    Until then the working folder is not looked into: others may have put a `torch_xla.py` there, which Lightning tries
-    to import.
+    Until then the working folder is not searched: it may hold a stranger's `torch_xla.py`, which Lightning tries to
+    import.
 
     Args:
-        value: A config, or words of a command line, that the user vouches for.
+        value: A config, or words of a command line, that the user trusts.
     """
     here = os.getcwd()
     if here not in sys.path and local_modules(value):
@@ -118,22 +118,22 @@ def _origin(path: str, places: list[str] | None = None) -> str | None:
     """
     root, *parts = re.split("[.:]", path)
     spec = PathFinder.find_spec(root, places)
-    while spec and spec.origin is None and parts:  # a folder without a file of its own
+    while spec and spec.origin is None and parts:  # a namespace package
         spec = PathFinder.find_spec(parts.pop(0), spec.submodule_search_locations)
     return spec.origin if spec else None
 
 
-# --- What is the user's own ---
+# --- Signatures ---
 
 
 def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
-    """Sign the config of a run that the user starts or resumes, unless it is somebody else's.
+    """Sign the config of a run that the user starts or resumes, unless it is untrusted.
 
-    The signature covers every byte of the config and where the user's own modules lie. It moves with the folder.
+    The signature covers every byte of the config and the locations of the user's own modules. It moves with the folder.
 
     Args:
         run_dir: The run's folder.
-        content: What `config.yaml` will hold.
+        content: Content of `config.yaml`.
         config: The same as a mapping.
     """
     if is_untrusted():
@@ -141,7 +141,7 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
     try:
         write_atomically(run_dir / SIGNATURE, _signature(content.encode(), config, _key(make=True)) + "\n")
     except (OSError, ValueError, RuntimeError) as error:
-        reason = f"{one_line(error)}; to test this run, or to go on with it, --trust may be needed"
+        reason = f"{one_line(error)}; testing or resuming this run may need --trust"
         warnings.warn(f"config.yaml cannot be signed as yours: {reason}", stacklevel=2)
 
 
@@ -162,12 +162,12 @@ def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
 
 
 def _key(make: bool) -> bytes:
-    """Return the user's secret, made when it is first needed.
+    """Return the user's secret key.
 
     Raises:
-        OSError: It is not there, or cannot be read or made.
-        ValueError: Others can read it or write to it, or it is damaged.
-        RuntimeError: There is no home.
+        OSError: The key is missing, or cannot be read or created.
+        ValueError: Other users can access it, or it is damaged.
+        RuntimeError: There is no home folder.
     """
     configs = os.environ.get("XDG_CONFIG_HOME", "")
     path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
@@ -175,14 +175,14 @@ def _key(make: bool) -> bytes:
         _make(path)
     key, about = _read(path, KEY_BYTES)
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise ValueError(f"{path} is not yours alone; remove it, and a new one is made")
+        raise ValueError(f"{path} is accessible to other users. Remove it; a new one is created.")
     if len(key) != KEY_BYTES:
-        raise ValueError(f"{path} is damaged; remove it, and a new one is made")
+        raise ValueError(f"{path} is damaged. Remove it; a new one is created.")
     return key
 
 
 def _make(path: Path) -> None:
-    """Write a new key, whole or not at all; of several processes that do so at once, the first one's stays."""
+    """Create a key atomically. If several processes do so at once, the first one's key stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

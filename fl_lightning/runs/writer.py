@@ -1,4 +1,4 @@
-"""Writing to disk while the run goes on."""
+"""Background writer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-ROOM = 4  # jobs handed over and not yet done: what they hold is held in memory
+MAX_JOBS = 4  # each waiting job keeps its data in memory
 
 
 class Writer:
-    """A thread that carries out jobs in the order they are handed over.
+    """A thread that runs jobs in the order in which they are submitted.
 
-    What goes wrong in a job is raised in the caller's own thread, by whichever method is called next.
+    An exception in a job is raised in the caller's thread by the next call of any method.
     """
 
     def __init__(self) -> None:
@@ -20,25 +20,25 @@ class Writer:
         self._jobs: deque[Future[object]] = deque()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Hand a job over; waits while there is no room for it."""
-        while len(self._jobs) >= ROOM:
+        """Submit a job. Waits while too many jobs are pending."""
+        while len(self._jobs) >= MAX_JOBS:
             self._jobs.popleft().result()
         self.check()
         self._thread = self._thread or ThreadPoolExecutor(1, "fl-lightning-writer")
         self._jobs.append(self._thread.submit(job))
 
     def check(self) -> None:
-        """Raise what went wrong in the jobs that are done."""
+        """Raise the exception of a finished job that failed."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
 
     def wait(self) -> None:
-        """Return when every job is done."""
+        """Wait until all jobs are done."""
         while self._jobs:
             self._jobs.popleft().result()
 
     def close(self) -> None:
-        """Wait, whatever goes wrong, and end the thread; `submit` may follow all the same."""
+        """Wait for all jobs, ignore their exceptions and end the thread. `submit` starts a new one."""
         if self._thread:
             self._thread.shutdown()
         self._thread = None

@@ -19,7 +19,7 @@ from fl_lightning.analysis import executor
 from fl_lightning.analysis.executor import DiskFull, Job, JobResult, earlier_result, run_jobs
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.runs.folder import alone
+from fl_lightning.runs.folder import lock_run_dir
 
 WITNESS = '''
 import os, torch
@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_made_is_named(here):
     (here / "points").write_text("in the way")
     with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "):
         next(run_jobs([nowhere("0")], FIT))
-    with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "), alone(here / "points/0"):
+    with pytest.raises(ConfigError, match=r"points/0 cannot be written to: "), lock_run_dir(here / "points/0"):
         pass
 
 
@@ -348,25 +348,30 @@ def test_points_end_with_the_process_that_leads(here, how):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fl_lightning.runs.folder import alone
+from fl_lightning.runs.folder import lock_run_dir
 
-with alone(Path(sys.argv[1])):
+with lock_run_dir(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
 
 
 def test_a_folder_is_held_by_one_process_which_the_others_name(here):
-    with alone(here / "study"):
-        with pytest.raises(ConfigError, match=f"study: process {os.getpid()} on .* is at it; wait for it, or end it$"):
-            alone(here / "study").__enter__()
-        with alone(here / "other"):
+    with lock_run_dir(here / "study"):
+        with pytest.raises(
+            ConfigError, match=f"study: process {os.getpid()} on .* uses this folder. Wait for it, or stop it.$"
+        ):
+            lock_run_dir(here / "study").__enter__()
+        with lock_run_dir(here / "other"):
             pass
     process = subprocess.Popen([sys.executable, "-c", HOLDER, "study"], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"process {process.pid} on .* is at it"), alone(here / "study"):
+        with (
+            pytest.raises(ConfigError, match=f"process {process.pid} on .* uses this folder"),
+            lock_run_dir(here / "study"),
+        ):
             pass
         process.kill()
-    with alone(here / "study"):
+    with lock_run_dir(here / "study"):
         assert (here / "study/.owner").read_text().startswith(f"process {os.getpid()} on ")

@@ -939,7 +939,8 @@ def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):
     def meddled(points, *_):
         second = run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out")
         assert (second.code, second.out) == (2, "")
-        message = f"{tmp_path}/out: process {os.getpid()} on {socket.gethostname()} is at it; wait for it, or end it"
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        message = f"{tmp_path}/out: {holder} uses this folder. Wait for it, or stop it."
         assert second.err == f"fl-lightning: error: {message}\n"
         yield from Fake(lambda v: [v["algorithm.tau"]])(points, None, 1, None, None)
 

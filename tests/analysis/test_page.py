@@ -567,7 +567,7 @@ def test_the_command_writes_a_page_and_says_what_it_holds(folder, tmp_path):
     outcome = command("report", folder, "-o", out)
     assert outcome.code == 0
     assert outcome.out.splitlines() == [
-        "left out: a/partition.csv: it does not begin with client, split and a column a class",
+        "left out: a/partition.csv: it does not begin with client, split and a column per class",
         f"wrote {out}: 1 run, {out.stat().st_size / 1e6:.1f} MB",
     ]
     assert out.stat().st_size < 2_500_000

@@ -173,7 +173,7 @@ def test_every_section_is_there_and_draws(tab):
     assert tab.locator("#pictures img").count() == 5
     assert tab.locator("#pictures img").evaluate_all("all => all.every(one => one.naturalWidth === 60)")
     assert tab.locator("#left-out li").all_inner_texts() == [
-        "FedBeta-1/partition.csv: it does not begin with client, split and a column a class"
+        "FedBeta-1/partition.csv: it does not begin with client, split and a column per class"
     ]
 
 

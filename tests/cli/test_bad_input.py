@@ -245,14 +245,14 @@ KINDS = [
     kind(
         "changed key",
         ["fit", "--resume", "done", "--batch_size", "7"],
-        "another experiment than the run's",
+        "the config differs from the run's",
         "batch_size (16 -> 7)",
-        "start anew",
+        "start a new run",
     ),
     kind(
         "changed init_arg",
         ["fit", "--resume", "done", "--algorithm.tau", "1"],
-        "another experiment",
+        "the config differs",
         "algorithm.tau (0.08 -> 1.0)",
     ),
     kind(
@@ -263,12 +263,12 @@ KINDS = [
     kind(
         "changed class",
         ["fit", "--resume", "done", "--algorithm", "FedAvg"],
-        "another experiment than the run's: algorithm (fl_lightning.FedSKC -> fl_lightning.FedAvg); leave",
+        "the config differs from the run's: algorithm (fl_lightning.FedSKC -> fl_lightning.FedAvg). Set these",
     ),
     kind(
         "resume with another config",
         ["fit", "--resume", "done", "--config", "digits_fedavg.yaml"],
-        "another experiment",
+        "the config differs",
     ),
     kind("resume of a broken config", ["fit", "--resume", "broken"], "config.yaml is no readable YAML: line 1"),
     kind(
@@ -281,7 +281,7 @@ KINDS = [
         "metrics.csv cut off",
         ["fit", "--resume", "cut"],
         "metrics.csv holds 1 of rounds 1 to 3",
-        "nor can the 1 before it",
+        "and so are the 1 before it",
         "put back",
     ),
     kind("test of nothing", ["test", "nowhere"], "nowhere: folder not found"),

@@ -439,7 +439,7 @@ def test_fit_says_why_it_ended(words, ending, tmp_path):
     outcome = tiny(tmp_path / "run", *words)
     assert f"\nended: {ending}" in outcome.out
     again = run("fit", "--resume", tmp_path / "run")
-    assert f"\nended: nothing was left to do, {ending}" in again.out
+    assert f"\nended: nothing to do: {ending}" in again.out
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_left_as_it_is(kept, finished, tm
     before = contents(run_dir)
     code, _, err = run("fit", "--resume", run_dir)
     assert code == 2
-    assert "but no checkpoint to go on from: put checkpoints/ back, or start the run again" in err
+    assert "but no checkpoint to resume from. Put checkpoints/ back, or start the run again" in err
     assert contents(run_dir) == before
 
 
@@ -533,7 +533,7 @@ def test_a_damaged_checkpoint_is_told_of_in_one_line(finished, tmp_path):
     code, _, err = run("fit", "--resume", run_dir)
     assert code == 0
     assert re.fullmatch(
-        r"fl-lightning: warning: checkpoint \S+round-000003 is damaged: .*; going on from round 2's\n", err
+        r"fl-lightning: warning: checkpoint \S+round-000003 is damaged: .*; resuming from round 2's\n", err
     )
     assert (run_dir / "final/model.pt").read_bytes() == (finished[0] / "final/model.pt").read_bytes()
 

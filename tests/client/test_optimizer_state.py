@@ -308,7 +308,7 @@ def test_it_is_a_key_and_a_resume_may_not_change_it(tmp_path):
     assert losses[0][1] != losses[1][1]
     code, _, err = run("fit", "--resume", tmp_path / "kept", "--rounds", "4", "--optimizer_state", "fresh")
     assert code == 2
-    assert "another experiment than the run's: optimizer_state (kept -> fresh)" in err
+    assert "the config differs from the run's: optimizer_state (kept -> fresh)" in err
     assert run("fit", "--resume", tmp_path / "kept", "--rounds", "4").code == 0
     whole = tiny(tmp_path / "whole", *MOMENTUM, "--optimizer_state", "kept", "--rounds", "4")
     assert whole.code == 0

@@ -6,8 +6,8 @@ from fl_lightning.cli.main import main
 from fl_lightning.core import renamed
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.fingerprint import Fingerprint, settings
 from fl_lightning.runs.reader import open_run_folder
-from fl_lightning.runs.seal import Seal, settings
 from fl_lightning.runs.trust import run_config
 
 OLD = {
@@ -58,10 +58,10 @@ def test_a_run_is_opened_and_resumed_under_the_new_names(tmp_path):
     assert open_run_folder(tmp_path).config == NEW
     assert "target_accuracies" in (text := run_config(tmp_path, NEW.keys(), dict, trust=True))
     assert "Dealt" not in text.replace("name: Dealt", "")
-    seal = Seal(flatten(OLD), made_with={"fl-lightning": "0.1.0"})
-    seal.refuse_another_config(NEW)
+    fingerprint = Fingerprint(flatten(OLD), made_with={"fl-lightning": "0.1.0"})
+    fingerprint.check_config(NEW)
     with pytest.raises(ConfigError, match=r"another experiment.*partition"):
-        seal.refuse_another_config(NEW | {"scenario": {"partition": "fl_lightning.data.IID"}})
+        fingerprint.check_config(NEW | {"scenario": {"partition": "fl_lightning.data.IID"}})
 
 
 @pytest.mark.parametrize(

@@ -605,7 +605,7 @@ def test_a_run_does_not_go_on_with_other_clients(here: Path) -> None:
     Path("split.json").write_text(json.dumps(lists))
     code, _, err = run("fit", "--resume", "run", "--rounds=4")
     assert code == 2
-    assert "scenario.partition: not what the run began with: partition changed; put it back, or start anew" in err
+    assert "scenario.partition: changed since the run began: partition. Restore the data, or start a new run." in err
 
 
 def test_names_are_found_again(here: Path) -> None:

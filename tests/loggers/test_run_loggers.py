@@ -22,7 +22,7 @@ from fl_lightning.loggers import files as file_loggers
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.loggers.files import CSVLogger, MLFlowLogger, TensorBoardLogger
-from fl_lightning.runs.folder import WRITTEN
+from fl_lightning.runs.folder import WRITTEN_NAMES
 
 LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
 COUNTS = np.ones((3, 2), dtype=int)
@@ -143,7 +143,12 @@ def test_there_need_be_none(tmp_path, given):
     run = experiment(tmp_path, rounds=1, logger=given)
     run.fit()
     assert not run.logger
-    assert {path.name for path in tmp_path.iterdir()} <= {*WRITTEN} - {"wandb", "csv_logs", "tensorboard", "mlflow"}
+    assert {path.name for path in tmp_path.iterdir()} <= {*WRITTEN_NAMES} - {
+        "wandb",
+        "csv_logs",
+        "tensorboard",
+        "mlflow",
+    }
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_files_lie_in_the_runs_folder_and_hold_its_rows(tmp_path):
     close(told, series(tmp_path / "run"))
     for place in ("csv_logs", "tensorboard"):
         assert yaml.safe_load((tmp_path / "run" / place / "hparams.yaml").read_text())["rounds"] == 3
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN)
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN_NAMES)
 
 
 @pytest.mark.fast_cases(1)
@@ -301,7 +306,7 @@ def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
     pytest.importorskip("mlflow")
     run_dir = tmp_path / "run"
     tiny(run_dir, "--rounds", "2", "--logger", "MLFlowLogger", "--callbacks+=Checkpointing", "--callbacks.every=5")
-    assert {path.name for path in run_dir.iterdir()} <= set(WRITTEN)
+    assert {path.name for path in run_dir.iterdir()} <= set(WRITTEN_NAMES)
     outcome = run("fit", "--resume", run_dir, "--rounds", "4")
     assert outcome.code == 0, outcome.err
     ((steps, parameters, tags, status),) = metrics_of(run_dir)

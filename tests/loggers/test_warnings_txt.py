@@ -13,7 +13,7 @@ from fl_lightning import orchestrator
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import collection as loggers
 from fl_lightning.loggers.collection import WarningsTxt
-from fl_lightning.runs.folder import refuse_occupied
+from fl_lightning.runs.folder import refuse_existing_run
 
 
 class Warner(RoundCallback):
@@ -127,9 +127,9 @@ def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, 
 
     def refuse(folder):
         warnings.warn("looked at the data", stacklevel=2)
-        refuse_occupied(folder)
+        refuse_existing_run(folder)
 
-    monkeypatch.setattr(orchestrator, "refuse_occupied", refuse)
+    monkeypatch.setattr(orchestrator, "refuse_existing_run", refuse)
     with pytest.raises(ConfigError, match="holds a run already"):
         refused.fit()
     assert shown == ["looked at the data"]

@@ -401,7 +401,7 @@ def test_what_was_tried_is_spent(tmp_path):
     made = experiment(tmp_path / "run")
     made.fit(fast=True)
     for options in ({}, {"fast": True}, {"resume": True}):
-        with pytest.raises(ConfigError, match=r"^fast: this orchestrator was tried out"):
+        with pytest.raises(ConfigError, match=r"^fast: this orchestrator has made a dry run"):
             made.fit(**options)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"^fast: a dry run cannot resume"):
@@ -410,7 +410,7 @@ def test_what_was_tried_is_spent(tmp_path):
 
 def test_a_trial_that_is_stopped_does_not_say_how_to_go_on(tmp_path):
     watch = Watch(lambda: os.kill(os.getpid(), 2))
-    with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 2; nothing is left$"):
+    with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 2; nothing is kept$"):
         experiment(tmp_path / "run", callbacks=[watch]).fit(fast=True)
     assert not (tmp_path / "run").exists()
 

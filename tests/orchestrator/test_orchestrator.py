@@ -209,7 +209,7 @@ def test_a_run_folder_is_never_written_over(tmp_path):
     experiment(tmp_path, rounds=1).fit()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(
-        ConfigError, match=r"run_dir: .* holds a run already, or part of one .*; resume it, or choose another folder"
+        ConfigError, match=r"run_dir: .* holds a run already, or part of one .*. Resume it, or choose another folder"
     ):
         experiment(tmp_path, rounds=1).fit()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

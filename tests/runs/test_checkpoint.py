@@ -20,7 +20,7 @@ from fl_lightning.core.errors import CheckpointError, Damaged
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.interrupt import DeferredSignals
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
-from fl_lightning.runs.seal import Seal
+from fl_lightning.runs.fingerprint import Fingerprint
 
 STATE: dict[str, Any] = {
     "round": 3,
@@ -167,15 +167,15 @@ def test_any_flipped_bit_of_the_state_is_found(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     """All but one of the white space between its words."""
     checkpoints = CheckpointFolder(tmp_path)
-    seal = Seal({"rounds": 3, "optimizer.lr": 0.5}, {"x_train": "sha256:0"}, {"metrics.csv": "sha256:1"})
-    path = checkpoints.write(1, STATE, {}, seal) / "manifest.json"
+    fingerprint = Fingerprint({"rounds": 3, "optimizer.lr": 0.5}, {"x_train": "sha256:0"}, {"metrics.csv": "sha256:1"})
+    path = checkpoints.write(1, STATE, {}, fingerprint) / "manifest.json"
     noted = json.loads(path.read_text())
     for place in range(path.stat().st_size):
         flip(path, place, place % 8)
         with suppress(CheckpointError):
-            assert (checkpoints.read(1).seal, json.loads(path.read_text())) == (seal, noted)
+            assert (checkpoints.read(1).fingerprint, json.loads(path.read_text())) == (fingerprint, noted)
         flip(path, place, place % 8)
-    assert checkpoints.read(1).seal == seal
+    assert checkpoints.read(1).fingerprint == fingerprint
 
 
 def truncate(folder: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(dama
     assert found.round == found.state["round"] == 2
     assert len(reports) == 1
     assert f"checkpoint {tmp_path / 'round-000003'} is damaged: " in reports[0]
-    assert reports[0].endswith("; going on from round 2's")
+    assert reports[0].endswith("; resuming from round 2's")
     assert "\n" not in reports[0]
 
 
@@ -223,8 +223,8 @@ def test_where_every_checkpoint_is_damaged_the_run_cannot_go_on(tmp_path: Path) 
     checkpoints = three(tmp_path)
     for round, damage in zip((1, 2, 3), DAMAGES, strict=False):
         damage(tmp_path / f"round-00000{round}")
-    mend = "put back what was changed, or start the run again"
-    message = rf"^checkpoint .*round-000003 is damaged: .*, nor can the 2 before it be used: {mend}$"
+    mend = "Restore the changed files, or start the run again."
+    message = rf"^checkpoint .*round-000003 is damaged: .*, and so are the 2 before it. {mend}$"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.newest(fail)
 
@@ -255,7 +255,7 @@ def test_what_does_not_fit_a_checkpoint_makes_the_one_before_it_count(tmp_path: 
     found = three(tmp_path).newest(reports.append, fits)
     assert found
     assert found.round == 1
-    assert reports == [f"metrics.csv holds 1 of rounds 1 to {r}; going on from round 1's" for r in (3, 2)]
+    assert reports == [f"metrics.csv holds 1 of rounds 1 to {r}; resuming from round 1's" for r in (3, 2)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

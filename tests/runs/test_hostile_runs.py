@@ -18,7 +18,7 @@ from fl_lightning import runs
 from fl_lightning.cli import catalogue
 from fl_lightning.core import gate
 from fl_lightning.core.errors import ConfigError, FLError
-from fl_lightning.runs.seal import Seal
+from fl_lightning.runs.fingerprint import Fingerprint
 
 pytestmark = pytest.mark.filterwarnings("always")
 
@@ -205,7 +205,7 @@ def theirs(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(tmp_path / "installed")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(Seal, "refuse_another_config", lambda *given: None)
+    monkeypatch.setattr(Fingerprint, "check_config", lambda *given: None)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     yield here / "theirs"
     WATCHING.clear()

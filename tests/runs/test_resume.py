@@ -82,7 +82,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_pat
         content[len(content) // 2] ^= 1
         (newest / "state.pt").write_bytes(content[: len(content) // 2] if harm == "truncate" else content)
     again = experiment(tmp_path / "copy", rounds=4)
-    with pytest.warns(UserWarning, match=r"round-000004 is damaged: .*; going on from round 3's"):
+    with pytest.warns(UserWarning, match=r"round-000004 is damaged: .*; resuming from round 3's"):
         again.fit(resume=True)
     assert same_bytes(whole.state["model"], again.state["model"])
     assert untimed(whole.csv.rows) == untimed(again.csv.rows)
@@ -93,7 +93,7 @@ def test_nothing_is_resumed_where_every_checkpoint_is_damaged(tmp_path):
     run.fit()
     for path in tmp_path.glob("checkpoints/*/state.pt"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"round-000002 is damaged: .* nor can the 1 before it be used: put back"):
+    with pytest.raises(CheckpointError, match=r"round-000002 is damaged: .* and so are the 1 before it. Restore"):
         experiment(tmp_path, rounds=3).fit(resume=True)
 
 
@@ -150,7 +150,7 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
     options = {"rounds": 4, "checkpoint_every": 10}
     stopped = experiment(tmp_path / "parts", FedSKC(), engine=Interrupter(3, signum), **options)
     with pytest.raises(
-        Interrupted, match=rf"stopped by {signum.name} after round 2 of 4; go on with: .*--resume"
+        Interrupted, match=rf"stopped by {signum.name} after round 2 of 4; resume it with: .*--resume"
     ) as stop:
         stopped.fit()
     assert stop.value.exit_code == 128 + signum

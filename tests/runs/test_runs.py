@@ -375,7 +375,7 @@ def test_a_where_that_cannot_be_is_named(where, why, tmp_path):
 def test_an_end_that_means_another_key_in_another_run_is_refused(tmp_path):
     write_run(tmp_path / "a", {"algorithm": {"mu": 1}})
     write_run(tmp_path / "b", {"model": {"mu": 1}})
-    with pytest.raises(ConfigError, match=r"where: mu may be algorithm.mu or model.mu; give the whole key"):
+    with pytest.raises(ConfigError, match=r"where: mu may be algorithm.mu or model.mu. Give the whole key"):
         open_runs(tmp_path, ["mu=1"])
 
 

@@ -24,7 +24,7 @@ from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.store import ClientStore
-from fl_lightning.runs.writer import ROOM, Writer
+from fl_lightning.runs.writer import MAX_JOBS, Writer
 
 PLACES = ["memory", "disk"]
 MEMORY = {
@@ -246,7 +246,7 @@ def test_what_goes_wrong_is_raised_once_in_the_callers_thread(call):
 
 def test_no_more_jobs_wait_than_there_is_room_for():
     writer, gate, begun = Writer(), threading.Event(), []
-    for _ in range(ROOM):
+    for _ in range(MAX_JOBS):
         writer.submit(gate.wait)
     late = threading.Thread(target=lambda: (writer.submit(int), begun.append(True)))
     late.start()
@@ -410,7 +410,7 @@ def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, wh
         content = (tmp_path / file).read_bytes()
         harmed(tmp_path / file, harm)
         again = small(tmp_path, client_store=where)
-        with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; going on from round 2"):
+        with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; resuming from round 2"):
             again.load()
         assert again.round == 2
         (tmp_path / file).write_bytes(content)
@@ -530,7 +530,7 @@ def memory(client, round):
 def save(store, checkpoints, round, clients):
     for client in clients:
         store.put(client, round, memory(client, round))
-    store.turn()
+    store.end_round()
     checkpoints.write(round, {"round": round}, store.write(store.snapshot()))
     checkpoints.prune({round, round - 1})
     store.prune(checkpoints.named())

@@ -26,7 +26,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import trainer
 from fl_lightning.models import FromModule
 from fl_lightning.runs import trust
-from fl_lightning.runs.seal import Seal
+from fl_lightning.runs.fingerprint import Fingerprint
 
 MARK = "import pathlib\npathlib.Path({mark!r}).write_text('it was run')\n"
 OWN = """
@@ -85,7 +85,7 @@ def theirs(finished, here, tmp_path, monkeypatch):
     for place in (here / "evil.py", here / "theirs" / "evil.py", installed / "evil_installed.py"):
         place.write_text(mark)
     (here / "file.yaml").write_text("class_path: evil_installed.Net\n")
-    monkeypatch.setattr(Seal, "refuse_another_config", lambda *given: None)  # whoever edits a config can seal it anew
+    monkeypatch.setattr(Fingerprint, "check_config", lambda *given: None)  # whoever edits a config can seal it anew
     return here / "theirs"
 
 
@@ -489,9 +489,9 @@ def make_pipe(key):
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (make_group_readable, "is not yours alone; remove it"),
-        (cut, "is damaged; remove it"),
-        (lengthen, "is damaged; remove it"),
+        (make_group_readable, "is accessible to other users. Remove it"),
+        (cut, "is damaged. Remove it"),
+        (lengthen, "is damaged. Remove it"),
         (make_link, "Too many levels of symbolic links"),
         (make_pipe, "is no file"),
     ],
@@ -562,8 +562,8 @@ def test_the_working_folder_is_looked_into_for_what_is_named(value, let, here):
     (here / "spread").mkdir()
     (here / "spread" / "nets.py").write_text("")
     before = list(sys.path)
-    trust.let_in(value)
-    trust.let_in(value)
+    trust.allow_local_modules(value)
+    trust.allow_local_modules(value)
     assert sys.path == before + [str(here)] * let
     assert "own" not in sys.modules
 

@@ -31,7 +31,7 @@ from fl_lightning.analysis.comparison import Group, compare, spread, text
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.metrics import read_columns
-from fl_lightning.runs.partition import MOST_BUBBLES, binned, read_counts
+from fl_lightning.runs.partition import MAX_COLUMNS, binned, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
@@ -315,7 +315,7 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         if known := found.get(key := (len(counts), counts.tobytes())):
             known["runs"].append(i)
             continue
-        drawn = binned(counts).T if len(counts) > MOST_BUBBLES else counts
+        drawn = binned(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
             left_out.append(f"{told}: the partitions before it have filled the page")

@@ -25,15 +25,15 @@ from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
 from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs import dry_run
-from fl_lightning.runs.folder import fresh
-from fl_lightning.runs.seal import MAY_CHANGE
-from fl_lightning.runs.trust import let_in, run_config
+from fl_lightning.runs.fingerprint import MAY_CHANGE
+from fl_lightning.runs.folder import new_run_dir
+from fl_lightning.runs.trust import allow_local_modules, run_config
 
 
 def expand(words: Sequence[str]) -> list[str]:
     """Fill in the paths of configs, the settings of a baseline and the config of a resumed run."""
     words = with_engine_class(expand_baseline(spelled(with_config_paths(words))))
-    let_in([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
+    allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
 
@@ -48,7 +48,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         if given.run_dir and Path(given.run_dir).resolve() != run_dir.resolve():
             raise ConfigError(f"--run_dir: a resumed run stays in its folder ({run_dir}). Leave --run_dir out")
     else:
-        run_dir = Path(given.run_dir) if given.run_dir else fresh(config_name(given.config))
+        run_dir = Path(given.run_dir) if given.run_dir else new_run_dir(config_name(given.config))
     orchestrator = build(given, parser, run_dir)
     if given.fast:
         started = time.monotonic()

@@ -18,7 +18,7 @@ from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy import load
-from fl_lightning.runs.folder import alone
+from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -66,7 +66,7 @@ def run_missing(wanted: Sequence[Job], out: Path, workers: int, threads: int | N
     """Run the unfinished runs, report each on stderr as it ends, and yield its result."""
     missing = [job for job in wanted if not is_finished(job.folder)]
     _tell(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
-    with alone(out):
+    with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"
             _tell(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")

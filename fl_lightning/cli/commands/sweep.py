@@ -21,7 +21,7 @@ from fl_lightning.analysis.sweep_file import parse_sweep, read_sweep, sweep_path
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
 from fl_lightning.core.errors import check_number, check_positive
-from fl_lightning.runs.folder import alone
+from fl_lightning.runs.folder import lock_run_dir
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -40,7 +40,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
 
     if not (folder / TRIALS).exists():
         check_metric(sweep)
-    with alone(folder):
+    with lock_run_dir(folder):
         describe_sweep(folder, sweep, content, given.seed)
         results = run_sweep(sweep, folder, FIT, given.seed, given.count, given.workers, given.threads, show)
         write_trials(folder / "trials.csv", sweep, results)

@@ -1,9 +1,7 @@
-"""What a run was started from, and what it had come to: noted in each checkpoint, compared when that is taken up.
+"""Fingerprint of a run: its config, data, metrics and environment, written to each checkpoint and compared on resume.
 
-A seal has no key: it detects accidents, not attackers.
-
-A folder's files are anybody's to edit. A config with another learning rate, a dataset that was replaced in between, a
-line of `metrics.csv` that was changed would otherwise be taken for the run's own.
+It detects a changed learning rate, a replaced dataset or an edited line of `metrics.csv`. It has no key: it detects
+accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.renamed import update_config, update_settings
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
-"""Keys that a resumed run may change: what is computed in a round stays the same."""
+"""Keys that may change when a run is resumed, since they do not affect what a round computes."""
 
 
 @dataclass(frozen=True)
-class Seal:
-    """One checkpoint's.
+class Fingerprint:
+    """What a run was started from and which metrics it has written, as of one checkpoint.
 
     Args:
-        config: The resolved config with dotted keys; empty for a run that was started from Python without one.
-        data: Digests of the dataset and of who holds what, by part.
-        rows: Digests of the measurements up to the round, by file.
-        made_with: Versions, threads and device.
+        config: The resolved config with dotted keys. Empty for a run that was started from Python without a config.
+        data: Digests of the dataset and the partition, by part.
+        rows: Digests of the metrics up to the round, by file.
+        made_with: Versions, number of threads and device.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -47,67 +45,69 @@ class Seal:
     made_with: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, noted: Mapping[str, Any]) -> Seal:
-        """A seal as it was noted.
+    def from_manifest(cls, noted: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint that a manifest holds.
 
         Raises:
-            CheckpointError: By an earlier version, which noted less.
+            CheckpointError: An earlier version wrote it, with fewer fields.
         """
         try:
             return cls(**noted)
         except TypeError as error:
-            raise CheckpointError(f"it is of another fl-lightning, this one cannot read it: {error}") from error
+            raise CheckpointError(
+                f"it was written by another version of fl-lightning and cannot be read: {error}"
+            ) from error
 
-    def noted(self) -> dict[str, Any]:
-        """As it goes into a manifest."""
+    def to_manifest(self) -> dict[str, Any]:
+        """Return the fingerprint as a manifest holds it."""
         return asdict(self)
 
-    def refuse_another_config(self, config: Mapping[str, Any] | None) -> None:
-        """Let a run go on only as the experiment it is.
+    def check_config(self, config: Mapping[str, Any] | None) -> None:
+        """Refuse to resume a run with another experiment's config.
 
         Raises:
-            ConfigError: A key that alters the maths has another value; the message names each.
+            ConfigError: A key that affects results has changed; the message names each such key.
         """
         if not config or not self.config:
             return
         before, now = update_settings(self.config), update_settings(settings(config))
-        if self.made_with["fl-lightning"] != fl_lightning.__version__:  # which may have had other keys
+        if self.made_with["fl-lightning"] != fl_lightning.__version__:  # another version may have other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
         changed = _changes(before, now)
         if told := [text for key, text in changed.items() if key not in MAY_CHANGE and not below(key, MAY_CHANGE)]:
             raise ConfigError(
-                f"another experiment than the run's: {', '.join(told)}; leave them as they were, or start anew"
+                f"the config differs from the run's: {', '.join(told)}. Set these back, or start a new run."
             )
 
-    def refuse_other_data(self, data: Mapping[str, str]) -> None:
-        """Let a run go on only with the data it began with.
+    def check_data(self, data: Mapping[str, str]) -> None:
+        """Refuse to resume a run with other data than it began with.
 
         Raises:
-            ConfigError: They differ; the message names the parts that do.
+            ConfigError: The data differ; the message names the parts that changed.
         """
         if told := [part for part in self.data.keys() | data.keys() if self.data.get(part) != data.get(part)]:
             where = "scenario.dataset" if told != ["partition"] else "scenario.partition"
             raise ConfigError(
-                f"{where}: not what the run began with: {', '.join(sorted(told))} changed; put it back, or start anew"
+                f"{where}: changed since the run began: {', '.join(sorted(told))}. Restore the data, or start a new run."
             )
 
-    def tell_of_another_machine(self, now: Mapping[str, str]) -> None:
-        """Warn where the rest of a run is worked out in another way, and say what that means."""
+    def warn_of_environment(self, now: Mapping[str, str]) -> None:
+        """Warn if the environment has changed since the checkpoint, and say what that means for results."""
         told = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
         if told:
-            means = "split, random numbers and method stay the same, but sums may round in another way"
+            means = "the partition and random numbers stay the same, but sums may be rounded differently"
             if self.made_with["fl-lightning"] != now["fl-lightning"]:
-                means = "the split is the same, but what another version computes may not be (see its changelog)"
-            warnings.warn(f"the run goes on with {', '.join(told)}: {means}", stacklevel=2)
+                means = "the partition stays the same, but another version may compute other results (see CHANGELOG.md)"
+            warnings.warn(f"the run is resumed with {', '.join(told)}: {means}", stacklevel=2)
 
-    def tell_of_edits(self, path: Path, now: Mapping[str, Any]) -> None:
-        """Warn of what a run takes from its `config.yaml` that was not there when it went on last.
+    def warn_of_edits(self, path: Path, now: Mapping[str, Any]) -> None:
+        """Warn of settings that come from an edit of the run's `config.yaml` since the last checkpoint.
 
         Args:
             path: The file.
-            now: The settings that the run goes on with.
+            now: The settings of the resumed run.
         """
-        with suppress(ConfigError):  # nothing was taken from a file that is not there or cannot be read
+        with suppress(ConfigError):  # a missing or unreadable file was not used
             saved, before = settings(update_config(read_config(path))), update_settings(self.config)
             edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
             if told := _changes({**edited, **before}, {**before, **edited}):
@@ -115,23 +115,23 @@ class Seal:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as a seal holds it: dotted keys, and values as JSON would give them back."""
+    """Return a config with dotted keys and the values that a JSON round trip gives."""
     return json.loads(json.dumps(flatten(dict(config)), default=str))
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that have another value, each with both."""
+    """Describe each changed key by its old and new value."""
     changed = [key for key in sorted(before.keys() | now.keys()) if not _same(before.get(key), now.get(key))]
     told = [key for key in changed if not below(key, changed)]
     return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in told}
 
 
 def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one) == json.dumps(other)  # NaN is NaN, and true is not 1
+    return json.dumps(one) == json.dumps(other)  # NaN equals NaN, and true differs from 1
 
 
-def made_with(device: torch.device) -> dict[str, str]:
-    """What decides how numbers come out, beside the config."""
+def environment(device: torch.device) -> dict[str, str]:
+    """Return what affects results besides the config: versions, device and threads."""
     return {
         "fl-lightning": fl_lightning.__version__,
         "torch": torch.__version__,

@@ -17,8 +17,8 @@ from experiments import experiment
 import fl_lightning
 from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.runs.folder import LEFT, alone, owner, refuse_occupied
-from fl_lightning.runs.seal import Seal
+from fl_lightning.runs.fingerprint import Fingerprint
+from fl_lightning.runs.folder import RUN_FILES, lock_owner, lock_run_dir, refuse_existing_run
 
 pytestmark = pytest.mark.filterwarnings("always::UserWarning")
 
@@ -87,8 +87,8 @@ def test_an_edit_that_alters_the_maths_is_refused(old, new, told, command, part)
     before = contents(part)
     code, _, err = go_on(part) if command == "fit" else run("test", part)
     assert code == 2
-    mend = "leave them as they were, or start anew"
-    assert err == f"fl-lightning: error: another experiment than the run's: {told}; {mend}\n"
+    mend = "Set these back, or start a new run."
+    assert err == f"fl-lightning: error: the config differs from the run's: {told}. {mend}\n"
     assert contents(part) == before
 
 
@@ -115,10 +115,10 @@ def test_an_edit_that_the_command_line_overrides_is_not_told_of(part):
 
 
 def test_settings_are_compared_as_they_are_written():
-    seal = Seal({"a": float("nan"), "b": True}, made_with={"fl-lightning": fl_lightning.__version__})
-    seal.refuse_another_config({"a": float("nan"), "b": True})
+    fingerprint = Fingerprint({"a": float("nan"), "b": True}, made_with={"fl-lightning": fl_lightning.__version__})
+    fingerprint.check_config({"a": float("nan"), "b": True})
     with pytest.raises(ConfigError, match=r"b \(True -> 1\)"):
-        seal.refuse_another_config({"a": float("nan"), "b": 1})
+        fingerprint.check_config({"a": float("nan"), "b": 1})
 
 
 def test_what_the_command_line_changes_is_not_told_of_then_or_later(part):
@@ -140,18 +140,19 @@ def test_another_version_may_have_other_keys_and_says_what_that_means(part, monk
     code, _, err = go_on(part)
     assert code == 0
     assert re.fullmatch(
-        r"fl-lightning: warning: the run goes on with fl-lightning \S+ -> 9.0: the split is the same, but .*\n", err
+        r"fl-lightning: warning: the run is resumed with fl-lightning \S+ -> 9.0: the partition stays the same, but .*\n",
+        err,
     )
 
 
 def test_keys_of_another_version_do_not_count():
-    seal = Seal({"lr": 1, "gone": 2}, made_with={"fl-lightning": "0.0"})
-    seal.refuse_another_config({"lr": 1, "new": 3})
+    fingerprint = Fingerprint({"lr": 1, "gone": 2}, made_with={"fl-lightning": "0.0"})
+    fingerprint.check_config({"lr": 1, "new": 3})
     with pytest.raises(ConfigError, match=r"lr \(1 -> 2\)"):
-        seal.refuse_another_config({"lr": 2, "new": 3})
-    of_today = Seal({"lr": 1, "gone": 2}, made_with={"fl-lightning": fl_lightning.__version__})
+        fingerprint.check_config({"lr": 2, "new": 3})
+    of_today = Fingerprint({"lr": 1, "gone": 2}, made_with={"fl-lightning": fl_lightning.__version__})
     with pytest.raises(ConfigError, match=r"gone \(2 -> None\), new \(None -> 3\)"):
-        of_today.refuse_another_config({"lr": 1, "new": 3})
+        of_today.check_config({"lr": 1, "new": 3})
 
 
 def test_another_number_of_threads_is_told_of(part):
@@ -162,8 +163,8 @@ def test_another_number_of_threads_is_told_of(part):
     finally:
         torch.set_num_threads(threads)
     assert code == 0
-    told = f"the run goes on with threads {threads} -> {threads + 1}: split, random numbers and method stay the same"
-    assert err == f"fl-lightning: warning: {told}, but sums may round in another way\n"
+    told = f"the run is resumed with threads {threads} -> {threads + 1}: the partition and random numbers stay the same"
+    assert err == f"fl-lightning: warning: {told}, but sums may be rounded differently\n"
 
 
 # --- The data ---
@@ -190,7 +191,7 @@ def test_data_that_were_replaced_are_refused_by_name(name, command, part, exampl
         path.write_bytes(whole)
     assert code == 2
     assert re.fullmatch(
-        rf"fl-lightning: error: scenario.dataset: not what the run began with: .*{name}.* changed; put it back, .*\n",
+        rf"fl-lightning: error: scenario.dataset: changed since the run began: .*{name}.*. Restore the data, .*\n",
         err,
     )
     assert contents(part) == before
@@ -206,7 +207,7 @@ def test_another_split_of_the_same_data_is_refused(part, monkeypatch):
     monkeypatch.setattr(fl_lightning.data.Dirichlet, "split", other)
     code, _, err = go_on(part)
     assert code == 2
-    assert "scenario.partition: not what the run began with: partition changed" in err
+    assert "scenario.partition: changed since the run began: partition" in err
 
 
 # --- The measurements ---
@@ -221,7 +222,7 @@ def test_a_digit_that_was_changed_makes_the_checkpoint_before_it_count(name, par
     (part / name).write_text("".join(lines))
     code, _, err = go_on(part)
     assert code == 0
-    assert err == f"fl-lightning: warning: {part}/{name} is not as it was after round 3; going on from round 2's\n"
+    assert err == f"fl-lightning: warning: {part}/{name} is not as it was after round 3; resuming from round 2's\n"
     assert ends_as(part, examples / "whole")
 
 
@@ -230,9 +231,7 @@ def test_a_header_that_was_changed_is_refused(part):
     before = contents(part)
     code, _, err = go_on(part)
     assert code == 2
-    assert (
-        "metrics.csv is not as it was after round 3, nor can the 2 before it be used: put back what was changed" in err
-    )
+    assert "metrics.csv is not as it was after round 3, and so are the 2 before it. Restore the changed files" in err
     assert contents(part) == before
 
 
@@ -242,7 +241,7 @@ def test_where_rounds_are_missing_an_older_checkpoint_is_gone_on_from(part, exam
     code, _, err = go_on(part)
     assert code == 0
     assert [line.removeprefix(f"fl-lightning: warning: {part}/") for line in err.splitlines()] == [
-        f"metrics.csv holds 1 of rounds 1 to {n}; going on from round 1's" for n in (3, 2)
+        f"metrics.csv holds 1 of rounds 1 to {n}; resuming from round 1's" for n in (3, 2)
     ]
     assert ends_as(part, examples / "whole")
 
@@ -310,12 +309,12 @@ def test_a_start_for_which_the_disk_has_no_room_says_where(tmp_path, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [*LEFT, "checkpoints/round-000002", "checkpoints/round-000010"])
+@pytest.mark.parametrize("name", [*RUN_FILES, "checkpoints/round-000002", "checkpoints/round-000010"])
 def test_a_folder_that_holds_anything_of_a_run_is_not_begun_in(name, tmp_path):
     (tmp_path / name).mkdir(parents=True)
     before, told = (
         contents(tmp_path),
-        rf"holds a run already, or part of one \({Path(name).name}\); resume it, or choose",
+        rf"holds a run already, or part of one \({Path(name).name}\). Resume it, or choose",
     )
     with pytest.raises(ConfigError, match=f"run_dir: {tmp_path} {told} another folder"):
         experiment(tmp_path).fit()
@@ -324,7 +323,7 @@ def test_a_folder_that_holds_anything_of_a_run_is_not_begun_in(name, tmp_path):
 
 def test_what_a_start_leaves_that_was_killed_may_be_begun_in_again(tmp_path):
     (tmp_path / "checkpoints" / "round-000000").mkdir(parents=True)
-    refuse_occupied(tmp_path)
+    refuse_existing_run(tmp_path)
 
 
 def test_a_folder_of_ones_own_with_a_config_is_left_alone(tmp_path):
@@ -346,7 +345,7 @@ def test_links_in_a_runs_folder_are_refused(name, tmp_path):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "victim").mkdir()
     (folder / name).symlink_to(tmp_path / "victim")
-    with pytest.raises(ConfigError, match=rf"{name} is a link: a run's folder holds none"), alone(folder):
+    with pytest.raises(ConfigError, match=rf"{name} is a link: a run's folder holds none"), lock_run_dir(folder):
         pass
     assert os.listdir(tmp_path / "victim") == []
 
@@ -365,13 +364,13 @@ def test_an_owner_is_named_if_it_is_still_there(noted, told, tmp_path, monkeypat
     monkeypatch.setattr("time.sleep", lambda _: None)
     if noted:
         (tmp_path / ".owner").write_text(noted)
-    assert owner(tmp_path) == told
+    assert lock_owner(tmp_path) == told
 
 
 def test_an_owner_that_has_not_said_so_yet_is_waited_for(tmp_path, monkeypatch):
     noted = f"process {os.getppid()} on {socket.gethostname()}"
     monkeypatch.setattr("time.sleep", lambda _: (tmp_path / ".owner").write_text(noted))
-    assert owner(tmp_path) == noted
+    assert lock_owner(tmp_path) == noted
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "clients.csv", "config.yaml", "checkpoints/round-000003"])
@@ -379,7 +378,7 @@ def test_a_pipe_in_a_files_place_is_refused_at_once(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     for read in (experiment(tmp_path).load, lambda: experiment(tmp_path).fit(resume=True)):
-        with pytest.raises(ConfigError, match=rf"{name} is neither file nor folder; remove it"):
+        with pytest.raises(ConfigError, match=rf"{name} is neither file nor folder. Remove it"):
             read()
 
 
@@ -390,7 +389,7 @@ def test_what_killed_writers_left_goes_with_the_next_owner_but_not_that_of_runs_
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "checkpoints" / ".writing-a").mkdir()
-    with alone(tmp_path):
+    with lock_run_dir(tmp_path):
         assert not [name for name in half if (tmp_path / name).exists()]
         assert all((tmp_path / name).exists() for name in others)
         assert os.listdir(tmp_path / "checkpoints") == ["round-000001"]
@@ -402,7 +401,7 @@ def test_a_link_to_the_whole_folder_is_fine(tmp_path):
     (tmp_path / "big" / "notes").symlink_to(tmp_path)
     (tmp_path / "big" / "wandb").mkdir()
     (tmp_path / "big" / "wandb" / "latest-run").symlink_to(tmp_path)
-    with alone(tmp_path / "run"):
+    with lock_run_dir(tmp_path / "run"):
         assert (tmp_path / "big" / ".lock").exists()
 
 
@@ -411,13 +410,13 @@ def test_without_locks_a_run_goes_on_with_a_warning(tmp_path, monkeypatch):
         raise NotImplementedError
 
     monkeypatch.setattr("filelock.FileLock.acquire", none)
-    with pytest.warns(UserWarning, match="has no locks"), alone(tmp_path):
+    with pytest.warns(UserWarning, match="has no locks"), lock_run_dir(tmp_path):
         pass
 
 
 def test_a_manifest_holds_the_seal(part):
-    seal = json.loads((part / "checkpoints/round-000003/manifest.json").read_text())["seal"]
-    assert seal["config"]["optimizer.lr"] == 0.5
-    assert sorted(seal["data"]) == ["partition", "x_test", "x_train", "y_test", "y_train"]
-    assert sorted(seal["rows"]) == ["clients.csv", "metrics.csv", "warnings.txt"]
-    assert seal["made_with"]["fl-lightning"] == fl_lightning.__version__
+    fingerprint = json.loads((part / "checkpoints/round-000003/manifest.json").read_text())["seal"]
+    assert fingerprint["config"]["optimizer.lr"] == 0.5
+    assert sorted(fingerprint["data"]) == ["partition", "x_test", "x_train", "y_test", "y_train"]
+    assert sorted(fingerprint["rows"]) == ["clients.csv", "metrics.csv", "warnings.txt"]
+    assert fingerprint["made_with"]["fl-lightning"] == fl_lightning.__version__
