@@ -1,1 +1,1 @@
-"""Where a run's numbers go."""
+"""Metrics files and loggers of a run."""

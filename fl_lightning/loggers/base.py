@@ -1,4 +1,4 @@
-"""A logger that knows of runs: what a run's loggers are told beside its metrics."""
+"""Base class of loggers that know about federated runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning.pytorch.loggers import Logger
 
 
 class Labels(NamedTuple):
-    """What a run is called where neither its config nor the environment says.
+    """Default names of a run for loggers; the config and the environment take precedence.
 
     Attributes:
-        name: Its own name.
-        group: The name of its setting, which other seeds share.
+        name: Name of the run.
+        group: Name of the group; runs that differ only in the seed share it.
         tags: Names of the algorithm, the dataset and the partition.
     """
 
@@ -24,14 +24,14 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a logger is told when a run begins, or goes on after a round.
+    """What a logger is given when a run begins or is resumed.
 
     Attributes:
-        run_dir: The run's folder.
+        run_dir: The run folder.
         config: The resolved config; empty if there is none.
-        labels: What to call the run.
-        round: The last finished round; later ones that were logged already will come again.
-        counts: Samples a client and class, `(clients, C)`, where clients are few enough to show.
+        labels: Default names of the run.
+        round: The last finished round. Later rounds that were logged already will be logged again.
+        counts: Samples of each client and class, `(clients, C)`; None if there are many clients.
     """
 
     run_dir: Path
@@ -42,32 +42,33 @@ class Beginning(NamedTuple):
 
 
 class RoundLogger(Logger):
-    """A Lightning logger that is told of a run's moments; subclasses override those they care for.
+    """A Lightning logger with hooks for the stages of a run. Subclasses override the hooks they need.
 
-    One that is given no folder of its own leaves its files in the run's, under a name that `run_folder.WRITTEN` knows.
+    Unless a logger is given its own folder, it writes to the run folder, under a name listed in
+    `runs.folder.WRITTEN_NAMES`.
     """
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Refuse what cannot work; nothing is written yet.
+        """Check the options before anything is written.
 
         Args:
-            run_dir: The run's folder, if there is one yet.
+            run_dir: The run folder, if it exists.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: An option is not valid.
         """
 
     def begin(self, run: Beginning) -> None:
-        """A run begins, or goes on after a round.
+        """Begin logging, or continue for a resumed run.
 
         Raises:
-            Exception: It cannot; what it has begun is undone.
+            Exception: The logger cannot begin. It has undone what it began.
         """
         if run.config:
             self.log_hyperparams(dict(run.config))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """What the run has come to so far, named as in `final/summary.json`; told after each round."""
+        """Log the summary so far, with the names of `final/summary.json`. Called after each round."""
 
     def log_files(self) -> None:
-        """The run's files are all there."""
+        """Log files. Called when the run folder is complete."""

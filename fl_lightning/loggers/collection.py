@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.csv`, `clients.csv` and Lightning's loggers; and its warnings: `warnings.txt`."""
+"""Write `metrics.csv`, `clients.csv` and `warnings.txt`, and call the loggers of a run."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from fl_lightning.loggers.wandb import WandbRoundLogger as WandbRoundLogger
 GROUPS = ("round", "global/", "personal_on_global/", "client/", "comm/", "time/")
 CLIENT_SERIES = re.compile(r"client_(\d+)/(.+)")
 FEW_CLIENTS = 1000
-"""Up to so many clients have series of their own in the logs, and a row each in W&B's table of the partition."""
+"""Largest number of clients whose metrics are logged by default, and that W&B's table of the partition shows."""
 
 
 def has_few_clients(clients: int) -> bool:
-    """Whether clients are few enough for series of their own; warns where they are not."""
+    """Whether each client's metrics are logged by default; warn if there are too many clients."""
     if clients > FEW_CLIENTS:
-        mend = "log_clients: true logs them all the same"
+        fix = "Set log_clients: true to log them."
         warnings.warn(
-            f"log_clients: more than {FEW_CLIENTS:,} clients have no series of their own; {mend}", stacklevel=2
+            f"log_clients: metrics of single clients are not logged ({clients:,} clients). {fix}", stacklevel=2
         )
     return clients <= FEW_CLIENTS
 
 
 def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
-    """A round's metrics less those of single clients, `client_<id>/<name>`, and these by client and name."""
+    """Split a round's metrics into those of the run and those of single clients, `client_<id>/<name>`, by client."""
     own: dict[int, Row] = {}
     for key, value in row.items():
         if match := CLIENT_SERIES.fullmatch(key):
@@ -54,16 +54,16 @@ def split_series(row: Row) -> tuple[Row, dict[int, Row]]:
 
 
 class MetricsCsv:
-    """A run's `metrics.csv`: one row a round, one column a metric, blank where a round has no value.
+    """The file `metrics.csv`: a row per round, a column per metric, blank if a round has no value.
 
-    What a round has of single clients, `client_<id>/<name>`, goes into `clients.csv` beside it.
+    Metrics of single clients, `client_<id>/<name>`, are written to `clients.csv` in the same folder.
 
     Args:
         path: The file.
 
     Attributes:
-        rows: All rows so far, without the single clients'.
-        clients: The single clients' series.
+        rows: All rows so far, without metrics of single clients.
+        clients: The file `clients.csv`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,15 +75,15 @@ class MetricsCsv:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of what has been written so far, by file."""
+        """Digests of the rows written so far, by file name."""
         return {self.path.name: str(self._digest), self.clients.path.name: str(self.clients.digest)}
 
     def check(self, round: int, digests: Mapping[str, str]) -> None:
-        """See whether the files still hold what they held after a round.
+        """Check that the files still hold the rows that they held after a round.
 
         Args:
             round: The round.
-            digests: `digests` as they were then.
+            digests: The value of `digests` after that round.
 
         Raises:
             Damaged: They do not.
@@ -100,14 +100,14 @@ class MetricsCsv:
                 raise Damaged(f"{self.path.with_name(name)} is not as it was after round {round}")
 
     def rewind(self, round: int) -> None:
-        """Take up existing files as they stood after a round: what came later will be computed again.
+        """Cut the files back to a round. Later rounds will be computed again.
 
         Raises:
-            Damaged: The file does not hold every round up to that one.
+            Damaged: The file lacks a round up to that one.
         """
         self.rows = self._held(round)
         if len(self.rows) < round:
-            raise Damaged(f"{self.path} does not hold rounds 1 to {round}: put it back, or start the run again")
+            raise Damaged(f"{self.path} does not hold rounds 1 to {round}. Restore it, or start the run again.")
         self._digest = Digest.over(self.rows)
         self.clients.rewind(round)
         if self.rows:
@@ -117,10 +117,10 @@ class MetricsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, row: Row) -> None:
-        """Add one round; it is on disk when this returns, the clients' part first.
+        """Append one round, first to `clients.csv`. Both files are on disk on return.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: Writing fails.
         """
         shared, own = split_series(row)
         try:
@@ -133,11 +133,11 @@ class MetricsCsv:
                 self._rewrite([*self.rows, shared])
         except OSError as error:
             raise CheckpointError(f"cannot write round {row['round']} to {self.path.parent}: {error}") from error
-        self.rows.append(shared)  # not before it is on disk: what is here counts as measured
+        self.rows.append(shared)  # only after it is on disk: `rows` must never be ahead of the file
         self._digest.add(shared)
 
     def _held(self, round: int) -> list[Row]:
-        """The rows of rounds 1 to n that the file holds, as far as none is missing; n is at most the given round."""
+        """Read the rows of rounds 1 to at most `round`, up to the first missing one."""
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
         except ValueError as error:
@@ -155,13 +155,13 @@ class MetricsCsv:
 
 
 class ClientsCsv:
-    """A run's `clients.csv`: a line for each round and client that has a value, one column a metric, blank where not.
+    """The file `clients.csv`: a line per round and client with a value, a column per metric.
 
-    Lines are only added at the end, whichever clients come; a metric that no client had before takes a new last column,
-    for which the file is copied once. None of it is held in memory.
+    Lines are appended. A new metric becomes the last column, for which the file is copied once. The content is not kept
+    in memory.
 
     Args:
-        path: The file; made with the first line.
+        path: The file, created with the first line.
     """
 
     keys = ("round", "client")
@@ -172,12 +172,12 @@ class ClientsCsv:
         self._columns = list(self.keys)
 
     def rows(self, round: int) -> Iterator[dict[str, str]]:
-        """The lines up to a round as they stand in the file, by column; one that a kill cut short is none."""
+        """Return the complete lines up to a round, as mappings from column to cell."""
         header = self._header()
         return (dict(zip(header, cells, strict=False)) for cells in self._lines(round))
 
     def rewind(self, round: int) -> None:
-        """Cut the file back to how it stood after a round; columns that only later rounds filled go."""
+        """Cut the file back to a round. Columns that only later rounds filled are removed."""
         filled = max((i for cells in self._lines(round) for i, cell in enumerate(cells, 1) if cell), default=0)
         self._columns = self._header()[:filled] or list(self.keys)
         self.digest = Digest.over(self.rows(round))
@@ -187,7 +187,7 @@ class ClientsCsv:
             self.path.unlink(missing_ok=True)
 
     def append(self, round: int, series: Mapping[int, Row]) -> None:
-        """Add one round's metrics by client and name; they are on disk when this returns."""
+        """Append one round's metrics by client and name. They are on disk on return."""
         new = {name for row in series.values() for name in row}.difference(self._columns)
         if new:
             self._columns += sorted(new, key=_column_order)
@@ -207,7 +207,7 @@ class ClientsCsv:
             return next(csv.reader(file), [])
 
     def _lines(self, round: int) -> Iterator[list[str]]:
-        """The lines up to a round, in their order; one that a kill cut short is none."""
+        """Yield the complete lines up to a round."""
         if not self.path.exists():
             return
         with self.path.open(newline="", errors="replace") as file:
@@ -219,7 +219,7 @@ class ClientsCsv:
                 yield cells
 
     def _copy(self, round: int) -> None:
-        """Write the lines up to a round anew, cut or filled up to the columns there are now."""
+        """Rewrite the lines up to a round with the present columns."""
         with replacing(self.path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
@@ -228,15 +228,15 @@ class ClientsCsv:
 
 
 class WarningsTxt:
-    """A run's `warnings.txt`: a line for each warning, `round <n>: <text>`, n being the round that was under way.
+    """The file `warnings.txt`: a line `round <n>: <text>` for each warning.
 
-    Used as a context, it notes what is warned of inside; that is shown as ever. The file holds the newest 1,000
-    warnings, with up to as many before them, each cut to 500 characters; without a warning there is none. What goes
-    wrong in writing it is passed over: no run ends for it.
+    As a context manager, it records the warnings raised inside, which are also shown as usual. The file holds the
+    newest 1,000 to 2,000 warnings, each cut to 500 characters. Without warnings there is no file. Errors in writing it
+    are ignored.
 
     Args:
         path: The file.
-        round: The round under way.
+        round: Returns the current round.
     """
 
     most, longest = 1000, 500
@@ -249,7 +249,7 @@ class WarningsTxt:
 
     def __enter__(self) -> WarningsTxt:
         self._shown = warnings.showwarning
-        self._waiting = []  # whether the folder is this run's is not known yet
+        self._waiting = []  # the run folder is not locked yet
         warnings.showwarning = self._note
         return self
 
@@ -260,22 +260,22 @@ class WarningsTxt:
 
     @property
     def digest(self) -> str:
-        """The digest of all warnings before the round under way."""
+        """Digest of all warnings before the current round."""
         return self._digest([line for line in self._lines if self._round_of(line) < self.round()])
 
     def check(self, round: int, digest: str) -> None:
-        """Warn if the file does not hold what it held after a round; nothing is worked out from it.
+        """Warn if the file has changed since the end of a round. No result depends on it.
 
         Args:
             round: The round.
-            digest: `digest` as it was then.
+            digest: The value of `digest` after that round.
         """
         held = self._held(round)
-        if len(held) < self.most and self._digest(held) != digest:  # of more, some may have gone since
+        if len(held) < self.most and self._digest(held) != digest:  # a longer file drops old lines
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
     def rewind(self, round: int) -> None:
-        """Take up the file as it stood after a round, and add what was warned of before its folder was there."""
+        """Cut the file back to a round, and add the warnings raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
             before, kept = self._on_file(), self._held(round)
@@ -292,7 +292,7 @@ class WarningsTxt:
 
     @staticmethod
     def _round_of(line: bytes) -> int:
-        """The round that was under way; -1 of a line that a kill cut short."""
+        """Return the round of a line; -1 for an incomplete line."""
         of = re.match(rb"round ([0-9]{1,18}): .*\n$", line)
         return int(of[1]) if of else -1
 
@@ -332,13 +332,13 @@ def _flush(file: TextIO) -> None:
 
 
 class Loggers:
-    """A run's Lightning loggers, told the same one after another; falsy where there are none.
+    """The loggers of a run. Each call is passed to all of them. Empty, hence false, if there are none.
 
     Args:
-        given: A logger, a list of them, or False or None for none.
+        given: A logger, a list of loggers, or False or None for none.
 
     Raises:
-        ConfigError: Something else is among them, or two would write to one place.
+        ConfigError: An element is not a logger, or two would write to the same place.
     """
 
     def __init__(self, given: Logger | Sequence[Logger] | Literal[False] | None) -> None:
@@ -347,9 +347,9 @@ class Loggers:
             self._all = []
         for n, one in enumerate(self._all):
             if not isinstance(one, Logger):
-                raise ConfigError(f"logger: {one!r} is no Lightning logger; give one, a list of them, or false")
+                raise ConfigError(f"logger: {one!r} is not a Lightning logger. Give one, a list of them, or false.")
             if isinstance(one, RoundLogger) and type(one) in map(type, self._all[:n]):
-                raise ConfigError(f"logger: {type(one).__name__} is there twice; list it once")
+                raise ConfigError(f"logger: {type(one).__name__} is listed twice. List it once.")
         self._begun: list[Logger] = []
 
     def __len__(self) -> int:
@@ -359,14 +359,14 @@ class Loggers:
         return iter(self._all)
 
     def mute(self) -> None:
-        """Tell none of them anything, from here on."""
+        """Remove all loggers."""
         self._all = []
 
     def check(self, run_dir: Path) -> None:
-        """Refuse what cannot work; nothing is written yet.
+        """Check the options of the loggers before anything is written.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: An option is not valid.
         """
         for one in self._all:
             if isinstance(one, RoundLogger):
@@ -375,13 +375,13 @@ class Loggers:
     def begin(
         self, run_dir: Path, config: dict[str, Any] | None, labels: Labels, counts: np.ndarray, round: int
     ) -> None:
-        """A run begins, or goes on after a round.
+        """Begin logging, or continue for a resumed run.
 
         Args:
-            run_dir: The run's folder.
+            run_dir: The run folder.
             config: The resolved config, if there is one.
-            labels: What to call the run.
-            counts: Samples a client and class, `(clients, C)`.
+            labels: Default names of the run.
+            counts: Samples of each client and class, `(clients, C)`.
             round: The last finished round.
 
         Raises:
@@ -402,22 +402,22 @@ class Loggers:
             raise
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add to a round's row."""
+        """Log metrics of a round."""
         for one in self._all:
             one.log_metrics(dict(metrics), step)
 
     def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
-        """Log pictures from their files, with the loggers that take them."""
+        """Log images from files, with the loggers that support images."""
         for one in self._all:
             if log_image := getattr(one, "log_image", None):
                 log_image(key, list(images), **options)
 
     def end_round(self, rows: Sequence[Row], targets: Sequence[float]) -> None:
-        """A round is over, of which everything has been logged.
+        """Finish a round in all loggers and log the summary so far.
 
         Args:
-            rows: All rounds' metrics so far.
-            targets: The accuracies of R_acc.
+            rows: The metrics of all rounds so far.
+            targets: The target accuracies of R_acc.
         """
         for one in self._all:
             one.save()
@@ -425,13 +425,13 @@ class Loggers:
                 one.log_summary(summarize(rows, targets) | lowest_losses(rows))
 
     def log_files(self) -> None:
-        """The run's files are all there."""
+        """Log files. Called when the run folder is complete."""
         for one in self._all:
             if isinstance(one, RoundLogger):
                 one.log_files()
 
     def finalize(self, status: str) -> None:
-        """The run is over, or broken off: close what was begun."""
+        """Close the loggers that have begun."""
         begun, self._begun = self._begun, []
         for one in begun:
             one.finalize(status)

@@ -1,4 +1,4 @@
-"""Lightning's CSV, TensorBoard and MLflow loggers, with their files in the run's folder, and going on after a kill."""
+"""Lightning's CSV, TensorBoard and MLflow loggers, writing to the run folder and continuing after a resume."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ from fl_lightning.core.gate import require_trust
 from fl_lightning.loggers.base import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"
-"""MLflow's environment variable for where its runs are."""
+"""Environment variable with the location of MLflow's runs."""
 
 
-def need(package: str) -> None:
-    """Refuse a logger whose package is missing.
+def require_package(package: str) -> None:
+    """Check that the package of a logger is installed.
 
     Raises:
-        ConfigError: Names the command that installs it.
+        ConfigError: It is not; the message names the command that installs it.
     """
     if find_spec(package) is None:
-        raise ConfigError(f"logger: it needs {package}; pip install 'fl-lightning[{package}]'")
+        raise ConfigError(f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'")
 
 
-def refuse_places(**options: Any) -> None:
-    """Refuse options that say where below `save_dir` Lightning's loggers write, where there is none.
+def refuse_subfolders(**options: Any) -> None:
+    """Refuse options that name subfolders of `save_dir` if there is no `save_dir`.
 
     Raises:
-        ConfigError: Names the option.
+        ConfigError: There is such an option; the message names it.
     """
     for name, value in options.items():
         if value not in (None, "lightning_logs"):
-            raise ConfigError(f"logger.{name}: it names a place below logger.save_dir; give that too, or leave it out")
+            raise ConfigError(
+                f"logger.{name}: it names a subfolder of logger.save_dir, which is not given. Give both or neither."
+            )
 
 
 class CSVLogger(RoundLogger, lightnings.CSVLogger):
-    """Lightning's CSV file: a row a round, by default in `csv_logs/metrics.csv` in the run's folder.
+    """Log metrics to Lightning's CSV file, a row per round, by default `csv_logs/metrics.csv` in the run folder.
 
     Args:
-        save_dir: Another folder, in which Lightning makes one for each sitting, `<name>/version_<n>`.
-        name: In that folder.
-        version: In that folder.
-        prefix: Begins the names of metrics.
+        save_dir: Another folder, in which Lightning creates `<name>/version_<n>` each time `fit` starts or resumes.
+        name: Name of the subfolder of `save_dir`.
+        version: Version of the subfolder.
+        prefix: Prefix of metric names.
 
     Raises:
         ConfigError: `name` or `version` is given without `save_dir`.
@@ -71,10 +73,10 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         super().__init__(save_dir or "", name, version, prefix)
         self._in_run = save_dir is None
         if self._in_run:
-            refuse_places(name=name, version=version)
+            refuse_subfolders(name=name, version=version)
 
     def begin(self, run: Beginning) -> None:
-        """Begin a file, or go on with the run's own as it stood after a round."""
+        """Begin a file, or continue the one in the run folder after the last finished round."""
         if self._in_run:
             self._save_dir, self._name, self._version = str(run.run_dir), "csv_logs", ""
             _cut_back(run.run_dir / "csv_logs" / "metrics.csv", run.round)
@@ -83,7 +85,7 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
 
 
 class _Continued(ExperimentWriter):
-    """Goes on with the file there is, which Lightning's own would remove."""
+    """Continue an existing file, which Lightning would remove."""
 
     def _check_log_dir_exists(self) -> None:
         if os.path.exists(self.metrics_file_path):
@@ -92,7 +94,7 @@ class _Continued(ExperimentWriter):
 
 
 def _cut_back(path: Path, round: int) -> None:
-    """Cut a CSV file with a column `step` back to the rows up to a round, less what a kill cut short."""
+    """Cut a CSV file back to the complete rows whose column `step` is at most a round."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -108,14 +110,16 @@ def _cut_back(path: Path, round: int) -> None:
 
 
 class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
-    """TensorBoard: a step a round, by default in `tensorboard/` in the run's folder; see `tensorboard --logdir runs`.
+    """Log to TensorBoard, a step per round, by default in `tensorboard/` in the run folder.
+
+    Open it with `tensorboard --logdir runs`.
 
     Args:
-        save_dir: Another folder, in which Lightning makes one for each sitting, `<name>/version_<n>`.
-        name: In that folder.
-        version: In that folder.
-        sub_dir: In that of the version.
-        prefix: Begins the names of metrics.
+        save_dir: Another folder, in which Lightning creates `<name>/version_<n>` each time `fit` starts or resumes.
+        name: Name of the subfolder of `save_dir`.
+        version: Version of the subfolder.
+        sub_dir: Subfolder of the version.
+        prefix: Prefix of metric names.
         default_hp_metric: Log `hp_metric`, which TensorBoard's table of hyperparameters needs.
 
     Raises:
@@ -131,17 +135,17 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         prefix: str = "",
         default_hp_metric: bool = True,
     ) -> None:
-        need("tensorboard")
+        require_package("tensorboard")
         require_trust("logger.save_dir", save_dir)
         super().__init__(
             save_dir or "", name, version, default_hp_metric=default_hp_metric, prefix=prefix, sub_dir=sub_dir
         )
         self._in_run = save_dir is None
         if self._in_run:
-            refuse_places(name=name, version=version, sub_dir=sub_dir)
+            refuse_subfolders(name=name, version=version, sub_dir=sub_dir)
 
     def begin(self, run: Beginning) -> None:
-        """Begin, or go on after a round: what was logged of later ones is not shown."""
+        """Begin, or continue after the last finished round. Later steps that were logged are not shown."""
         if self._in_run:
             self._root_dir, self._name, self._version = str(run.run_dir), "tensorboard", ""
             self._kwargs["purge_step"] = run.round + 1
@@ -150,25 +154,25 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
     def log_image(
         self, key: str, images: Sequence[str], step: int | None = None, caption: Sequence[str] | None = None
     ) -> None:
-        """Log pictures from their files."""
+        """Log images from files."""
         for number, path in enumerate(images):
             name = f"{key}-{number + 1}" if number else key
             self.experiment.add_image(name, imread(path), step, dataformats="HWC")
 
 
 class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
-    """MLflow: a run an experiment, a step a round, by default in the database `mlflow/mlflow.db` in the run's folder.
+    """Log to MLflow, a step per round, by default in the database `mlflow/mlflow.db` in the run folder.
 
-    `mlflow ui --backend-store-uri sqlite:///RUN/mlflow/mlflow.db` shows it. A resumed experiment goes on in the same
-    MLflow run, which `mlflow/run_id` in the run's folder names.
+    Open it with `mlflow ui --backend-store-uri sqlite:///RUN/mlflow/mlflow.db`. A resumed run continues its MLflow run,
+    whose id is in `mlflow/run_id`.
 
     Args:
-        experiment_name: MLflow's experiment.
-        run_name: Name of the run; by default as for W&B, `<config>-<changes>-seed<seed>`.
-        tracking_uri: Another database or server, or `MLFLOW_TRACKING_URI`.
+        experiment_name: Name of the MLflow experiment.
+        run_name: Name of the run. By default `<config>-<changes>-seed<seed>`, as for W&B.
+        tracking_uri: Another database or server. By default `MLFLOW_TRACKING_URI`, if it is set.
         tags: Tags of the run; `algorithm`, `dataset` and `partition` are added.
-        prefix: Begins the names of metrics.
-        artifact_location: Where files belong that you log by `experiment`; none are by themselves.
+        prefix: Prefix of metric names.
+        artifact_location: Folder of the files that you log with `experiment`. No files are logged by default.
 
     Raises:
         ConfigError: `mlflow` is not installed.
@@ -183,7 +187,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         prefix: str = "",
         artifact_location: str | None = None,
     ) -> None:
-        need("mlflow")
+        require_package("mlflow")
         require_trust("logger.tracking_uri", tracking_uri)
         require_trust("logger.artifact_location", artifact_location)
         self._options: dict[str, Any] = {
@@ -193,22 +197,22 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         }
         self._named, self._uri = run_name, tracking_uri or os.environ.get(TRACKING)
         self._own_tags = tags or {}
-        self._held = -1  # the last round that the MLflow run held when this folder's run was resumed
+        self._held = -1  # the last round in the MLflow run when the run was resumed
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Refuse a note of another kind than this leaves."""
+        """Check the file that names the MLflow run."""
         if run_dir:
-            _noted(run_dir)
+            _run_id(run_dir)
 
     def begin(self, run: Beginning) -> None:
-        """Begin an MLflow run, or go on with the one that is noted in the run's folder."""
+        """Begin an MLflow run, or continue the one named in the run folder."""
         place = run.run_dir.resolve() / "mlflow"
         place.mkdir(exist_ok=True)
         if not self._uri:
             self._options["artifact_location"] = self._options["artifact_location"] or (place / "artifacts").as_uri()
-        noted = _noted(run.run_dir) if run.round else None
+        noted = _run_id(run.run_dir) if run.round else None
         if run.round and not noted:
-            warnings.warn(f"{place / 'run_id'} is gone: another MLflow run begins", stacklevel=2)
+            warnings.warn(f"{place / 'run_id'} not found: a new MLflow run begins", stacklevel=2)
         kinds = dict(zip(("algorithm", "dataset", "partition"), run.labels.tags, strict=False))
         super().__init__(
             **self._options,
@@ -217,7 +221,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             tags=kinds | self._own_tags,
             run_id=noted,
         )
-        with _tracking_elsewhere():
+        with _restored_environment():
             _ = self.experiment
         if noted:
             key = "-".join(filter(None, (self._prefix, "time/round_s")))
@@ -228,14 +232,14 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             super().begin(run)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log a round, unless the MLflow run holds it already."""
+        """Log a round, unless the MLflow run has it already."""
         if step is None or step > self._held:
             super().log_metrics(metrics, step)
 
 
 @contextmanager
-def _tracking_elsewhere() -> Iterator[None]:
-    """Leave the environment as it was: Lightning has MLflow set its variable, which the next run would read."""
+def _restored_environment() -> Iterator[None]:
+    """Restore the environment variable that MLflow sets for Lightning, which would affect the next run."""
     before = os.environ.get(TRACKING)
     try:
         yield
@@ -245,16 +249,16 @@ def _tracking_elsewhere() -> Iterator[None]:
             os.environ[TRACKING] = before
 
 
-def _noted(run_dir: Path) -> str | None:
-    """The id of a run folder's MLflow run, if there is one.
+def _run_id(run_dir: Path) -> str | None:
+    """Return the id of the MLflow run of a run folder, if there is one.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The file does not hold an id.
     """
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None
     found = place.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{32}", found):
-        raise ConfigError(f"{place} is damaged: put it back, or remove it to begin another MLflow run")
+        raise ConfigError(f"{place} is damaged. Restore it, or remove it to begin a new MLflow run.")
     return found

@@ -1,13 +1,12 @@
-"""What a run is called: after its config, what the command line changed of it, and its seed.
+"""Names of runs for loggers: the config's name, the changes made on the command line, and the seed.
 
-Runs of one *setting* differ in nothing but the seed, and in what only says where they run and who watches. Their names
-differ in the seed, and they share a group:
+Runs of one *setting* differ only in the seed, and in options that do not affect results. They share a group:
 
     digits_fedskc-seed2                  digits_fedskc-5a1f09
     digits_fedskc-tau=0.1-seed2          digits_fedskc-tau=0.1-c41e77
 
-The end of a group is a digest of the setting, so that two settings never share one, be they told apart on the command
-line or in the file.
+The end of a group is a digest of the setting, so different settings have different groups, also if they differ in the
+config file only.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 128
-"""Characters of a name, as W&B takes it."""
+"""Largest number of characters in a name that W&B accepts."""
 
 
 def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[str, str]:
-    """A run's name and its group's.
+    """Return the names of a run and of its group.
 
     Args:
         config: The config's name.
         seed: The run's seed.
         setting: The setting by dotted keys.
-        stated: The setting as the config states it.
+        stated: The setting in the config file.
     """
-    given = {key: value for key, value in setting.items() if value is not None}  # a key to come may default to null
+    given = {
+        key: value for key, value in setting.items() if value is not None
+    }  # a key of a later version may default to null
     digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:6]
     called = "-".join(filter(None, (config, changes(setting, stated))))
     name, group = (called[: LONGEST - len(end) - 1] + f"-{end}" for end in (f"seed{seed}", digest))
@@ -39,9 +40,9 @@ def run_names(config: str, seed: int, setting: Mapping[str, Any], stated: Mappin
 
 
 def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """What differs from the setting that was stated: `tau=0.1,local_test=0.3`.
+    """Return how a setting differs from the stated one: `tau=0.1,local_test=0.3`.
 
-    Keys are cut down to their last parts where these tell them apart.
+    Keys are shortened to their last parts where these are unique.
     """
     told = {key: value for key, value in setting.items() if stated.get(key) != value}
     endings = Counter(_ending(key) for key in told)
@@ -54,7 +55,7 @@ def _ending(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in few characters: a class by its name, a list of them joined by `+`."""
+    """Return a short text for a value: the name of a class, the elements of a list joined by `+`."""
     if isinstance(value, list):
         return "+".join(map(_text, value))
     if isinstance(value, dict) and "class_path" in value:

@@ -1,4 +1,4 @@
-"""Which fl-lightning a run was carried out with."""
+"""Version and git commit of the package that carries out a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import fl_lightning
 
 
 def source() -> dict[str, str]:
-    """The package's `version` and, where it lies in a git checkout, the `commit` that is checked out."""
+    """Return the package's `version` and, in a git checkout, the `commit`."""
     found = {"version": fl_lightning.__version__}
     if commit := commit_of(Path(fl_lightning.__file__).resolve().parents[1]):
         found["commit"] = commit
@@ -18,10 +18,10 @@ def source() -> dict[str, str]:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit that is checked out in a folder, read from its `.git`; None where there is none.
+    """Return the commit that is checked out in a folder, read from its `.git`; None if it is not a checkout.
 
-    Only the folder itself counts, not one above it: a package that is installed below somebody's project is no part of
-    that. Git is not run.
+    Parent folders are not searched, since a package that is installed inside of another project is not part of it. Git
+    is not called.
     """
     with suppress(OSError, UnicodeDecodeError, IndexError):
         git = checkout / ".git"
@@ -36,7 +36,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def _resolved(ref: str, git: Path) -> str | None:
-    """The commit that a ref names, in a file of its own or among the packed ones."""
+    """Return the commit that a ref names, from its file or from the packed refs."""
     if (git / ref).is_file():
         return (git / ref).read_text().strip()
     lines = (line.split(" ") for line in (git / "packed-refs").read_text().splitlines())

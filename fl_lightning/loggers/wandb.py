@@ -1,4 +1,4 @@
-"""A run as Weights & Biases shows it: one row a round, a config that filters, names that group."""
+"""Weights & Biases logger: a step per round, a config to filter by, and names that group seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
 
 TO_GO_ON = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints", "clients")
-"""What of a run's folder it takes to test the run, or to go on with it."""
+"""Files of a run folder that testing or resuming the run needs."""
 
 FIELDS = {
     "project": "project",
@@ -40,36 +40,36 @@ FIELDS = {
     "job_type": "run_job_type",
     "notes": "run_notes",
 }
-"""Our options, and what W&B's settings call them."""
+"""Names of our options in W&B's settings."""
 
 LONGEST = {"name": 128, "group": 128, "job_type": 64, "id": 128}
-"""Characters that W&B's server takes at most; its client finds out when a run is sent, which may be days later."""
+"""Largest number of characters that W&B's server accepts. Its client would only fail when a run is uploaded."""
 
 LONGEST_TAG = 64
 
 
 class WandbRoundLogger(RoundLogger, LightningWandbLogger):
-    """Weights & Biases: one run an experiment, one step a round, offline unless told otherwise.
+    """Log to Weights & Biases, a step per round, offline by default.
 
-    An option that is not given takes the value of W&B's environment variable for it, and the default where that is not
-    set either. The files lie in the run's folder, and a resumed experiment goes on in the same W&B run.
+    An option that is not given takes the value of W&B's environment variable, if it is set. The files are written to
+    the run folder. A resumed run continues its W&B run.
 
     Args:
-        project: W&B project, or `WANDB_PROJECT`; by default `fl-lightning`.
-        name: Name of the run, or `WANDB_NAME`; by default `<config>-<changes>-seed<seed>`, where changes are what the
-            command line changed of the config.
-        offline: Keep everything on disk (`wandb sync` uploads it later), or `WANDB_MODE`; by default true, and false
+        project: W&B project, or `WANDB_PROJECT`. By default `fl-lightning`.
+        name: Name of the run, or `WANDB_NAME`. By default `<config>-<changes>-seed<seed>`, where the changes are those
+            that the command line made to the config.
+        offline: Keep everything on disk, to be uploaded with `wandb sync`; or `WANDB_MODE`. By default true. `false`
             needs an account.
-        entity: W&B user or team, or `WANDB_ENTITY`; by default the account's own.
-        group: Name under which W&B groups runs, or `WANDB_RUN_GROUP`; by default one that the seeds of a setting share.
-        tags: Tags of the run, or `WANDB_TAGS`; the names of algorithm, dataset and partition are added.
-        job_type: Kind of the run, or `WANDB_JOB_TYPE`; by default `fit`.
-        notes: A word about the run, or `WANDB_NOTES`.
-        log_model: `true` leaves `final/model.pt` as a W&B artifact when the run ends, `all` also the checkpoints, with
-            what it takes to go on from them.
+        entity: W&B user or team, or `WANDB_ENTITY`. By default that of the account.
+        group: Group of the run, or `WANDB_RUN_GROUP`. By default, runs that differ only in the seed share a group.
+        tags: Tags of the run, or `WANDB_TAGS`. The names of algorithm, dataset and partition are added.
+        job_type: Job type of the run, or `WANDB_JOB_TYPE`. By default `fit`.
+        notes: Notes on the run, or `WANDB_NOTES`.
+        log_model: `true` logs `final/model.pt` as a W&B artifact at the end of the run. `all` also logs the checkpoints
+            and the files that resuming needs.
 
     Raises:
-        ConfigError: `log_model` is something else.
+        ConfigError: `log_model` has another value.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if log_model not in (True, False, "all"):
             raise ConfigError(f"logger.log_model: {log_model!r} is neither true, false nor all")
         with temporary_files():
-            import wandb  # not above: it makes temporary folders, and runs that do not log to it need none
+            import wandb  # not at the top: importing it creates temporary folders
 
         super().__init__()
         self.log_model = log_model
         self.mode = _chosen({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
         if self.mode not in OFFLINE:
             require_trust("logger.offline", self.mode)
-        self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # the sweep then says which run it is: W&B sees to that
+        self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
         words = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
         self._wandb_init = {
             "id": None if self._swept else _chosen(None, "RUN_ID"),
@@ -111,17 +111,17 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         }
         if self.mode in OFFLINE:
             self._wandb_init["settings"].silent = True
-        self._held = -1  # the last round that the W&B run held when this folder's run was resumed
-        self._open = False  # whether a round's row is
+        self._held = -1  # the last round in the W&B run when the run was resumed
+        self._open = False  # whether a round's row is open
 
     def check(self, run_dir: Path | None = None) -> None:
-        """Refuse what W&B would refuse later, without asking it or writing anything.
+        """Check the options as W&B would check them later, without a connection and without writing files.
 
         Args:
-            run_dir: The run's folder, if there is one yet: the note in it of its W&B run is checked too.
+            run_dir: The run folder, if it exists. The file in it that names the W&B run is checked too.
 
         Raises:
-            ConfigError: An option or a variable is not as W&B wants it, or the note is damaged.
+            ConfigError: W&B does not accept an option or an environment variable, or the file is damaged.
         """
         import wandb
 
@@ -137,78 +137,78 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         for option, most in LONGEST.items():
             if len(told[option] or "") > most:
                 key = f"logger.{option}" if option in FIELDS else "WANDB_RUN_ID"
-                raise ConfigError(f"{key}: {len(told[option])} characters, and W&B takes {most} at most")
+                raise ConfigError(f"{key}: {len(told[option])} characters, and W&B accepts at most {most}")
         if re.search(r"[\s/\\#?%:]", told["entity"] or ""):
-            raise ConfigError(f"logger.entity: {told['entity']!r} is no name of a W&B user or team")
+            raise ConfigError(f"logger.entity: {told['entity']!r} is not the name of a W&B user or team")
         if run_dir is not None:
             read_note(run_dir)
 
     @property
     def experiment(self) -> Any:
-        """The W&B run; made at the first call.
+        """The W&B run, created at the first access.
 
-        Not by Lightning's property: that makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
-        for whatever else this process may run.
+        Lightning's property is not used: it makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
+        for the whole process.
         """
         import wandb
 
         if self._experiment is None:
-            with temporary_files(of_programs=True), _unlaunched():
+            with temporary_files(of_programs=True), _without_launch():
                 self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment
 
     def begin(self, run: Beginning) -> None:
-        """Begin the W&B run, or go on with it; a new one gets the table of who holds what."""
+        """Begin or continue the W&B run. A new one gets a table of the partition."""
         if self.attach(run.run_dir, run.config, run.labels) and run.counts is not None:
             self.log_counts("partition", run.counts, run.round)
 
     def attach(self, run_dir: Path, config: Mapping[str, Any], labels: Labels) -> bool:
-        """Begin the W&B run of a run folder, or go on with it: what it is called is noted there.
+        """Begin the W&B run of a run folder, or continue the one that the folder names.
 
-        A run that has been online has its labels there, and may have been given others since: they are left alone,
-        but for what the config or the environment says.
+        The labels of a run that has been online may have been edited there. They are kept, unless the config or the
+        environment sets them.
 
         Args:
-            run_dir: The folder, where W&B leaves its files.
+            run_dir: The run folder, in which W&B writes its files.
             config: The resolved config.
-            labels: What to call a run that is new.
+            labels: Default names of a new run.
 
         Returns:
-            Whether it is.
+            Whether the W&B run is new.
 
         Raises:
-            ConfigError: What is noted there is damaged, or of another run.
+            ConfigError: The file that names the W&B run is damaged, or belongs to another run.
         """
         noted, of = read_note(run_dir), [*labels.tags, config.get("seed")]
         if noted and noted["of"] != of:
             words = [" ".join(map(str, one)) for one in (noted["of"], of)]
-            mend = "put the run's own back, or remove it to begin another W&B run"
-            raise ConfigError(f"{run_dir / NOTE} is of another run, {words[0]} and not {words[1]}: {mend}")
+            fix = "Restore the file, or remove it to begin a new W&B run."
+            raise ConfigError(f"{run_dir / NOTE} belongs to another run, {words[0]} and not {words[1]}. {fix}")
         if not noted and (run_dir / NOTE).parent.exists():
-            warnings.warn(f"{run_dir / NOTE} is gone: another W&B run begins", stacklevel=2)
+            warnings.warn(f"{run_dir / NOTE} not found: a new W&B run begins", stacklevel=2)
         known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | noted
         told, online = self._wandb_init, noted.get("online", False)
         silent = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
         told |= {key: told[key] or known.get(key) for key in silent}
         if told["tags"] or not online:
             told["tags"] = list(dict.fromkeys([*told["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
-        own = {key: value for key, value in config.items() if key != "logger"}  # W&B has that in fields of its own
+        own = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
         told |= {"dir": str(run_dir), "config": {**grouped(own), "fl_lightning": source()}}
-        self._project, self._save_dir = told["project"], told["dir"]  # what Lightning calls `name` and `save_dir`
+        self._project, self._save_dir = told["project"], told["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":
             with self._undone(run_dir / "wandb"):
                 run = self.experiment
                 self._held = run.summary.get("round", -1) if noted else -1
                 found = {"id": run.id, "project": run.project, "entity": run.entity}
                 note = known | found | {"online": online or self.mode not in OFFLINE}
-                write_atomically(run_dir / NOTE, sealed(note))
+                write_atomically(run_dir / NOTE, with_checksum(note))
         return not noted
 
     @contextmanager
     def _undone(self, folder: Path) -> Iterator[None]:
-        """What W&B has begun inside, and left in its folder, is taken back if something goes wrong."""
+        """Close the W&B run and remove its new files if an exception is raised inside."""
         new = not folder.exists()
         try:
             yield
@@ -221,20 +221,20 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
     @temporary_files()
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Add to a round's row, which `save` closes: its metrics, pictures and tables share one.
+        """Add metrics, images or tables to the row of a round, which `save` closes.
 
-        A resumed run may repeat rounds that W&B holds already; it keeps those.
+        Rounds that W&B has already are not logged again by a resumed run.
 
         Args:
-            metrics: What to add.
-            step: The round; by default the one whose row is open, or else the next.
+            metrics: Values by name.
+            step: The round. By default the round whose row is open, or the next one.
         """
         run = self.experiment
         if step is None:
             run.log(metrics, commit=False)
         elif step > self._held:
-            # W&B drops what is behind its own step, which is further on where somebody else has logged to the run; one
-            # in `shared` mode has none.
+            # W&B drops values behind its own step, which is ahead if another process has logged to the run. A run in
+            # `shared` mode has no step.
             at = None if self.mode == "shared" else max(step, run.step)
             run.log({**metrics, "round": step}, step=at, commit=False)
             self._open = True
@@ -247,30 +247,31 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             self._open = False
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Put figures into the run's summary; those that are None stay out.
+        """Update the summary of the W&B run with all figures that are not None.
 
-        This is how best values get there, and not by `define_metric(summary="max")`: that makes a mapping of a metric's
-        own entry, in which no sweep finds `global/acc` any more, and of a run that was resumed offline it knows the
-        last sitting only.
+        `define_metric(summary="max")` is not used for best values: it turns the summary entry of `global/acc` into a
+        mapping, which sweeps do not find, and forgets the rounds before an offline resume.
         """
         self.experiment.summary.update({name: value for name, value in summary.items() if value is not None})
 
     def log_counts(self, key: str, counts: Sequence[Sequence[int]], step: int) -> None:
-        """Log a clients x classes table."""
+        """Log the samples of each client and class as a table."""
         columns = ["client", *(f"class {j}" for j in range(len(counts[0])))]
         self.log_table(key, columns, [[k, *map(int, row)] for k, row in enumerate(counts)], step=step)
         self.save()
 
     def log_files(self) -> None:
-        """Leave what `log_model` asks for as artifacts of the finished run."""
+        """Log the artifacts that `log_model` asks for."""
         run_dir = Path(self._wandb_init["dir"])
         if not self.log_model or self.mode == "disabled":
             return
         if (model := run_dir / "final" / "model.pt").is_file():
             self._leave("model", [model])
         elif self.log_model is True:
-            mend = "`all` logs the checkpoints, which hold the clients' models"
-            warnings.warn(f"logger.log_model: this method leaves no final/model.pt; {mend}", stacklevel=2)
+            fix = "Use `all` to log the checkpoints, which hold the clients' models."
+            warnings.warn(
+                f"logger.log_model: this method has no global model, hence no final/model.pt. {fix}", stacklevel=2
+            )
         if self.log_model == "all":
             self._leave("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
 
@@ -292,14 +293,14 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
 
 NOTE = Path("wandb", "run.json")
-"""Where a run's folder says which W&B run is its own."""
+"""File in a run folder that names its W&B run."""
 
 
 @contextmanager
-def _unlaunched() -> Iterator[None]:
-    """Let W&B begin a run without a look at what was staged for its Launch: it imports all of Launch to find nothing.
+def _without_launch() -> Iterator[None]:
+    """Start a W&B run without importing W&B Launch, which takes a second.
 
-    That takes a second. Where Launch is imported already, something may have been staged, and W&B looks.
+    If Launch is imported already, its inputs are processed as usual.
     """
     import wandb
 
@@ -316,55 +317,55 @@ def _unlaunched() -> Iterator[None]:
 
 
 def read_note(run_dir: Path) -> dict[str, Any]:
-    """What a run's folder says of its W&B run; nothing if there is none yet.
+    """Read the file that names the W&B run of a run folder; empty if there is none.
 
     Raises:
-        ConfigError: It is not as it was written, or W&B's folder is none.
+        ConfigError: The file is damaged, or `wandb` is not a folder.
     """
     place = run_dir / NOTE
     if place.parent.is_symlink() or (place.parent.exists() and not place.parent.is_dir()):
-        raise ConfigError(f"{place.parent} is no folder; W&B's files go there, move it away")
+        raise ConfigError(f"{place.parent} is not a folder. Move it away; W&B's files are written there.")
     if not place.exists() and not place.is_symlink():
         return {}
-    mend = "put it back, or remove it to begin another W&B run"
+    fix = "Restore it, or remove it to begin a new W&B run."
     if place.is_symlink() or not place.is_file():
-        raise ConfigError(f"{place} is no file: {mend}")
+        raise ConfigError(f"{place} is not a file. {fix}")
     try:
         content = place.read_text(encoding="utf-8")
         note = json.loads(content)
         note.pop("sha256")
-        sound = content == sealed(note)
+        sound = content == with_checksum(note)
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {one_line(error)}") from error
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         sound = False
     if not sound:
-        raise ConfigError(f"{place} is damaged: {mend}")
+        raise ConfigError(f"{place} is damaged. {fix}")
     return note
 
 
-def sealed(note: Mapping[str, Any]) -> str:
-    """A note as it is written, with the SHA-256 of its content: whatever byte is changed is noticed."""
+def with_checksum(note: Mapping[str, Any]) -> str:
+    """Return the content of the file with its SHA-256, so that changes are detected."""
     digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
     return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
 
 
 @contextmanager
 def _blamed(key: str) -> Iterator[None]:
-    """Turn W&B's refusal into one line that names the key."""
+    """Turn an error of W&B into one line that names the key."""
     try:
         yield
-    except ValidationError as error:  # which tells where to read about pydantic, too
+    except ValidationError as error:  # its text also refers to pydantic's manual
         raise ConfigError(f"{key}: {one_line(error.errors()[0]['msg'].removeprefix('Value error, '))}") from error
     except Exception as error:
         raise ConfigError(f"{key}: {one_line(error)}") from error
 
 
 def grouped(value: Any) -> Any:
-    """A config as W&B's filters want it: `algorithm.name`, `algorithm.tau`, `algorithm.loss_terms.Proximal.mu`.
+    """Return a config with the keys that W&B filters by: `algorithm.name`, `algorithm.loss_terms.Proximal.mu`.
 
-    W&B joins nested keys by dots. A class is its arguments and its `name`, a list of classes a mapping by their names.
-    An argument that is itself called `name` stays below `init_args`.
+    W&B joins nested keys by dots. A class becomes a mapping of its `name` and its arguments, a list of classes a
+    mapping by name. An argument called `name` stays in `init_args`.
     """
     if isinstance(value, list) and value and all(map(_is_class, value)):
         seen: Counter[str] = Counter()
@@ -390,5 +391,5 @@ def _numbered(name: str, seen: Counter[str]) -> str:
 
 
 def _chosen(option: str | None, variable: str) -> str | None:
-    """An option of the config, or what the environment says where the config is silent."""
+    """Return an option, or the value of its environment variable if the option is not given."""
     return option if option is not None else os.environ.get(f"WANDB_{variable}") or None

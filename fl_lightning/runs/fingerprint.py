@@ -88,7 +88,8 @@ class Fingerprint:
         if told := [part for part in self.data.keys() | data.keys() if self.data.get(part) != data.get(part)]:
             where = "scenario.dataset" if told != ["partition"] else "scenario.partition"
             raise ConfigError(
-                f"{where}: changed since the run began: {', '.join(sorted(told))}. Restore the data, or start a new run."
+                f"{where}: changed since the run began: {', '.join(sorted(told))}. "
+                "Restore the data, or start a new run."
             )
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:

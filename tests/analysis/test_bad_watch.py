@@ -37,7 +37,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.loggers.collection import WandbRoundLogger
-from fl_lightning.loggers.wandb import NOTE, Labels, sealed
+from fl_lightning.loggers.wandb import NOTE, Labels, with_checksum
 from fl_lightning.models import Backbone
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]
@@ -121,7 +121,7 @@ KINDS = [
     # W&B
     kind("project", [*WANDB, "--logger.project", "a/b"], "logger.project: Invalid project name 'a/b'"),
     kind("long project", [*WANDB, "--logger.project", "p" * 129], "logger.project: ", "128 characters"),
-    kind("long name", [*WANDB, "--logger.name", "n" * 129], "logger.name: 129 characters, and W&B takes 128 at most"),
+    kind("long name", [*WANDB, "--logger.name", "n" * 129], "logger.name: 129 characters, and W&B accepts at most 128"),
     kind("long group", [*WANDB, "--logger.group", "g" * 129], "logger.group: 129 characters"),
     kind("long job type", [*WANDB, "--logger.job_type", "j" * 65], "logger.job_type: 65 characters", "takes 64"),
     kind("empty tag", [*WANDB, "--logger.tags", '[a, ""]'], "logger.tags: Tag at index 1 is empty"),
@@ -138,7 +138,7 @@ KINDS = [
     kind("no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be"),
     kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "give that too, or leave it out"),
     kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'; there are save_dir"),
-    kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is there twice; list it once"),
+    kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is listed twice. List it once."),
     kind("unknown logger", [*FIT, "--logger=[CSVLogger, Paper]"], "logger: there is no class 'Paper'", "CSVLogger"),
     kind("true", [*FIT, "--logger=true"], "logger: there is no class 'true'", "WandbRoundLogger"),
 ]
@@ -582,7 +582,7 @@ def test_a_changed_byte_of_the_note_is_noticed_before_anything_is_written(noted,
     logger = WandbRoundLogger()
     for damaged in damages(content):
         (tmp_path / NOTE).write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"run\.json is damaged: put it back, or remove it to begin another"):
+        with pytest.raises(ConfigError, match=r"run\.json is damaged. Restore it, or remove it to begin a new"):
             logger.check(tmp_path)
     (tmp_path / NOTE).write_bytes(content)
     logger.check(tmp_path)
@@ -599,7 +599,7 @@ def test_a_damaged_note_is_one_line_and_a_resume_without_it_goes_on(noted, tmp_p
     (folder / NOTE).unlink()
     code, _, err = run("fit", "--resume", folder, "--rounds", "2")
     assert code == 0
-    assert "run.json is gone: another W&B run begins" in err
+    assert "run.json not found: a new W&B run begins" in err
 
 
 def test_a_note_of_another_run_is_refused(noted, tmp_path):
@@ -607,9 +607,11 @@ def test_a_note_of_another_run_is_refused(noted, tmp_path):
     note = json.loads((folder / NOTE).read_text())
     del note["sha256"]
     note["of"][-1] = 7
-    (folder / NOTE).write_text(sealed(note))
+    (folder / NOTE).write_text(with_checksum(note))
     line = refusal(["fit", "--resume", folder, "--rounds", "1", "--rounds", "2"], folder / "wandb")
-    assert "run.json is of another run, FedSKC Digits Dirichlet 7 and not FedSKC Digits Dirichlet 0: put" in line
+    assert (
+        "run.json belongs to another run, FedSKC Digits Dirichlet 7 and not FedSKC Digits Dirichlet 0. Restore" in line
+    )
 
 
 def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
@@ -624,12 +626,12 @@ def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
     }.items():
         (run_dir := tmp_path / name).mkdir()
         make(run_dir / "wandb")
-        with pytest.raises(ConfigError, match="wandb is no folder; W&B's files go there, move it away"):
+        with pytest.raises(ConfigError, match="wandb is not a folder. Move it away"):
             logger.check(run_dir)
         (inside := tmp_path / f"{name} inside" / "wandb").mkdir(parents=True)
         if name != "file":
             make(inside / "run.json")
-            with pytest.raises(ConfigError, match=r"run.json is no file: put it back"):
+            with pytest.raises(ConfigError, match=r"run.json is not a file. Restore it"):
                 logger.check(inside.parent)
     (tmp_path / NOTE).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"run.json is no file"):

@@ -178,7 +178,7 @@ def test_a_last_line_that_was_cut_short_does_not_count(path: Path) -> None:
 def test_a_file_that_does_not_hold_every_round_is_refused_and_left_alone(content: bytes | None, path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(Damaged, match=r"metrics.csv does not hold rounds 1 to 2: put it back, or start"):
+    with pytest.raises(Damaged, match=r"metrics.csv does not hold rounds 1 to 2. Restore it, or start"):
         rewound(path, 2)
     assert (path.read_bytes() if path.exists() else None) == content
 

@@ -154,8 +154,8 @@ def test_there_need_be_none(tmp_path, given):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (True, "True is no Lightning logger; give one, a list of them, or false"),
-        ([Recording(), "CSVLogger"], "'CSVLogger' is no Lightning logger"),
+        (True, "True is not a Lightning logger. Give one, a list of them, or false."),
+        ([Recording(), "CSVLogger"], "'CSVLogger' is not a Lightning logger"),
         ([CSVLogger(), Recording(), CSVLogger(prefix="x")], "CSVLogger is there twice"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_note_of_mlflow_that_is_none_is_refused(tmp_path):
     pytest.importorskip("mlflow")
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "run_id").write_text("../../x")
-    with pytest.raises(ConfigError, match=r"run_id is damaged: put it back, or remove it to begin another MLflow run"):
+    with pytest.raises(ConfigError, match=r"run_id is damaged. Restore it, or remove it to begin a new MLflow run"):
         MLFlowLogger().check(tmp_path)
 
 

@@ -628,7 +628,9 @@ def test_without_it_there_is_no_artifact(logged):
 
 
 def test_a_method_without_a_model_says_so(tmp_path):
-    with pytest.warns(UserWarning, match=r"logger.log_model: this method leaves no final/model.pt; `all` logs"):
+    with pytest.warns(
+        UserWarning, match=r"logger.log_model: this method has no global model, hence no final/model.pt. Use `all`"
+    ):
         experiment(tmp_path, Local(), rounds=1, logger=WandbRoundLogger(log_model=True)).fit()
     assert [one for one in of_kind(Logged(tmp_path).records, "artifact") if one.type == "model"] == []
 
