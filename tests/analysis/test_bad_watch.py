@@ -136,7 +136,7 @@ KINDS = [
     kind("WANDB_BASE_URL", WANDB, "WANDB_BASE_URL: Input should be a valid URL", WANDB_BASE_URL="garbage"),
     # Other loggers
     kind("no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be"),
-    kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "give that too, or leave it out"),
+    kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "which is not given. Give both or neither"),
     kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'; there are save_dir"),
     kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is listed twice. List it once."),
     kind("unknown logger", [*FIT, "--logger=[CSVLogger, Paper]"], "logger: there is no class 'Paper'", "CSVLogger"),

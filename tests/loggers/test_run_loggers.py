@@ -156,7 +156,7 @@ def test_there_need_be_none(tmp_path, given):
     [
         (True, "True is not a Lightning logger. Give one, a list of them, or false."),
         ([Recording(), "CSVLogger"], "'CSVLogger' is not a Lightning logger"),
-        ([CSVLogger(), Recording(), CSVLogger(prefix="x")], "CSVLogger is there twice"),
+        ([CSVLogger(), Recording(), CSVLogger(prefix="x")], "CSVLogger is listed twice"),
     ],
 )
 def test_what_is_no_logger_is_refused(tmp_path, given, told):
@@ -383,7 +383,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(here, name, package
     find = importlib.util.find_spec
     monkeypatch.setattr(file_loggers, "find_spec", lambda wanted: None if wanted == package else find(wanted))
     code, _, err = run(*FIT, "--logger", name)
-    told = f"logger: it needs {package}; pip install 'fl-lightning[{package}]'"
+    told = f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'"
     assert (code, err) == (2, f"fl-lightning: error: {told}\n")
     assert not Path("run").exists()
 
