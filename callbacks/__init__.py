@@ -1,4 +1,4 @@
-"""What watches a run, round by round."""
+"""Round callbacks: hooks that are called at fixed stages of a run."""
 
 from fl_lightning.callbacks.aggregation_weights import AggregationWeights
 from fl_lightning.callbacks.base import RoundCallback
@@ -10,7 +10,9 @@ from fl_lightning.callbacks.confusion_matrix import ConfusionMatrix
 from fl_lightning.callbacks.divergence import UnitDivergence
 from fl_lightning.callbacks.drift import ClientDrift
 from fl_lightning.callbacks.early_stopping import EarlyStopping
-from fl_lightning.callbacks.figures import RoundFigure as RoundFigure  # a base: `list` shows `__all__`
+from fl_lightning.callbacks.figures import (
+    RoundFigure as RoundFigure,
+)  # not in `__all__`, which `list` shows: a base class
 from fl_lightning.callbacks.knowledge_map import KnowledgeMap
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.row_norms import RowNorms

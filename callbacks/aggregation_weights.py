@@ -1,4 +1,4 @@
-"""What each client counts for in an aggregation (GDA, dual aggregation, class-wise averaging)."""
+"""Callback that records the clients' aggregation weights (GDA, dual aggregation, class-wise averaging)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class AggregationWeights(RoundFigure):
-    """The weights of an aggregator that works out its own: one a client, or one a client and class.
+    """Record the weights of an aggregator that computes them: one per client, or one per client and class.
 
-    Logs each client's, summed over classes where there is one a class, as `weight` beside its other series.
+    Logs `client_<id>/weight`, summed over classes.
 
     Args:
-        every: Rounds between measurements; by default each round has one.
+        every: Rounds between measurements. By default every round.
 
     Raises:
-        ConfigError: The aggregator has no weights of its own, as the mean by samples.
+        ConfigError: The aggregator computes no weights, as the mean by samples.
     """
 
     name = "aggregation_weights"
@@ -37,7 +37,7 @@ class AggregationWeights(RoundFigure):
         """Refuse an aggregator without weights of its own.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The aggregator computes no weights.
         """
         super().check(run)
         self._require_weights(run)
@@ -47,7 +47,7 @@ class AggregationWeights(RoundFigure):
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
+        """Return `clients` `(K,)` and `weights` `(K,)` or `(K, C)`."""
         self._require_weights(run)
         clients, weights = (run.state["weights"][name].numpy() for name in ("client", "value"))
         return {"clients": clients[clients >= 0], "weights": weights[clients >= 0]}
@@ -63,7 +63,7 @@ class AggregationWeights(RoundFigure):
         return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """A heat map, or a bar a client."""
+        """Draw a heat map, or a bar per client."""
         if arrays["weights"].ndim == 2:
             return heat_maps({"weight of a client in a class model": arrays["weights"]}, ids=arrays["clients"])
         figure, (axes,) = panels(1)

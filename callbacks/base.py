@@ -1,4 +1,4 @@
-"""The moments of a run at which a callback is called."""
+"""Base class of round callbacks, and the interface of the run that they are given."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class FederatedRun(Protocol):
-    """What a callback may use of the run that it watches; `FederatedOrchestrator` provides it.
+    """The part of a run that callbacks may use. `FederatedOrchestrator` implements it.
 
     Attributes:
         algorithm: The federated method.
         callbacks: All callbacks of the run.
         clients: Number of clients.
-        csv: The measurements; `csv.rows` holds those of all rounds so far.
-        data: The dataset and who holds what.
-        engine: Carries out the clients' fits.
-        evaluation: What is measured.
+        csv: The metrics; `csv.rows` holds those of all rounds so far.
+        data: The dataset and its partition.
+        engine: Trains the clients of a round.
+        evaluation: The options of evaluation.
         logger: The run's loggers.
         on_client_failure: `raise` or `drop`.
         round: The last finished round.
         rounds: Number of rounds.
-        run_dir: The run's folder.
-        scored: The clients whose received models are scored.
+        run_dir: The run folder.
+        scored: Ids of the clients that are evaluated.
         state: The shared state after `round`.
         worker: Builds and scores client modules.
     """
@@ -73,20 +73,20 @@ class FederatedRun(Protocol):
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class is a user's own, and none of this package's."""
+    """Whether a class was written by the user, not in this package."""
     return kind.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Refuse a run whose aggregator leaves a callback nothing to look at; of a user's own it is seen in round 1.
+    """Refuse a run whose aggregator does not write a section of the state. A user's own is checked in round 1.
 
     Args:
         run: The run.
-        section: The section of the state that the callback looks at.
-        refusal: What to say.
+        section: The section of the state that the callback reads.
+        refusal: The error message.
 
     Raises:
-        ConfigError: The aggregator does not leave it.
+        ConfigError: The aggregator does not write the section.
     """
     aggregator = run.algorithm.aggregator
     if section not in {*run.state, *aggregator.leaves} and (run.round or not is_own(type(aggregator))):
@@ -94,57 +94,62 @@ def require(run: FederatedRun, section: str, refusal: str) -> None:
 
 
 class RoundCallback:
-    """Watches a run; subclasses override the moments they care for.
+    """A callback of a run. Subclasses override the hooks they need.
 
-    `state_dict` travels with checkpoints, so a callback that counts goes on counting after a resume.
+    `state_dict` is saved in checkpoints, so that a callback can continue after a resume.
     """
 
     @property
     def stops(self) -> bool:
-        """Whether the run is over, as far as this callback knows."""
+        """Whether this callback stops the run after the present round."""
         return False
 
     @property
     def stop_reason(self) -> str:
-        """Why the callback stops the run; `fit` ends with it."""
+        """The reason for the stop, which `fit` prints at its end."""
         return ""
 
     def check(self, run: FederatedRun) -> None:
-        """The run's data and state are there, and nothing of it is written yet: the moment to refuse what cannot work.
+        """Check the options once data and state are built, before anything is written.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: An option does not fit the run.
         """
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Names of the metrics that this callback adds, in every round or in some, so that others may watch them.
+        """Return the names of the metrics that this callback adds, so that they can be used as a `monitor`.
 
-        In a name `<id>` stands for any whole number, as in `client_<id>/weight`. A metric that no callback names is
-        refused as a `monitor` before the run begins, unless one of a user's own adds metrics and does not say which.
+        In a name, `<id>` stands for any whole number, as in `client_<id>/weight`. A `monitor` that no callback names is
+        refused before the run begins, unless a user's callback adds metrics without naming them here.
         """
         return ()
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """The run's folder, data and state are there; no round has begun."""
+        """Called before the first round, when run folder, data and state exist."""
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """A round begins with these clients."""
+        """Called when a round begins.
+
+        Args:
+            run: The run.
+            participants: Ids of the clients of the round, ascending.
+        """
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """A client has finished its fit, or failed; the weights it uploads may be on the GPU that trained them."""
+        """Called when a client has finished its fit or failed. Its uploaded tensors may be on a GPU."""
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """The round is aggregated and evaluated; metrics may be added before they are logged."""
+        """Called after aggregation and evaluation, before logging. The callback may add to `metrics`."""
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """The round's metrics are on disk."""
+        """Called when the metrics of the round are on disk."""
 
     def on_fit_end(self, run: FederatedRun) -> None:
-        """The run is over, or broken off; always called."""
+        """Called when the run ends, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and strings to keep in checkpoints."""
+        """Return the numbers and strings to save in checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restore the result of `state_dict`."""

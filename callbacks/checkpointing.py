@@ -1,4 +1,4 @@
-"""When checkpoints are written, and which are kept."""
+"""Callback that writes checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Monitor):
-    """Writes a checkpoint every few rounds and after the last, and keeps the newest ones and the best.
+    """Write checkpoints every few rounds and after the last one, and keep the newest and the best.
 
     Args:
         every: Rounds between checkpoints.
-        keep_last: How many of the newest to keep; 2 or more lets a damaged one be passed over.
-        monitor: The metric whose best round is kept too, `global/acc` by default or, for methods without a global
-            model, `client/acc_mean`. Only rounds that a checkpoint is written for can be best.
-        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
+        keep_last: Number of newest checkpoints to keep. With 2 or more, a run can be resumed if one is damaged.
+        monitor: Metric whose best round is also kept. By default `global/acc` or, for methods without a global model,
+            `client/acc_mean`. Only rounds with a checkpoint can be the best.
+        mode: Whether higher (`max`) or lower (`min`) is better; `auto` is the direction of the metric.
 
     Raises:
         ConfigError: `every` or `keep_last` is below 1, or `mode` is unknown.
@@ -48,16 +48,16 @@ class Checkpointing(Monitor):
         value = self.watched(metrics)
         if value is not None and (self.best is None or self._better(value, self.best)):
             self.best, self.best_round = value, run.round
-        best = self.best_round or run.round  # as of now: it is asked for once the checkpoint is on disk
+        best = self.best_round or run.round  # evaluated now: `keep` is called when the checkpoint is on disk
         run.save_checkpoint(keep=lambda rounds: {*rounds[: self.keep_last], best})
 
     def _better(self, value: float, best: float) -> bool:
         return value > best if self.mode == "max" else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and its round."""
+        """Return the best value and its round."""
         return {"best": self.best, "best_round": self.best_round}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a best round."""
+        """Restore the best value and its round."""
         self.best, self.best_round = state["best"], state["best_round"]

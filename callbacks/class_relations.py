@@ -1,4 +1,4 @@
-"""Whether a model's classification layer says of the classes what its outputs say (FedDW, Fig. 8)."""
+"""Callback that compares class relations in outputs and classification layer (FedDW, Fig. 8)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class ClassRelations(RoundFigure):
-    """FedDW's Fig. 8: the shared model's SL matrix beside the row softmax of its CR matrix, and their distance.
+    """Draw the SL matrix of the shared model and the row softmax of its CR matrix (FedDW, Fig. 8).
 
-    SL is taken over the global test set, whatever the method, so that runs can be compared. Logs
-    `class_relations/distance`, Eq. 11's mean square.
+    SL is computed on the global test set for every method, so that runs can be compared. Logs
+    `class_relations/distance`, the mean square of Eq. 11.
 
     Args:
-        every: Rounds between measurements; by default only the last round has one.
+        every: Rounds between measurements. By default only the last round.
 
     Raises:
-        ConfigError: There is no shared model, or it does not end with a linear layer of a row of weights a class.
+        ConfigError: There is no shared model, or it does not end with a linear layer with a row of weights per class.
     """
 
     name = "class_relations"
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse what has no matrices to compare.
+        """Refuse a model without these matrices.
 
         Raises:
             ConfigError: There is no shared model, or it has no such layer.
@@ -59,7 +59,7 @@ class ClassRelations(RoundFigure):
         return ["class_relations/distance"]
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`sl`, `cr` `(C, C)` and their `distance`."""
+        """Return `sl` and `cr`, `(C, C)`, and their `distance`."""
         module = run.worker.shared_module(run.state["model"])
         with run.worker.inference(module):
             batches, classes = run.worker.test_batches(), run.data.data.num_classes
@@ -73,5 +73,5 @@ class ClassRelations(RoundFigure):
         return {"class_relations/distance": float(arrays["distance"])}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Both matrices."""
+        """Draw both matrices."""
         return heat_maps({"SL matrix": arrays["sl"], "softmax of the CR matrix": arrays["cr"]}, rows="class")

@@ -1,4 +1,4 @@
-"""What CFL splits its clusters by, to set its thresholds from."""
+"""Callback that records the norms that CFL splits clusters by, as a help to set its thresholds."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 class ClusterNorms(RoundCallback):
-    """The norms that CFL's `eps1` and `eps2` are compared with, and the number of clusters.
+    """Record the norms that CFL compares with `eps1` and `eps2`, and the number of clusters.
 
-    Logs `clusters/count`, and of each cluster that had participants `clusters/mean_norm_<c>`, the norm of the mean
-    update, and `clusters/max_norm_<c>`, the largest of its members'.
+    Logs `clusters/count` and, for each cluster with participants, `clusters/mean_norm_<c>`, the norm of the mean
+    update, and `clusters/max_norm_<c>`, the largest norm of a member's update.
 
     Raises:
-        ConfigError: The method has no such clusters.
+        ConfigError: The method does not split clusters by these norms.
     """
 
     def check(self, run: FederatedRun) -> None:
         """Refuse a method without such clusters.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The method has none.
         """
         owner = type(run.algorithm).__name__
         require(run, "norms", f"callbacks: ClusterNorms: {owner} splits no clusters; leave it out, or use CFL")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """The number of clusters, and each cluster's norms."""
+        """Return the names of the number of clusters and the norms."""
         return ["clusters/count", "clusters/mean_norm_<id>", "clusters/max_norm_<id>"]
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Add the round's."""
+        """Add the norms of the round."""
         self.check(run)
         for name in ("mean", "max"):
             for cluster, norm in enumerate(run.state["norms"][name].tolist()):
-                if norm == norm:  # NaN: nobody of it took part
+                if norm == norm:  # NaN: no member took part
                     metrics[f"clusters/{name}_norm_{cluster}"] = norm
         metrics["clusters/count"] = float(run.state["assignment"]["cluster"].max() + 1)

@@ -1,4 +1,4 @@
-"""How much crosses between the clients and the server."""
+"""Callbacks that measure communication cost."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class CommunicationMeter(RoundCallback):
-    """Counts the bytes of the messages: `comm/up_bytes` and `comm/down_bytes` a round, `comm/total_bytes` so far.
+    """Count the bytes of the messages: `comm/up_bytes` and `comm/down_bytes` per round, `comm/total_bytes` so far.
 
-    Without a server all is counted where it arrives, as `down`: what a peer sends is what another receives.
+    Without a server, each message is counted once, as `down`, at the peer that receives it.
     """
 
     def __init__(self) -> None:
         self.up = self.down = self.total = 0
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """The three counts."""
+        """Return the names of the three counts."""
         return [f"comm/{what}_bytes" for what in ("up", "down", "total")]
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Start the round's count."""
+        """Reset the counts of the round."""
         self.up = self.down = 0
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Count what the client was sent and what it sent."""
+        """Count the client's download and upload."""
         self.down += result.download_bytes
         self.up += result.upload.nbytes if result.upload and run.algorithm.server else 0
 
@@ -46,37 +46,37 @@ class CommunicationMeter(RoundCallback):
         metrics |= {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
 
     def state_dict(self) -> dict[str, Any]:
-        """The total."""
+        """Return the total."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a total."""
+        """Restore the total."""
         self.total = state["total"]
 
 
 class BytesByRound(RoundFigure):
-    """UA-PDFL's Fig. 11: bytes sent so far, by round. The numbers are the communication meter's.
+    """Draw the bytes sent so far by round (UA-PDFL, Fig. 11), as counted by `CommunicationMeter`.
 
     Args:
-        every: Rounds between pictures; by default only the last round has one.
+        every: Rounds between figures. By default only the last round.
     """
 
     name = "bytes"
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """The round's bytes are known at its end only."""
+        """Do nothing: the bytes of the round are known at its end."""
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Draw, if the round is due."""
+        """Draw the figure if it is due."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         super().on_round_end(run, metrics)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`up` and `down` of each round so far, `(rounds,)`."""
+        """Return `up` and `down` of each round so far, `(rounds,)`."""
         return {way: np.array([row[f"comm/{way}_bytes"] for row in run.csv.rows]) for way in ("up", "down")}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """The running sums."""
+        """Draw the cumulative sums."""
         ways = arrays | {"both": arrays["up"] + arrays["down"]}
         rounds = range(1, len(arrays["down"]) + 1)
         figure, (axes,) = panels(1)

@@ -1,4 +1,4 @@
-"""Which classes are taken for which others: by the global model, and by the model of the client that fares worst."""
+"""Callback that draws confusion matrices of the global model and of the worst client."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
 MOST_COUNTS = 12
-"""Up to how many classes each cell has its count written in it."""
+"""Largest number of classes for which counts are written into the cells."""
 
 
 class ConfusionMatrix(RoundFigure):
-    """Samples by true and predicted class, of the global model on the global test set and of the worst client.
+    """Draw confusion matrices of the global model on the global test set, and of the worst client on its test split.
 
-    A client's model is the one that `fl-lightning test` measures: as it would start the next round or, without a
-    server, as it trained last. The worst client has the lowest accuracy with it on its own test split; of clients that
-    are alike it is the first. Methods without a global model have the client's alone.
+    A client's model is the one that `fl-lightning test` evaluates: as it would start the next round or, without a
+    server, as it trained last. The worst client is the first one with the lowest accuracy. Methods without a global
+    model have the client's matrix only.
 
     Args:
-        every: Rounds between measurements; by default only the last round has one.
+        every: Rounds between measurements. By default only the last round.
 
     Raises:
-        ConfigError: The labels are no classes, or there is nothing to test on.
+        ConfigError: The targets are not classes, or there are no test samples.
     """
 
     name = "confusion_matrix"
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse data without classes, or without anything to test on.
+        """Refuse data without classes or without test samples.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: There are none.
         """
         super().check(run)
         if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in run.scored):
             raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`global` and `worst` `(C, C)`, samples by true class (row) and predicted one; the worst `client`."""
+        """Return `global` and `worst`, `(C, C)` samples by true (row) and predicted class, and the worst `client`."""
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
@@ -70,11 +70,11 @@ class ConfusionMatrix(RoundFigure):
 
     @staticmethod
     def _tests_globally(run: FederatedRun) -> bool:
-        """Whether there is a global model, and the global test set is of the classes that it knows."""
+        """Whether there is a global model, and the global test set has the classes that it knows."""
         return run.algorithm.one_model and run.data.data.evaluate is None
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Of each true class the shares of predicted ones, as colours; classes without samples in grey."""
+        """Draw the shares of predicted classes for each true class as colours; classes without samples are grey."""
         titles = {"global": "global model on the global test set"}
         if "client" in arrays:
             titles["worst"] = f"client {arrays['client']}, the worst on its own test split"
@@ -102,10 +102,10 @@ class ConfusionMatrix(RoundFigure):
 
 
 def confusion(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> np.ndarray:
-    """Samples by true class (row) and predicted class (column), `(C, C)`.
+    """Count samples by true class (row) and predicted class (column), `(C, C)`.
 
     Args:
-        module: Puts out logits `(B, C)`; it is taken in the mode and on the device it is in.
+        module: Returns logits `(B, C)`. Its mode and device are not changed.
         batches: Inputs and classes `(B,)`.
         num_classes: Number of classes, `C`.
     """
@@ -117,5 +117,5 @@ def confusion(module: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], num_c
 
 
 def accuracy(matrix: np.ndarray) -> float:
-    """The share of samples on a confusion matrix's diagonal."""
+    """Return the accuracy: the share of samples on the diagonal."""
     return float(np.trace(matrix) / matrix.sum())

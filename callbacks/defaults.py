@@ -1,4 +1,4 @@
-"""The callbacks that every run has, and what each is called in checkpoints."""
+"""Default callbacks, checks of the two kinds of callbacks, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from fl_lightning.engines.client_callbacks import refused
 
 
 def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
-    """The callbacks, and those that every run has unless there is one of their class.
+    """Add the default callbacks whose class is missing, and sort all.
 
-    Those that watch metrics come after those that may add some, and checkpointing, which notes how all stand, last.
+    Callbacks that watch metrics come after those that may add metrics. Checkpointing comes last, since it saves the
+    states of the others.
 
     Args:
-        callbacks: A run's own.
+        callbacks: The callbacks of a run.
 
     Raises:
-        ConfigError: One of those is there twice.
+        ConfigError: One of the defaults occurs twice.
     """
     defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing()]
     for kind in map(type, defaults):
@@ -38,14 +39,14 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
 
 
 def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[object]) -> None:
-    """Refuse, under each of the two keys, what belongs under the other, or under none.
+    """Refuse callbacks that are given under the wrong key, and objects that are not callbacks.
 
     Args:
-        callbacks: What is to watch the run.
-        client_callbacks: What is to watch each client's fit.
+        callbacks: Callbacks of the run.
+        client_callbacks: Lightning callbacks of each client's fit.
 
     Raises:
-        ConfigError: Names the callback, and where it belongs.
+        ConfigError: There is one; the message names it and its key.
     """
     kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
     for key, (given, kind) in kinds.items():
@@ -55,7 +56,7 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
 
 
 def misplaced(kind: type) -> str | None:
-    """What to say of a class that is given under the wrong one of `callbacks` and `client_callbacks`; None of another.
+    """Return the message for a class under the wrong one of `callbacks` and `client_callbacks`; None if it fits.
 
     Args:
         kind: The class.
@@ -69,7 +70,7 @@ def misplaced(kind: type) -> str | None:
 
 
 def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
-    """Each callback under its class's name, numbered from the second of a class on."""
+    """Return the callbacks by class name, with numbers from the second of a class on."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -80,12 +81,12 @@ def by_name(callbacks: Sequence[RoundCallback]) -> dict[str, RoundCallback]:
 
 
 def states(callbacks: Sequence[RoundCallback]) -> dict[str, dict[str, Any]]:
-    """What callbacks keep in a checkpoint, by name: copies, since they go on counting while it is written."""
+    """Return copies of the callbacks' states by name, for a checkpoint."""
     return {name: copy.deepcopy(callback.state_dict()) for name, callback in by_name(callbacks).items()}
 
 
 def restore(callbacks: Sequence[RoundCallback], kept: Mapping[str, dict[str, Any]]) -> None:
-    """Have callbacks take up what `states` gave; those that were not there yet begin anew."""
+    """Restore the result of `states`. Callbacks without a saved state are left as they are."""
     for name, callback in by_name(callbacks).items():
         if name in kept:
             callback.load_state_dict(kept[name])

@@ -1,4 +1,4 @@
-"""How far clients' models are apart on the unit input (UA-PDFL, Fig. 12)."""
+"""Callback that measures the divergence between clients' models on the unit input (UA-PDFL, Fig. 12)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class UnitDivergence(RoundFigure):
-    """UA-PDFL's Fig. 12: the divergence between what clients' trained models make of the unit input, for any method.
+    """Measure the divergence between the outputs of clients' trained models on the unit input (UA-PDFL, Fig. 12).
 
-    Logs `divergence/mean` over the round's pairs and `divergence/<i>-<j>` for the pairs asked for.
+    Works with any method. Logs `divergence/mean` over all pairs of the round, and `divergence/<i>-<j>` for `pairs`.
 
     Args:
-        every: Rounds between measurements; by default each round has one.
+        every: Rounds between measurements. By default every round.
         pairs: Pairs of clients to log one by one.
         divergence: `jensen_shannon` or `symmetric_kl`.
 
     Raises:
-        ConfigError: `divergence` is neither, a pair is none of two clients of the run, or clients' models as trained
-            are not to be known.
+        ConfigError: `divergence` is unknown, a pair does not name two clients of the run, or the method does not reveal
+            the clients' trained models.
     """
 
     name = "divergence"
@@ -54,10 +54,10 @@ class UnitDivergence(RoundFigure):
         self._seen: dict[int, Tensor] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse pairs of clients that are not there.
+        """Refuse pairs of clients that do not exist.
 
         Raises:
-            ConfigError: Names the pair.
+            ConfigError: There is such a pair; the message names it.
         """
         super().check(run)
         clients = run.clients
@@ -67,11 +67,11 @@ class UnitDivergence(RoundFigure):
                 raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]}; {mend}")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """The mean, and the pairs asked for."""
+        """Return the names of the mean and of `pairs`."""
         return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Show one client's trained model the unit input."""
+        """Compute the output of one client's trained model on the unit input."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         module = run.worker.shared_module(trained_model(run, result))
@@ -80,7 +80,7 @@ class UnitDivergence(RoundFigure):
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`clients` `(K,)`, their unit representations `units` `(K, C)` and the divergence of each pair, `(K, K)`."""
+        """Return `clients` `(K,)`, their outputs `units` `(K, C)` and the divergence of each pair, `(K, K)`."""
         clients = sorted(self._seen)
         units = [self._seen[client] for client in clients]
         self._seen = {}
@@ -89,7 +89,7 @@ class UnitDivergence(RoundFigure):
         return arrays | self._history(run, self.numbers(arrays))
 
     def _history(self, run: FederatedRun, now: Row) -> Arrays:
-        """`rounds` measured so far `(R,)`, and of each of `names` `(L,)` the `values` `(L, R)`; NaN for none."""
+        """Return the `rounds` measured so far `(R,)`, `names` `(L,)` and `values` `(L, R)`, NaN if missing."""
         rows = [*(row for row in run.csv.rows if "divergence/mean" in row), now | {"round": run.round}]
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("divergence/")))
         values = [[row.get(name, np.nan) for row in rows] for name in names]
@@ -97,7 +97,7 @@ class UnitDivergence(RoundFigure):
         return {"rounds": rounds, "names": np.array(names), "values": np.array(values)}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """The mean over pairs, and the pairs asked for."""
+        """Return the mean over all pairs, and the divergence of `pairs`."""
         gaps, place = arrays["divergence"], {int(client): i for i, client in enumerate(arrays["clients"])}
         pairs = len(gaps) * (len(gaps) - 1)
         row = {"divergence/mean": float(gaps.sum() / pairs) if pairs else 0.0}
@@ -105,7 +105,7 @@ class UnitDivergence(RoundFigure):
         return row | {f"divergence/{i}-{j}": float(gaps[place[i], place[j]]) for i, j in there}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """The heat map, and the divergence by round."""
+        """Draw a heat map, and the divergence by round."""
         figure, (left, right) = panels(2)
         heat_map(left, arrays["divergence"], "divergence", ids=arrays["clients"])
         names = [str(name).removeprefix("divergence/") for name in arrays["names"]]

@@ -1,4 +1,4 @@
-"""How far clients drift apart in a round."""
+"""Callback that measures client drift."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class ClientDrift(RoundFigure):
-    """Distance and cosine of each local update to the aggregate's, over all parameters.
+    """Measure distance and cosine similarity of each client's update to the aggregated update, over all parameters.
 
-    A local update is what a client trained less what it started from; the aggregate's is the new shared model less the
-    last. Logs `drift/distance_mean` (Euclidean), `drift/cosine_mean`, and each client's own beside its other series. It
-    holds the round's updates in memory until the aggregation.
+    A client's update is its trained model minus the model that it started from. The aggregated update is the new shared
+    model minus the previous one. Logs `drift/distance_mean` (Euclidean), `drift/cosine_mean` and the values of each
+    client. Keeps the updates of the round in memory until the aggregation.
 
     Args:
-        every: Rounds between measurements; by default each round has one.
+        every: Rounds between measurements. By default every round.
 
     Raises:
-        ConfigError: Clients' models as trained are not to be known, as CriticalFL's in a critical period, or clients
-            share nothing of them.
+        ConfigError: The method does not reveal the clients' trained models, as CriticalFL in a critical period, or
+            clients do not share a model.
     """
 
     name = "drift"
@@ -50,7 +50,7 @@ class ClientDrift(RoundFigure):
         """Refuse a method that aggregates no models.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: The method aggregates no models.
         """
         super().check(run)
         if not run.state["model"]:
@@ -58,12 +58,12 @@ class ClientDrift(RoundFigure):
             raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model to drift from; leave it out")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Means, and each client's."""
+        """Return the means and the values of each client."""
         forms = ("drift/{}_mean", "client_<id>/drift_{}")
         return [form.format(what) for form in forms for what in ("distance", "cosine")]
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Keep one client's update."""
+        """Store the update of one client."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         trained, shared = trained_model(run, result), run.state["model"]
@@ -72,7 +72,7 @@ class ClientDrift(RoundFigure):
         self._before, self._updates[result.client] = shared, (ended - begun).float()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`clients`, `distance` and `cosine`, each `(K,)`."""
+        """Return `clients`, `distance` and `cosine`, each `(K,)`."""
         assert self._before is not None
         before, after = flatten([self._before, run.state["model"]]).float()
         step = after - before
@@ -86,14 +86,14 @@ class ClientDrift(RoundFigure):
         }
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Means, and each client's."""
+        """Return the means and the values of each client."""
         row = {f"drift/{what}_mean": float(arrays[what].mean()) for what in ("distance", "cosine")}
         for i, client in enumerate(arrays["clients"]):
             row |= {f"client_{client}/drift_{what}": float(arrays[what][i]) for what in ("distance", "cosine")}
         return row
 
     def draw(self, arrays: Arrays) -> Figure:
-        """A bar a client, of each."""
+        """Draw a bar per client for distance and cosine."""
         figure, places = panels(2)
         for axes, what in zip(places, ("distance", "cosine"), strict=True):
             bars(axes, arrays["clients"], arrays[what], f"{what} to the aggregate's update")

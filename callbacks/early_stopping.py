@@ -1,4 +1,4 @@
-"""Stop when a metric no longer gets better."""
+"""Callback that stops a run early."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Monitor):
-    """Ends the run when a round metric has not improved for a number of evaluations.
+    """Stop the run when a metric has not improved for a number of evaluations.
 
     Args:
-        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
-            there is no accuracy, the loss. A round without it does not count.
-        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
-        patience: How many evaluations without an improvement end the run.
-        min_delta: What counts as an improvement, at least; 0 or more.
+        monitor: The metric. By default `global/acc` or, for methods without a global model, `client/acc_mean`; the loss
+            if there is no accuracy. Rounds without the metric do not count.
+        mode: Whether higher (`max`) or lower (`min`) is better; `auto` is the direction of the metric.
+        patience: Number of evaluations without improvement after which the run stops.
+        min_delta: Smallest change that counts as an improvement, 0 or more.
 
     Raises:
         ConfigError: `patience` is below 1, `min_delta` below 0 or no number, `mode` is unknown.
@@ -45,10 +45,10 @@ class EarlyStopping(Monitor):
         self.waited = 0
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse what would never stop a run: a metric that no round will have.
+        """Refuse a metric that no round will have.
 
         Raises:
-            ConfigError: It is no metric, or none is named and no round will have an accuracy.
+            ConfigError: The metric does not exist, or none is named and there is neither accuracy nor loss.
         """
         super().check(run)
         if self.monitor is None and not {*ACCURACIES, *LOSSES}.intersection(round_metrics(run)):
@@ -78,9 +78,9 @@ class EarlyStopping(Monitor):
         return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long it has stood."""
+        """Return the best value and the number of evaluations since."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
+        """Restore the best value and the number of evaluations since."""
         self.best, self.waited = state["best"], state["waited"]

@@ -1,4 +1,4 @@
-"""What papers look at, round by round: the base of the callbacks that leave numbers, arrays and pictures."""
+"""Base class of callbacks that record the numbers, arrays and figures of papers."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ Arrays = dict[str, np.ndarray]
 
 
 class RoundFigure(RoundCallback):
-    """Measures something every few rounds and after the last that was planned.
+    """Measure and draw something every few rounds and after the last planned round.
 
-    Each time, numbers join the round's metrics, and `figures/<name>/round-<n>.npz` and `.png` appear in the run's
-    folder and, where the logger takes images, as `figures/<name>` there. Subclasses set `name` and override `measure`,
-    `numbers` and `draw`, and name their numbers in `metrics`.
+    Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
+    `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.
+    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`.
 
-    The files are written once and never again. Checkpoints hold their SHA-256, and a resumed run warns of each that has
-    been altered or lost.
+    The files are written once. Checkpoints hold their SHA-256, and a resumed run warns of files that were changed or
+    removed.
 
     Args:
-        every: Rounds between measurements; by default only the last round has one.
+        every: Rounds between measurements. By default only the last round.
 
     Attributes:
-        name: Of the figure and its folder; of several in one run, the second's is `<name>-2`.
-        looks_at_clients: Whether it looks at the models that clients have trained, by `trained_model`.
-        needs_classes: Whether it draws classes.
+        name: Name of the figure and its folder. A second figure with this name is called `<name>-2`.
+        looks_at_clients: Whether it needs the clients' trained models, by `trained_model`.
+        needs_classes: Whether it needs targets that are classes.
 
     Raises:
-        ConfigError: `every` is below 1, or two of a run's figures would log the same numbers.
+        ConfigError: `every` is below 1, or two figures of a run would log the same numbers.
     """
 
     name: str
@@ -60,11 +60,11 @@ class RoundFigure(RoundCallback):
         self._arrays: Arrays | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse what cannot be measured or written; warn of what was written and is no longer so.
+        """Check that the figure can be measured and written, and warn of files that were changed.
 
         Raises:
-            ConfigError: Clients' models are not to be known, there are no classes to draw, another figure logs the
-                same, or a link stands where the files go.
+            ConfigError: The method does not reveal the clients' models, there are no classes, another figure logs the
+                same numbers, or the folder is a link.
         """
         owner = f"callbacks: {type(self).__name__}"
         if self.looks_at_clients and not run.algorithm.whole:
@@ -87,25 +87,25 @@ class RoundFigure(RoundCallback):
         return round == run.rounds or (self.every is not None and round % self.every == 0)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """The arrays that numbers and picture are made of, after a round's aggregation."""
+        """Return the arrays for numbers and figure. Called after a round's aggregation."""
         raise NotImplementedError
 
     def numbers(self, arrays: Arrays) -> Row:
-        """What joins the round's metrics."""
+        """Return the numbers to add to the round's metrics."""
         return {}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """The picture."""
+        """Draw the figure."""
         raise NotImplementedError
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
-        """Measure, if the round is due."""
+        """Measure if the round is due."""
         self._arrays = self.measure(run) if self.is_due(run, run.round) else None
         if self._arrays is not None:
             metrics |= self.numbers(self._arrays)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """Write the arrays and the picture."""
+        """Write the arrays and the figure."""
         if self._arrays is None:
             return
         name = self._place(run)
@@ -118,41 +118,41 @@ class RoundFigure(RoundCallback):
         self._arrays = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The files written so far, a line each."""
+        """Return the digests and names of the files written so far."""
         return {"written": self._written}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from files that were written."""
+        """Restore the digests and names of the files."""
         self._written = state.get("written", "")
 
     def _place(self, run: FederatedRun) -> str:
-        """The name of the figure's folder."""
+        """Return the name of the figure's folder."""
         alike = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name]
         number = alike.index(self)
         return f"{self.name}-{number + 1}" if number else self.name
 
     def _write(self, path: Path, content: bytes) -> None:
         write_atomically(path, content)
-        self._written += f"{checksum(content)} {path.name}\n"  # one text, which a checkpoint takes as it is
+        self._written += f"{checksum(content)} {path.name}\n"  # one string, which is cheap to copy for a checkpoint
 
     def _verify(self, run: FederatedRun) -> None:
         folder = run.run_dir / "figures" / self._place(run)
         lines = self._written.splitlines()
         if lines and not folder.exists():
-            warnings.warn(f"{folder} is gone, with {len(lines)} files; they are not made again", stacklevel=2)
+            warnings.warn(f"{folder} not found, with {len(lines)} files. They are not drawn again.", stacklevel=2)
             return
         for digest, _, name in (line.partition(" ") for line in lines):
             path = folder / name
             if not path.exists():
-                warnings.warn(f"{path} is gone; it is not made again", stacklevel=2)
+                warnings.warn(f"{path} not found. It is not drawn again.", stacklevel=2)
             elif not _is_sound(path, digest):
-                warnings.warn(f"{path} is not as it was written; it is not made again", stacklevel=2)
+                warnings.warn(f"{path} was changed. It is not drawn again.", stacklevel=2)
 
 
 def trained_model(run: FederatedRun, result: Result) -> Tensors:
-    """The model of a client that has just ended its fit, as it was trained, on the CPU.
+    """Return the trained model of a client that has just finished its fit, on the CPU.
 
-    What it uploads of it, its personal part, and of what is in neither, what it started from.
+    It consists of the upload, the personal part and, for tensors in neither, the values that the client started from.
     """
     assert result.upload
     known = result.memory.get(OWN, {}) | result.upload.on_cpu().section("model")
@@ -169,5 +169,5 @@ def _is_sound(path: Path, digest: str) -> bool:
 
 
 def checksum(content: bytes) -> str:
-    """The SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Where a client's samples and its structural knowledge lie (FedSKC, Fig. 4)."""
+"""Callback that draws a t-SNE map of samples and structural knowledge (FedSKC, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 
 
 MOST_IN_LEGEND = 20
-"""Up to how many classes each has a line of its own in the legend; of more there is a colour scale."""
+"""Largest number of classes in a legend; more classes have a colour scale."""
 DIAMOND = 7.5
 """Side of a diamond, in points."""
 MOST_LABELS = 120
-"""Up to how many classes of a client's knowledge are named beside it."""
+"""Largest number of classes whose diamonds are labelled."""
 
 
 class KnowledgeMap(RoundFigure):
-    """FedSKC's Fig. 4: t-SNE of test samples' logits under a client's trained model, and of its structural knowledge.
+    """Draw a t-SNE map of test logits of a client's trained model and its knowledge (FedSKC, Fig. 4).
 
-    Works for any method: the knowledge is worked out anew from the model and the client's own data.
+    Works with any method: the knowledge is computed from the model and the client's own data.
 
     Args:
-        every: Rounds between measurements; by default only the last round has one.
-        client: Whose model; in a round that it has no part in, the first participant's.
-        samples: How many test samples are shown, 10 or more.
+        every: Rounds between measurements. By default only the last round.
+        client: Id of the client. If it does not take part in the round, the first participant is shown.
+        samples: Number of test samples that are shown, 10 or more.
 
     Raises:
-        ConfigError: `samples` is below 10, there is no such client, or clients' models as trained are not to be known.
+        ConfigError: `samples` is below 10, the client does not exist, or the method does not reveal the
+            clients' trained models.
     """
 
     name = "knowledge_map"
@@ -61,10 +62,10 @@ class KnowledgeMap(RoundFigure):
         self._chosen: tuple[int, Tensors] | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a client that is not there.
+        """Refuse a client that does not exist.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: The client does not exist.
         """
         super().check(run)
         if not 0 <= self.client < run.clients:
@@ -72,14 +73,14 @@ class KnowledgeMap(RoundFigure):
             raise ConfigError(f"callbacks: KnowledgeMap.client: there is no client {self.client}; {there}")
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Keep the model of the client to show."""
+        """Store the trained model of the client."""
         wanted = self._chosen is None or result.client == self.client
         if self.is_due(run, run.round + 1) and result.upload and wanted:
             self._chosen = result.client, trained_model(run, result)
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`points` and `labels` of the samples, `knowledge` and its `classes`, in the plane; the `client`."""
-        from sklearn.manifold import TSNE  # a second to import
+        """Return `points` and `labels` of the samples, `knowledge` and its `classes`, and the `client`."""
+        from sklearn.manifold import TSNE  # importing it takes a second
 
         assert self._chosen is not None
         client, model = self._chosen
@@ -104,7 +105,7 @@ class KnowledgeMap(RoundFigure):
         }
 
     def draw(self, arrays: Arrays) -> Figure:
-        """Samples as points in the colours of their classes, the client's knowledge as diamonds with theirs beside."""
+        """Draw samples as points in the colours of their classes, and the client's knowledge as labelled diamonds."""
         labels, held = arrays["labels"], arrays["classes"]
         classes = int(max(labels.max(), held.max(initial=0))) + 1
         named = classes <= MOST_IN_LEGEND
@@ -141,14 +142,14 @@ class KnowledgeMap(RoundFigure):
 
 
 def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
-    """Write a text beside each point, where it lies on no other text and no other point, with a line to its own.
+    """Write a text near each point, without overlaps, with a line to the point.
 
-    The picture is laid out first and its size is settled then.
+    Fixes the layout and the size of the figure.
 
     Args:
-        axes: Where the points are drawn.
-        points: `(n, 2)`, in the axes' own numbers.
-        texts: One a point.
+        axes: The axes with the points.
+        points: `(n, 2)`, in data coordinates.
+        texts: A text per point.
     """
     figure = axes.get_figure(root=True)
     assert figure
@@ -175,7 +176,7 @@ def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
 
 
 def around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:
-    """Places about a point, on circles that grow by `step`, twenty of them."""
+    """Yield places around a point, on twenty circles whose radius grows by `step`."""
     for ring in range(1, 21):
         for angle in np.linspace(np.pi / 4, 9 * np.pi / 4, 8 * ring, endpoint=False):
             yield point + step * ring * np.array([np.cos(angle), np.sin(angle)])

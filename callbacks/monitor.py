@@ -1,4 +1,4 @@
-"""What a callback can watch: the metrics that a run's rounds will have, and one of them from round to round."""
+"""Base class of callbacks that watch a metric, and the names of the metrics that a run will have."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from fl_lightning.evaluation.metrics import Row
 
 ACCURACIES = ("global/acc", "client/acc_mean")
-"""What is watched unless another metric is named: the first that there is."""
+"""Default metrics; the first one that exists is watched."""
 LOSSES = ("global/loss", "client/loss_mean")
-"""What is watched then where the labels are no classes or labels, which have no accuracy."""
+"""Default metrics of runs without an accuracy."""
 
 _NUMBER = re.compile(r"(?<=[/_-])(0|[1-9][0-9]{0,17})(?=[/_-]|$)")
 
 
 class Monitor(RoundCallback):
-    """Watches one metric of the rounds that are evaluated.
+    """Watch one metric in the rounds that are evaluated.
 
     Args:
-        monitor: The metric; by default `global/acc` or, for methods without a global model, `client/acc_mean`; where
-            there is no accuracy, the lowest `global/loss` or `client/loss_mean`.
-        mode: Whether more (`max`) or less (`min`) of it is better; `auto` is the metric's own direction.
+        monitor: The metric. By default `global/acc` or, for methods without a global model, `client/acc_mean`; without
+            an accuracy, the lowest `global/loss` or `client/loss_mean`.
+        mode: Whether higher (`max`) or lower (`min`) is better; `auto` is the direction of the metric.
 
     Raises:
-        ConfigError: `mode` is none of these.
+        ConfigError: `mode` is unknown.
     """
 
     def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
@@ -48,14 +48,14 @@ class Monitor(RoundCallback):
         self.monitor = monitor
         own = "min" if is_lower_better(monitor or ACCURACIES[0]) else "max"
         self.mode = own if mode == "auto" else mode
-        self._known = False  # whether some rounds at least are known to have the metric
+        self._known = False  # whether some rounds are known to have the metric
         self._told = False
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have; warn of one whose worst would count as its best.
+        """Refuse a metric that no round will have, and warn if `mode` is opposite to its direction.
 
         Raises:
-            ConfigError: There is no such metric; names the one that is most like it, or all there are.
+            ConfigError: The metric does not exist; the message names the most similar one, or all.
         """
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
@@ -73,12 +73,12 @@ class Monitor(RoundCallback):
             warnings.warn(f"{said}; set mode {better}", stacklevel=2)
 
     def watched(self, metrics: Row) -> float | None:
-        """A round's value of the metric, the worst there is in place of NaN; None in a round without it.
+        """Return the metric of a round, or None if it has none. NaN becomes the worst possible value.
 
-        Warns at the first round that was evaluated and has none, where others will.
+        Warns at the first evaluated round without the metric, if others will have it.
 
         Raises:
-            ConfigError: The round was evaluated and has none, and it was not known beforehand that any would.
+            ConfigError: An evaluated round lacks the metric, and it is not known that other rounds will have it.
         """
         evaluated = [known for known in (*ACCURACIES, *LOSSES) if known in metrics]
         name = self.monitor or (evaluated[0] if evaluated else None)
@@ -104,11 +104,11 @@ class Monitor(RoundCallback):
 
 
 def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
-    """Whether more or less of a metric is better, as far as its name tells.
+    """Return whether a higher or lower value of a metric is better; None if its name does not tell.
 
     Args:
         name: The metric.
-        known: Names of what is measured of a model, of which more is better unless they say otherwise.
+        known: Names of the metrics of a model. Higher is better, unless the metric says otherwise.
     """
     if is_lower_better(name):
         return "min"
@@ -118,10 +118,10 @@ def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
 
 
 def round_metrics(run: FederatedRun) -> list[str]:
-    """Names of the metrics that a run's rounds may have; in one, `<id>` stands for any whole number.
+    """Return the names of the metrics that rounds may have; `<id>` in a name stands for any whole number.
 
     Args:
-        run: The run, its data and worker built.
+        run: The run, with data and worker built.
     """
     shards, evaluation = run.data.shards, run.evaluation
     scored = run.scored if evaluation.client_model == "received" else range(len(shards))
@@ -144,36 +144,36 @@ def round_metrics(run: FederatedRun) -> list[str]:
 
 
 def refuse_taken(run: FederatedRun, logged: Collection[str]) -> None:
-    """Refuse what callbacks log in clients' fits under the name of a metric that the run has without them.
+    """Refuse metrics of client callbacks whose names the run uses already.
 
     Args:
         run: The run.
-        logged: Names of the metrics that came of it.
+        logged: Names of the metrics that client callbacks have logged.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: There is one; the message names the first.
     """
     if taken := set(logged) & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
-        raise ConfigError(f"client_callbacks: one logs {name!r}, which the run has a metric of; name it otherwise")
+        raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run; name it otherwise")
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
-    """Whether a metric is one of these, in which `<id>` stands for any whole number."""
+    """Whether a metric is one of these names, in which `<id>` stands for any whole number."""
     return "<id>" not in name and (name in names or _NUMBER.sub("<id>", name) in names)
 
 
 def is_beyond(name: str, clients: int) -> bool:
-    """Whether a metric is a single client's that is not there."""
+    """Whether a metric belongs to a client that does not exist."""
     client = re.match(r"client_([0-9]{1,18})/", name)
     return client is not None and int(client[1]) >= clients
 
 
 def mend_of(name: str, names: Sequence[str], clients: int) -> str:
-    """What to say of a metric that is none of these: the one that is most like it, or which there are."""
+    """Return a hint for an unknown metric: the most similar name, or all names."""
     if is_beyond(name, clients):
         return f"clients are 0 to {clients - 1}"
-    forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be as many names as clients
+    forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be a name per client
     if _NUMBER.sub("<id>", name) in forms:
         return "others like it there are; a client that is not scored, or holds no test data, has no accuracy"
     near = get_close_matches(re.sub(r"[0-9]+", "<id>", name), forms, 1)
@@ -181,12 +181,12 @@ def mend_of(name: str, names: Sequence[str], clients: int) -> str:
 
 
 def adds_unknown(run: FederatedRun) -> bool:
-    """Whether something of the user's own may add metrics of which it does not say the names beforehand."""
+    """Whether the user's own classes may add metrics without naming them beforehand."""
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
         or bool(run.worker.client_callbacks)
-        or any(is_own(type(term)) and not term.active for term in terms)  # it may count in a later round
+        or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
         or any(_defines(callback, "on_round_metrics", "numbers") for callback in run.callbacks if not _says(callback))
     )
 
@@ -196,5 +196,5 @@ def _says(callback: RoundCallback) -> bool:
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:
-    """Whether a class of the user's own, among those of a callback, has one of these methods."""
+    """Whether one of a callback's classes is the user's own and defines one of these methods."""
     return any(is_own(kind) and vars(kind).keys() & set(methods) for kind in type(callback).__mro__)

@@ -1,4 +1,4 @@
-"""Figures, drawn without a screen."""
+"""Helper functions to draw figures without a display."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fl_lightning.runs.partition import MAX_COLUMNS, binned
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
-    """Draw who holds what: a bubble a client and class, its area the number of samples.
+    """Draw a partition: a bubble per client and class, with an area proportional to the number of samples.
 
-    Beyond 200 clients, a heat map: clients in the order of the class they hold most of, and of how much of it, up to
-    200 columns of neighbours, each the mean of its clients.
+    More than 200 clients are drawn as a heat map: clients are sorted by their largest class and its size, and grouped
+    into 200 columns, each the mean of its clients.
 
     Args:
         counts: `(clients, C)` samples.
@@ -43,18 +43,18 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure, whole or not at all."""
+    """Write a figure atomically."""
     write_atomically(path, png(figure))
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG file's content: the same for the same figure."""
+    """Return a figure as PNG data, identical for identical figures."""
     figure.savefig(picture := BytesIO(), format="png", dpi=120)
     return picture.getvalue()
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of so many pictures side by side."""
+    """Create a figure with `count` axes side by side."""
     figure = Figure(figsize=(3.6 * count + 0.4, 3.4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
@@ -62,13 +62,13 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 def heat_maps(
     matrices: Mapping[str, np.ndarray], rows: str = "client", columns: str = "class", ids: Sequence[int] = ()
 ) -> Figure:
-    """Matrices side by side, each with a colour scale of its own.
+    """Draw matrices side by side, each with its own colour scale.
 
     Args:
         matrices: Title to `(n, m)` matrix.
-        rows: What a row is.
-        columns: What a column is.
-        ids: What to call the rows of matrices that have as many; 0, 1, ... otherwise.
+        rows: Label of the rows.
+        columns: Label of the columns.
+        ids: Names of the rows, for matrices with as many rows; otherwise 0, 1, ...
     """
     figure, places = panels(len(matrices))
     for axes, (title, matrix) in zip(places, matrices.items(), strict=True):
@@ -79,7 +79,7 @@ def heat_maps(
 
 
 def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()) -> None:
-    """A matrix in colours; one with negative entries is centred at zero."""
+    """Draw a matrix as colours, centred at zero if it has negative entries."""
     largest = np.abs(matrix).max() if (matrix < 0).any() else None
     limits = {} if largest is None else {"vmin": -largest, "vmax": largest}
     image = axes.imshow(matrix, aspect="auto", cmap="Blues" if largest is None else "RdBu_r", **limits)
@@ -92,7 +92,7 @@ def heat_map(axes: Axes, matrix: np.ndarray, title: str, ids: Sequence[int] = ()
 
 
 def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel: str, xlabel: str = "round") -> None:
-    """One line for each name, through its points `(x, y)`."""
+    """Draw a line through the points `(x, y)` of each name."""
     for name, (x, y) in series.items():
         axes.plot(x, y, label=name, marker=".")
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -102,7 +102,7 @@ def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel:
 
 
 def bars(axes: Axes, labels: Sequence[int], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
-    """A bar for each label."""
+    """Draw a bar per label."""
     axes.bar([str(label) for label in labels], heights)
     axes.set_xlabel(xlabel)
     axes.set_title(title, fontsize=9)

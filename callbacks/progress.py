@@ -1,4 +1,4 @@
-"""Where a run stands, on the screen."""
+"""Callback that shows the progress of a run on the screen."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class RoundProgress(RoundCallback):
-    """Rounds, the round's clients, current accuracy and time left: bars on a terminal, a line a round elsewhere.
+    """Show rounds, clients, accuracy and remaining time: progress bars on a terminal, otherwise a line per round.
 
     Args:
-        console: Where to draw; standard output by default.
+        console: The output; standard output by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -33,7 +33,7 @@ class RoundProgress(RoundCallback):
         self._first_round = 0
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Put up the bars."""
+        """Start the progress bars."""
         self._started, self._first_round = time.monotonic(), run.round
         if not self.console.is_terminal:
             return
@@ -50,17 +50,17 @@ class RoundProgress(RoundCallback):
         self._bars.start()
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
-        """Empty the clients' bar."""
+        """Reset the bar of the clients."""
         if self._bars:
             self._bars.reset(self._clients, total=len(participants))
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """One client more."""
+        """Advance the bar of the clients."""
         if self._bars:
             self._bars.advance(self._clients)
 
     def on_round_end(self, run: FederatedRun, metrics: Row) -> None:
-        """One round more; after the first, what the engine has to tell."""
+        """Advance the bar of the rounds. After the first round, print the engine's note."""
         if run.engine.note and run.round == self._first_round + 1:
             self.console.print(run.engine.note, soft_wrap=True, highlight=False)
         note = "  ".join(
@@ -80,19 +80,19 @@ class RoundProgress(RoundCallback):
             self.console.print(f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s", soft_wrap=True)
 
     def on_fit_end(self, run: FederatedRun) -> None:
-        """Take the bars down."""
+        """Remove the progress bars."""
         if self._bars:
             self._bars.stop()
             self._bars = None
 
 
 class Bars(Progress):
-    """Bars over what is noted of them, and an empty line for the `^C` that a terminal writes where the cursor stands.
+    """Progress bars with notes below, and an empty line for the `^C` that a terminal prints at the cursor.
 
-    Behind a full line it would begin another, and a bar would be left when they are taken down.
+    Without that line, `^C` would wrap and a bar would remain on the screen.
     """
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars, the notes and the empty line."""
+        """Return the bars, the notes and the empty line."""
         notes = [Text(task.fields["note"]) for task in self.tasks if task.fields["note"]]
         return self.make_tasks_table(self.tasks), *notes, ""

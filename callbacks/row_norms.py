@@ -1,4 +1,4 @@
-"""How well a classification layer's row norms show which classes a client holds (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
+"""Callback that compares row norms with class shares (FedDW Fig. 4, cwFedAVG Figs. 4-7)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class RowNorms(RoundFigure):
-    """Client by class: the data, the row norms of the models clients got and of what they trained, and the difference.
+    """Draw samples, and row norms of the classification layer before and after training, by client and class.
 
-    Rows are the round's participants. With class-wise averaging the class models' norms are there too. Logs
+    Rows are the round's participants. With class-wise averaging, the norms of the class models are drawn too. Logs
     `row_norms/gap`, the mean over clients of `||p - p̃||_2` of the trained models (`p` class shares, `p̃` shares of the
     norms), and `row_norms/correlation`, that of `p` and `p̃` over all clients and classes.
 
     Args:
-        every: Rounds between measurements; by default only the last round has one.
+        every: Rounds between measurements. By default only the last round.
 
     Raises:
-        ConfigError: The model's head does not end with a row of weights a class, or clients' models as trained are not
-            to be known.
+        ConfigError: The model's head does not end with a row of weights per class, or the method does not reveal the
+            clients' trained models.
     """
 
     name = "row_norms"
@@ -46,10 +46,10 @@ class RowNorms(RoundFigure):
         self._trained: dict[int, np.ndarray] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without rows to look at.
+        """Refuse a model without a row of weights per class.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The model has no such rows.
         """
         super().check(run)
         try:
@@ -65,14 +65,14 @@ class RowNorms(RoundFigure):
         return ["row_norms/gap", "row_norms/correlation"]
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Note the norms of one client's model, before and after its fit."""
+        """Store the row norms of one client's model, before and after its fit."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
         self._received[result.client] = norms(run.starting_module(result.client).backbone.state_dict())
         self._trained[result.client] = norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """`clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)` where there are some."""
+        """Return `clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)`, if any."""
         clients = sorted(self._trained)
         arrays = {
             "clients": np.array(clients),
@@ -82,7 +82,7 @@ class RowNorms(RoundFigure):
         }
         if "sources" in run.state:
             name = class_layer_name(run.state["model"])
-            layer = {name: run.state["sources"][name]}  # the rest of the class models is not asked for
+            layer = {name: run.state["sources"][name]}  # the other layers of the class models are not read
             arrays["class_models"] = class_models(run.state | {"sources": layer})[name].norm(dim=2).numpy()
         self._received, self._trained = {}, {}
         return arrays
@@ -96,7 +96,7 @@ class RowNorms(RoundFigure):
         return {"row_norms/gap": gap, "row_norms/correlation": correlation}
 
     def draw(self, arrays: Arrays) -> Figure:
-        """The heat maps."""
+        """Draw the heat maps."""
         panels = {
             "samples": arrays["data"],
             "row norms, received": arrays["received"],
@@ -109,10 +109,10 @@ class RowNorms(RoundFigure):
 
 
 def by_row(matrix: np.ndarray) -> np.ndarray:
-    """Each entry's share of its row; zero in a row of zeros."""
+    """Return each entry's share of its row; zero in a row of zeros."""
     return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1e-12)
 
 
 def norms(model: Tensors) -> np.ndarray:
-    """Row norms of a model's classification layer, `(C,)`."""
+    """Return the row norms of a model's classification layer, `(C,)`."""
     return class_layer(model).float().norm(dim=1).numpy()

@@ -160,7 +160,7 @@ def test_the_runs_own_losses_stay_what_they_are(tmp_path):
 
 
 def test_a_name_that_the_run_has_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^client_callbacks: one logs 'acc_mean', which the run has a metric of"):
+    with pytest.raises(ConfigError, match=r"^client_callbacks: one logs 'acc_mean', which is a metric of the run"):
         experiment(tmp_path, client_callbacks=[Watches()]).fit()
 
 

@@ -92,12 +92,12 @@ def test_an_altered_or_lost_file_is_told_of_once(half):
     linked.symlink_to(half / "elsewhere.png")
     shutil.rmtree(half / "figures" / "bytes")
     expected = [
-        "figures/class_relations/round-000002.png is not as it was written; it is not made again",
-        "figures/drift/round-000002.npz is not as it was written; it is not made again",
-        "figures/divergence/round-000002.png is not as it was written; it is not made again",
-        "figures/row_norms/round-000002.png is not as it was written; it is not made again",
-        "figures/bytes is gone, with 2 files; they are not made again",
-        "figures/knowledge_map-2/round-000002.npz is gone; it is not made again",
+        "figures/class_relations/round-000002.png was changed. It is not drawn again.",
+        "figures/drift/round-000002.npz was changed. It is not drawn again.",
+        "figures/divergence/round-000002.png was changed. It is not drawn again.",
+        "figures/row_norms/round-000002.png was changed. It is not drawn again.",
+        "figures/bytes not found, with 2 files. They are not drawn again.",
+        "figures/knowledge_map-2/round-000002.npz not found. It is not drawn again.",
     ]
     assert told(half, figures()) == expected
 
@@ -109,7 +109,7 @@ def test_each_byte_counts(half, position):
     content[position] ^= 1
     path.write_bytes(content)
     (line,) = told(half, figures())
-    assert "row_norms/round-000002.png is not as it was written" in line
+    assert "row_norms/round-000002.png was changed" in line
 
 
 def test_a_file_that_cannot_be_read_is_told_of(half, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_told_of(half, monkeypatch):
     one = skc(half, 3, [RowNorms(2)])
     one.load()
     monkeypatch.setattr("pathlib.Path.read_bytes", refuses)
-    with pytest.warns(UserWarning, match="round-000002.* is not as it was written") as warned:
+    with pytest.warns(UserWarning, match="round-000002.* was changed") as warned:
         one._notify("check")
     assert len(warned) == 2
 
@@ -142,7 +142,7 @@ def test_the_command_line_tells_too(tmp_path):
     (run_dir / "figures" / "row_norms" / "round-000001.png").write_bytes(b"")
     code, _, err = run("fit", "--resume", run_dir, "--rounds", "2")
     assert code == 0
-    line = f"{run_dir}/figures/row_norms/round-000001.png is not as it was written; it is not made again"
+    line = f"{run_dir}/figures/row_norms/round-000001.png was changed. It is not drawn again."
     assert err == f"fl-lightning: warning: {line}\n"
     assert (run_dir / "warnings.txt").read_text() == f"round 2: {line}\n"
     assert run("test", run_dir).err == ""
