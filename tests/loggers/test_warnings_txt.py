@@ -108,7 +108,7 @@ def test_what_is_warned_of_before_there_is_a_folder_is_noted_in_it(tmp_path, sho
     monkeypatch.setattr(loggers, "FEW_CLIENTS", 5)
     experiment(tmp_path / "run", rounds=1).fit()
     (line,) = lines(tmp_path / "run")
-    assert line.startswith("round 1: log_clients: more than 5 clients")
+    assert line.startswith("round 1: log_clients: metrics of single clients")
 
 
 def test_a_damaged_checkpoint_is_noted_as_of_the_round_that_is_resumed(tmp_path, shown):

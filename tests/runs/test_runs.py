@@ -64,7 +64,7 @@ def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
     assert run.setting("lpha") is None
     second = {"class_path": "mine.Net", "init_args": {"clients": 4}}
     run = open_run_folder(write_run(tmp_path / "other", CONFIG | {"model": second}))
-    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and model.clients; give the whole"):
+    with pytest.raises(ConfigError, match=r"clients: \S+ has scenario.clients and model.clients. Give the whole"):
         run.key("clients")
 
 

@@ -59,7 +59,7 @@ def filled(folder, where, clients=4):
     kept = store(folder, where)
     for client in range(clients):
         kept.put(client, 1, {"own": {"w": torch.full((3,), float(client))}})
-    kept.turn()
+    kept.end_round()
     kept.writer.wait()
     return kept
 
@@ -71,7 +71,7 @@ def filled(folder, where, clients=4):
 def test_a_memory_comes_back_bit_for_bit(tmp_path, where):
     kept = store(tmp_path, where)
     kept.put(3, 12, MEMORY)
-    kept.turn()
+    kept.end_round()
     kept.writer.wait()
     assert ordered(kept[3]) == flatten(kept[3]) == ordered(MEMORY)
     again = store(tmp_path, where)
@@ -85,7 +85,7 @@ def test_memory_and_disk_write_the_same_bytes_under_the_same_names(tmp_path):
     for where in PLACES:
         kept = store(tmp_path / where, where)
         kept.put(3, 12, MEMORY)
-        kept.turn()
+        kept.end_round()
         files.append(saved(kept))
     assert files[0] == files[1]
     ((file, checksum),) = files[0].items()
@@ -100,13 +100,13 @@ def test_what_is_put_is_a_copy_seen_after_the_round(tmp_path, where):
     kept, tensor = store(tmp_path, where), torch.zeros(2, 3).t()
     kept.put(0, 1, {"own": {"w": tensor, "same": tensor}})
     assert len(kept) == 0
-    kept.turn()
+    kept.end_round()
     tensor += 1
     kept.put(0, 2, {"own": {"w": tensor}})
     kept.writer.wait()
     assert kept[0]["own"]["w"].tolist() == [[0, 0]] * 3
     assert kept[0]["own"]["w"].is_contiguous()
-    kept.turn()
+    kept.end_round()
     assert kept[0]["own"]["w"].tolist() == [[1, 1]] * 3
 
 
@@ -115,15 +115,15 @@ def test_what_is_put_is_a_copy_seen_after_the_round(tmp_path, where):
 def test_who_keeps_nothing_has_no_file_and_no_place(tmp_path, where, nothing):
     kept = store(tmp_path, where)
     kept.put(0, 1, nothing)
-    kept.turn()
+    kept.end_round()
     assert len(kept) == 0
     assert saved(kept) == {}
     assert os.listdir(tmp_path) == []
     kept.put(0, 2, {"own": {"w": torch.ones(1)}})
-    kept.turn()
+    kept.end_round()
     assert list(kept) == [0]
     kept.put(0, 3, nothing)
-    kept.turn()
+    kept.end_round()
     assert 0 not in kept
 
 
@@ -145,7 +145,7 @@ def store_again(kept, where="disk"):
 def test_what_is_read_from_disk_travels_small(tmp_path):
     kept = store(tmp_path, "disk")
     kept.put(0, 1, {"large": {"w": torch.zeros(10_000)}, "small": {"w": torch.zeros(10)}})
-    kept.turn()
+    kept.end_round()
     kept.writer.wait()
     assert len(pickle.dumps(kept[0]["small"])) < 1000
     assert same_bytes(pickle.loads(pickle.dumps(kept[0]))["large"], kept[0]["large"])
@@ -164,9 +164,9 @@ def test_taking_up_a_checkpoint_forgets_everything_else(tmp_path, where):
     first = {file: checksum for file, checksum in saved(kept).items() if "client-000001" in file}
     again = store(tmp_path, "memory")  # the run done again: the same names
     again.put(0, 1, {"own": {"w": torch.full((3,), 7.0)}})
-    again.turn()
+    again.end_round()
     kept.load(saved(again) | first)
-    kept.turn()
+    kept.end_round()
     assert {client: memory["own"]["w"].tolist() for client, memory in kept.items()} == {0: [7] * 3, 1: [1] * 3}
 
 
@@ -187,9 +187,9 @@ def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
     kept = store(tmp_path, where)
     for client in (1, 12):
         kept.put(client, 1, {"laid_out": {"w": torch.tensor(client)}, "secret": {"w": torch.tensor(-client)}})
-    kept.turn()
+    kept.end_round()
     state = {"model": {"w": torch.zeros(1)}}
-    seen = kept.beside(state, "laid_out")
+    seen = kept.with_peers(state, "laid_out")
     assert seen["peer_12"] == {"w": torch.tensor(12)}
     assert seen["model"] is state["model"]
     for name in ("secret", "peer_2", "peer_12x", "peer_-1", "peer_"):
@@ -197,7 +197,7 @@ def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
             seen[name]
     assert type(seen | {}) is dict
     assert (seen | {}).keys() == {"model"}  # the next state holds no publications
-    assert kept.beside(state, None) is state
+    assert kept.with_peers(state, None) is state
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -427,7 +427,7 @@ def test_checkpoints_of_an_earlier_version_are_named(tmp_path):
     folder = checkpoints.write(1, {"round": 1})
     manifest = (folder / "manifest.json").read_text().replace("seal", "deal")
     (folder / "manifest.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match=r"round-000001 .* of an earlier fl-lightning, this one cannot read it$"):
+    with pytest.raises(CheckpointError, match=r"round-000001 .* by an earlier version of fl-lightning and cannot be read$"):
         checkpoints.read(1)
     assert checkpoints.named() == set()
 
