@@ -60,7 +60,7 @@ def test_a_run_is_opened_and_resumed_under_the_new_names(tmp_path):
     assert "Dealt" not in text.replace("name: Dealt", "")
     fingerprint = Fingerprint(flatten(OLD), made_with={"fl-lightning": "0.1.0"})
     fingerprint.check_config(NEW)
-    with pytest.raises(ConfigError, match=r"another experiment.*partition"):
+    with pytest.raises(ConfigError, match=r"the config differs from the run's: .*partition"):
         fingerprint.check_config(NEW | {"scenario": {"partition": "fl_lightning.data.IID"}})
 
 

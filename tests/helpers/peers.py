@@ -28,7 +28,7 @@ def peers_in(message):
 
 def published(run, client):
     """What a client has laid out: its tensors, and its number of samples."""
-    message = publication(run.memory.beside(run.state, "laid_out"), client)
+    message = publication(run.memory.with_peers(run.state, "laid_out"), client)
     return message.tensors, message.numbers["n_samples"]
 
 
