@@ -626,7 +626,7 @@ def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
     }.items():
         (run_dir := tmp_path / name).mkdir()
         make(run_dir / "wandb")
-        with pytest.raises(ConfigError, match="wandb is not a folder. Move it away"):
+        with pytest.raises(ConfigError, match=r"wandb is not a folder. Move it away"):
             logger.check(run_dir)
         (inside := tmp_path / f"{name} inside" / "wandb").mkdir(parents=True)
         if name != "file":
