@@ -125,9 +125,9 @@ def _other_class(key: str, path: str) -> str | None:
     if key == "model" and "." in path:
         return f"is no Backbone; did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
-        from fl_lightning.data.torch_dataset import way_for
+        from fl_lightning.data.torch_dataset import suggest_torch_dataset
 
-        return f"is a Dataset of torch's; {way}" if (way := way_for(path)) else None
+        return f"is a Dataset of torch's; {way}" if (way := suggest_torch_dataset(path)) else None
     return None
 
 

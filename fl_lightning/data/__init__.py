@@ -1,9 +1,10 @@
-"""Datasets, how they are split among clients, and the batches cut from them."""
+"""Datasets, partitions among clients, and batches."""
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.few_shot import FC100, FewShot
 from fl_lightning.data.hugging_face import HuggingFace
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import (
     CIFAR10,
     CIFAR100,
@@ -16,18 +17,17 @@ from fl_lightning.data.images import (
     TinyImageNet,
 )
 from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
-from fl_lightning.data.natural import ByClient, PredefinedSplit
+from fl_lightning.data.natural_partitions import ByClient, PredefinedSplit
 from fl_lightning.data.partitions import (
     IID,
+    ClientSplits,
     Dirichlet,
     DisjointClasses,
     Partition,
     Pathological,
     QuantitySkew,
     Shards,
-    Shares,
 )
-from fl_lightning.data.pictures import ImageFolder
 from fl_lightning.data.scenario import FederatedData, Scenario, Shard
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.tables import Table, TextTable
@@ -47,6 +47,7 @@ __all__ = [
     "AGNews",
     "Arrays",
     "ByClient",
+    "ClientSplits",
     "Dataset",
     "Digits",
     "Dirichlet",
@@ -67,7 +68,6 @@ __all__ = [
     "Shakespeare",
     "Shard",
     "Shards",
-    "Shares",
     "Table",
     "TableSchema",
     "TextTable",

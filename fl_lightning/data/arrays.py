@@ -1,4 +1,4 @@
-"""Your own data, from one file of arrays."""
+"""Custom data in files of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.reading import BadFile, is_there, read_mapped, read_npz, whole_numbers
+from fl_lightning.data.files import BadFile, check_exists, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
@@ -20,15 +20,14 @@ CLIENTS = ("client_train", "client_test")
 
 
 class Arrays(Dataset):
-    """Your own data: an `.npz` file with x_train, y_train, x_test and y_test, or a folder with an `.npy` file of each.
+    """Custom data: an `.npz` file with x_train, y_train, x_test and y_test, or a folder with an `.npy` file of each.
 
-    `uint8` inputs are scaled to 0-1, floating-point inputs are taken as they are; images may be `(n, height, width)`,
-    `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are whole numbers
-    from 0, one a sample; or `(n, L)` of 0 and 1, where a sample may have several of L labels; or floating-point
-    numbers to be predicted, `(n,)` or `(n, T)`. `client_train` and `client_test` may say who each sample comes from.
+    `uint8` inputs are scaled to 0-1, floating-point inputs are used as they are. Images may be `(n, height, width)`,
+    `(n, height, width, channels)` with 1 or 3 channels, or `(n, channels, height, width)`. Labels are integers from 0,
+    one per sample; `(n, L)` of 0 and 1 for a multi-label target; or floating-point numbers to predict, `(n,)` or
+    `(n, T)`. Optional arrays `client_train` and `client_test` hold the client id of each sample.
 
-    The `.npy` files of a folder are mapped: inputs stay on disk until a batch needs them, if they are `uint8` or
-    `float32`.
+    The `.npy` files of a folder are memory-mapped: `uint8` and `float32` inputs stay on disk until a batch needs them.
 
     Args:
         path: The file, or the folder.
@@ -44,7 +43,7 @@ class Arrays(Dataset):
         self.path, self.num_classes = path, num_classes
 
     def load(self) -> LoadedData:
-        """Read the file, or map those of the folder."""
+        """Read the `.npz` file, or map the `.npy` files."""
         arrays = self._arrays()
         y_train, y_test = (self._labels(name, arrays[name]) for name in ("y_train", "y_test"))
         x_train, x_test = (self._inputs(name, arrays[name]) for name in ("x_train", "x_test"))
@@ -52,29 +51,29 @@ class Arrays(Dataset):
         return LoadedData(x_train, y_train, x_test, y_test, self._outputs(y_train, y_test), Normalize(), **clients)
 
     @property
-    def blamed(self) -> str:
-        """The key and the file."""
+    def error_prefix(self) -> str:
+        """Return the beginning of error messages: the config key and the file."""
         return f"scenario.dataset.path: {one_line(self.path)}"
 
     def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.blamed}: {what}")
+        return ConfigError(f"{self.error_prefix}: {what}")
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        path, mend = Path(self.path), "write it with numpy.savez"
+        path, fix = Path(self.path), "Write it with numpy.savez"
         try:
             if os.path.isdir(path):
-                mend = "write it with numpy.save"
+                fix = "Write it with numpy.save"
                 return self._mapped(path)
-            if is_there(path):
+            if check_exists(path):
                 return read_npz(path, NAMES, CLIENTS)
         except BadFile as error:
-            raise ConfigError(f"scenario.dataset.path: {error}; {mend}") from error
+            raise ConfigError(f"scenario.dataset.path: {error}. {fix}") from error
         raise self._error("no such file")
 
     def _mapped(self, folder: Path) -> dict[str, np.ndarray]:
-        there = [name for name in (*NAMES, *CLIENTS) if is_there(folder / f"{name}.npy")]
+        there = [name for name in (*NAMES, *CLIENTS) if check_exists(folder / f"{name}.npy")]
         if missing := [f"{name}.npy" for name in NAMES if name not in there]:
-            raise BadFile(folder, f"is a folder, it needs to be a file, or to hold {', '.join(missing)}")
+            raise BadFile(folder, f"is a folder, it needs to be a file, or to contain {', '.join(missing)}")
         return {name: read_mapped(folder / f"{name}.npy") for name in there}
 
     def _labels(self, name: str, values: np.ndarray) -> Tensor:
@@ -92,22 +91,23 @@ class Arrays(Dataset):
         y = labels[0]
         if y.is_floating_point() or y.ndim > 1:
             if self.num_classes is not None:
-                raise ConfigError("scenario.dataset.num_classes: the labels are no classes; leave it out")
+                raise ConfigError("scenario.dataset.num_classes: the labels are not classes. Leave it out")
             return 1 if y.ndim == 1 else y.shape[1]
-        return self._counted(*labels) if self.num_classes is None else self.num_classes
+        return self._count_classes(*labels) if self.num_classes is None else self.num_classes
 
-    def _counted(self, *labels: Tensor) -> int:
+    def _count_classes(self, *labels: Tensor) -> int:
         found, samples = max((int(y.max()) for y in labels if len(y)), default=-1) + 1, sum(map(len, labels))
         if found > samples:
             raise self._error(
-                f"label {found - 1}, in {samples} samples: count classes from 0, or set scenario.dataset.num_classes"
+                f"label {found - 1} in {samples} samples is too large. "
+                "Number classes from 0, or set scenario.dataset.num_classes"
             )
         return found
 
     def _inputs(self, name: str, values: np.ndarray) -> Tensor:
         if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):
-            raise self._error(f"{name} is {values.dtype}; it needs uint8 or floating-point numbers")
-        with np.errstate(over="ignore"):  # what overflows is refused as Inf
+            raise self._error(f"{name} is {values.dtype}; it needs uint8 or floating point")
+        with np.errstate(over="ignore"):  # overflow becomes Inf, which is refused
             x = torch.from_numpy(values if values.dtype == np.uint8 else values.astype(np.float32, copy=False))
         if x.ndim == 3:
             return x.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Datasets as in-memory tensors: whole splits, batches are cut from them by index."""
+"""Base classes of datasets. A loaded dataset is a few tensors, of which batches are cut by index."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import require_trust
 from fl_lightning.core.objectives import Classification, Objective, described, objective_of
 from fl_lightning.core.task import Score
+from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.loaders import Batches
-from fl_lightning.data.reading import BadFile, is_there
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.data.transforms import BatchTransform
 
 MOST_CLASSES = 10_000_000
-"""More are a slip: the last layer of any network would fill a machine's memory."""
+"""Maximum number of classes: with more, a network's last layer would fill the memory."""
 
 
 @dataclass
@@ -34,19 +34,21 @@ class LoadedData:
     Args:
         x_train: Training inputs `(n, ...)`; images are `(n, channels, height, width)`, `uint8` or `float32`, texts
             are token ids `(n, length)`, `int64`, padded with 0.
-        y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; or several labels a sample, `(n, L)`
-            whole numbers of 0 and 1; or numbers to be regressed, `(n,)` or `(n, T)`, `float32`.
-        x_test: Test inputs, of the same shape and type.
+        y_train: Training labels: classes `(n,)`, `int64` in `[0, num_classes)`; multi-label targets `(n, L)`, integers
+            0 and 1; or numbers to predict, `(n,)` or `(n, T)`, `float32`.
+        x_test: Test inputs, of the same shape and dtype.
         y_test: Test labels.
-        num_classes: Number of classes, `C`, 2 or more; else of the network's outputs, `L` or `T`.
-        prepare: Turns a batch as stored into what the network takes, on the batch's device.
-        augment: Random change of a prepared training batch, on its device, or None.
+        num_classes: Number of classes, `C`, at least 2; without classes the number of the network's outputs, `L` or
+            `T`.
+        prepare: Converts a stored batch to the network's input, on the batch's device.
+        augment: Random change of a prepared training batch, on its device; None for none.
         cut: Makes a client's training batches; takes the arguments of `Batches`.
-        evaluate: Scores a shared module on the prepared batches of the global test set in its own way, or None.
-        client_train: Who each training sample comes from, `(n,)`: ids that are whole numbers or text, or None where
-            that is not known. `ByClient` deals by them.
-        client_test: Who each test sample comes from, likewise; only beside `client_train`.
-        schema: Which columns of a table the inputs were made from, and how; None for other data.
+        evaluate: Custom scoring of a shared module on the prepared batches of the global test set; None for the
+            usual metrics.
+        client_train: The client of each training sample, `(n,)` integers or text, for the partition `ByClient`; None
+            if the data do not say.
+        client_test: The client of each test sample. Requires `client_train`.
+        schema: The columns of a table and their encoding; None for other data.
     """
 
     x_train: Tensor
@@ -64,15 +66,15 @@ class LoadedData:
 
     @property
     def in_shape(self) -> tuple[int, ...]:
-        """Shape of one input, without the batch."""
+        """Return the shape of one input, without the batch dimension."""
         return tuple(self.x_train.shape[1:])
 
 
 class Dataset(ABC):
-    """Something that can be loaded: the `scenario.dataset` of a config.
+    """Base class of datasets: the `scenario.dataset` of a config.
 
     Attributes:
-        objective: What its labels are for; found from them if None.
+        objective: The learning task; inferred from the labels if None.
     """
 
     objective: Objective | None = None
@@ -86,57 +88,57 @@ class Dataset(ABC):
         """
 
     def checked(self, objective: Objective | None = None) -> LoadedData:
-        """Load the data, and see that it is what `LoadedData` says: a scenario takes it from here.
+        """Load the data and check that it is as `LoadedData` describes. Scenarios call this instead of `load`.
 
         Args:
-            objective: What the labels are for; as the dataset says, or found from them, if None.
+            objective: The learning task; the dataset's own, or inferred from the labels, if None.
 
         Raises:
-            ConfigError: It cannot be loaded, or something in it is not as it should be.
+            ConfigError: The data cannot be loaded, or do not match `LoadedData`.
         """
-        with own_code(self.blamed):
+        with blaming_class(self.error_prefix):
             data = self.load()
         try:
             check(data, objective or self.objective)
         except ValueError as error:
-            raise ConfigError(f"{self.blamed}: {error}") from error
+            raise ConfigError(f"{self.error_prefix}: {error}") from error
         return data
 
     @property
-    def blamed(self) -> str:
-        """How a line begins that says what is wrong with the data."""
+    def error_prefix(self) -> str:
+        """Return the beginning of error messages about the data: the config key and the class."""
         return f"scenario.dataset: {type(self).__name__}"
 
 
 @contextmanager
-def own_code(who: str) -> Iterator[None]:
-    """Put an exception of a class that may be the user's own down to it.
+def blaming_class(who: str) -> Iterator[None]:
+    """Turn an unexpected exception of a class, possibly the user's, into an error that names the class.
 
     Raises:
-        ConfigError: Names the class; its traceback is the exception's.
+        ConfigError: An exception was raised inside.
     """
     try:
         yield
     except FLError:
         raise
     except Exception as error:
-        raise ConfigError(f"{who}: {type(error).__name__}: {one_line(error)}; --debug shows where") from error
+        raise ConfigError(f"{who}: {type(error).__name__}: {one_line(error)}. Use --debug for the traceback") from error
 
 
 def check(data: LoadedData, objective: Objective | None = None) -> None:
-    """See that a dataset is what `LoadedData` says, in one pass over its labels, and over inputs other than `uint8`.
+    """Check that a dataset is as `LoadedData` describes. Reads all labels, and all inputs that are not `uint8`.
 
     Args:
         data: The dataset.
-        objective: What the labels are for; found from the training labels if None.
+        objective: The learning task; inferred from the training labels if None.
 
     Raises:
-        ValueError: Says what is wrong first.
+        ValueError: Describes the first problem.
     """
     if not isinstance(data, LoadedData):
         raise ValueError(f"load() returned {type(data).__name__}, not LoadedData")
     if not isinstance(data.num_classes, int | np.integer) or isinstance(data.num_classes, bool):
-        raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, no whole number")
+        raise ValueError(f"num_classes is {one_line(repr(data.num_classes))}, not an integer")
     for name in ("prepare", "cut", "evaluate"):
         if not callable(getattr(data, name)) and (name, data.evaluate) != ("evaluate", None):
             raise ValueError(f"{name} is of type {type(getattr(data, name)).__name__}, which cannot be called")
@@ -147,7 +149,7 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
         if not isinstance(values, Tensor):
             raise ValueError(f"{name} is of type {type(values).__name__}, not a torch.Tensor")
         if values.layout != torch.strided or values.device.type != "cpu":
-            raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, in main memory")
+            raise ValueError(f"{name} is {values.layout} on {values.device}; it needs to be dense, on the CPU")
     objective = objective or objective_of(data.y_train)
     for split in ("train", "test"):
         x, y = getattr(data, f"x_{split}"), getattr(data, f"y_{split}")
@@ -157,12 +159,14 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
             raise ValueError(f"y_{split} {error}") from error
         _check_inputs(f"x_{split}", x)
         if len(x) != len(y) or not len(x):
-            raise ValueError(f"x_{split} has {len(x)} rows and y_{split} {len(y)}: they need as many, and at least one")
+            raise ValueError(
+                f"x_{split} has {len(x)} rows and y_{split} {len(y)}. They need equally many, and at least one"
+            )
     if data.x_train.shape[1:] != data.x_test.shape[1:]:
         shapes = f"{data.in_shape} and {tuple(data.x_test.shape[1:])}"
         raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
     if data.x_train.dtype != data.x_test.dtype:
-        raise ValueError("x_train and x_test need one type: uint8 is scaled to 0-1, floating point is not")
+        raise ValueError("x_train and x_test need the same dtype: uint8 is scaled to 0-1, floating point is not")
     if not objective.fewest <= data.num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes is {data.num_classes}, not between {objective.fewest} and {MOST_CLASSES:,}")
     _check_clients(data)
@@ -176,22 +180,22 @@ def _check_clients(data: LoadedData) -> None:
         if not isinstance(ids, np.ndarray):
             raise ValueError(f"{name} is of type {type(ids).__name__}, not a numpy array")
         if ids.ndim != 1 or ids.dtype.kind not in "iuU":
-            raise ValueError(
-                f"{name} needs an id a sample, a whole number or text, got {ids.dtype} of shape {ids.shape}"
-            )
+            raise ValueError(f"{name} needs one id per sample, integers or text, got {ids.dtype} of shape {ids.shape}")
         if len(ids) != len(y):
-            raise ValueError(f"{name} names the clients of {len(ids)} samples, and there are {len(y)}")
+            raise ValueError(f"{name} has ids of {len(ids)} samples, but there are {len(y)}")
     if data.client_test is not None:
         if data.client_train is None:
-            raise ValueError("client_test says whose the test samples are, and client_train is missing")
+            raise ValueError("client_test is given, but client_train is missing")
         kinds = {data.client_train.dtype.kind, data.client_test.dtype.kind}
         if ("U" in kinds and len(kinds) > 1) or np.result_type(data.client_train, data.client_test).kind == "f":
-            raise ValueError("client_train and client_test need ids of one type")  # int64 and uint64 meet as floats
+            raise ValueError(
+                "client_train and client_test need ids of one dtype"
+            )  # int64 and uint64 would be compared as floats
 
 
 def _check_inputs(name: str, x: Tensor) -> None:
     if x.ndim < 2 or 0 in x.shape[1:]:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs a row a sample: (n, ...)")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
         raise ValueError(f"{name} is {described(x)}; it needs uint8 or float32, or int64 for token ids (n, length)")
     if x.dtype == torch.uint8 or not len(x):
@@ -204,14 +208,14 @@ def _check_inputs(name: str, x: Tensor) -> None:
 
 
 class FileDataset(Dataset):
-    """A dataset read from files that somebody else's distribution lays out.
+    """Base class of datasets that are read from files in the layout of their authors.
 
     Args:
-        data_dir: Folder that holds the dataset's own file or folder.
-        download: Fetch the files when they are missing.
+        data_dir: Folder that contains the dataset's file or folder.
+        download: Download missing files.
 
     Attributes:
-        files: Which files belong into `data_dir`, for the message where they are missing.
+        files: The files that belong in `data_dir`, for error messages.
         fetchable: Whether they can be downloaded.
     """
 
@@ -224,24 +228,24 @@ class FileDataset(Dataset):
 
     @abstractmethod
     def _paths(self) -> Iterable[str]:
-        """What has to be there, below `data_dir`; folders end in a slash."""
+        """Return the required files below `data_dir`; folders end in a slash."""
 
     def _fetch(self) -> None:
-        """Download what is missing, where it is `fetchable`."""
+        """Download the missing files, if the dataset is `fetchable`."""
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:
-        """Inputs and labels of one split.
+        """Return inputs and labels of one split.
 
         Raises:
-            BadFile: One of the files is not as it should be.
+            BadFile: A file is damaged, or has unexpected content.
         """
 
     def _path(self, name: str) -> Path:
         return Path(self.data_dir, name)
 
     def _read_both(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """The training and the test split, downloading them first if asked to.
+        """Return the training and the test split, after downloading them if asked to.
 
         Raises:
             ConfigError: The files cannot be read.
@@ -252,23 +256,23 @@ class FileDataset(Dataset):
                 failed = self._failed_download()
                 missing = self._missing()
             if missing:
-                raise ConfigError(self._put(missing, failed))
+                raise ConfigError(self._files_not_found(missing, failed))
             return self._read(train=True), self._read(train=False)
         except BadFile as error:
             fetched = f", or delete it{self._or_download(' and set')}" if self.fetchable else ""
-            raise ConfigError(f"{self.blamed} cannot be read: {error}; put a sound copy there{fetched}") from error
+            raise ConfigError(f"{self.error_prefix} cannot be read: {error}. Replace the file{fetched}") from error
 
     def _missing(self) -> list[str]:
         try:
-            is_there(Path(self.data_dir), folder=True)
+            check_exists(Path(self.data_dir), folder=True)
         except BadFile as error:
             raise ConfigError(f"scenario.dataset.data_dir: {error}") from error
-        return [name for name in self._paths() if not is_there(self._path(name), folder=name.endswith("/"))]
+        return [name for name in self._paths() if not check_exists(self._path(name), folder=name.endswith("/"))]
 
     def _failed_download(self) -> str:
         require_trust("scenario.dataset.download", self.download)
         places = {place for path in map(self._path, self._paths()) for place in (path, *path.parents)}
-        absent = sorted((place for place in places if not os.path.lexists(place)), reverse=True)  # the innermost first
+        absent = sorted((place for place in places if not os.path.lexists(place)), reverse=True)  # innermost first
         try:
             self._fetch()
         except ConfigError:
@@ -281,10 +285,13 @@ class FileDataset(Dataset):
                     folder.rmdir()
         return ""
 
-    def _put(self, missing: list[str], failed: str) -> str:
+    def _files_not_found(self, missing: list[str], failed: str) -> str:
         files = self.files if len(missing) == len(list(self._paths())) else ", ".join(missing)
-        place, mend = one_line(os.path.abspath(self.data_dir)), self._or_download(" or")
-        return f"{self.blamed} cannot be read{failed}; put {files} into {place}, or set scenario.dataset.data_dir{mend}"
+        folder, fix = (
+            one_line(os.path.abspath(self.data_dir)),
+            f"or set scenario.dataset.data_dir{self._or_download(' or')}",
+        )
+        return f"{self.error_prefix}: files not found{failed}. Put {files} into {folder}, {fix}"
 
     def _or_download(self, word: str) -> str:
         return f"{word} scenario.dataset.download true" if self.fetchable and not self.download else ""

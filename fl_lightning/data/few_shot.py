@@ -1,7 +1,7 @@
-"""Few-shot learning: FC100, episodes of a few classes with a few samples each, and how a model is scored on them.
+"""Few-shot learning: the dataset FC100, episodes of a few classes and samples, and scoring by prototypes.
 
-A class's prototype is the mean feature of its support: Snell, Swersky, Zemel, "Prototypical Networks for Few-shot
-Learning", NeurIPS 2017, whose equations are cited below. FedSKC uses it on FC100, 5 ways and 5 shots.
+The prototype of a class is the mean feature of its support samples: Snell, Swersky, Zemel, "Prototypical Networks for
+Few-shot Learning", NeurIPS 2017, whose equations are cited below. FedSKC uses it on FC100, 5 ways and 5 shots.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fl_lightning.core.task import Score
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
 from fl_lightning.data.loaders import Batches
-from fl_lightning.data.partitions import by_class
+from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.transforms import CropFlip, Normalize
 
-# CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018; class numbers are the alphabet's.
+# CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018. Labels are in alphabetical order.
 SUPERCLASSES = {
     "train": {
         "fish": "aquarium_fish flatfish ray shark trout",
@@ -56,7 +56,7 @@ SUPERCLASSES = {
 
 
 def fc100_classes(part: str) -> list[int]:
-    """CIFAR-100's fine labels that belong to a part of FC100, ascending: 60 of `train`, 20 of `val` and of `test`."""
+    """Return CIFAR-100's fine labels in a part of FC100, ascending: 60 of `train`, 20 each of `val` and `test`."""
     members = {name: " ".join(groups.values()).split() for name, groups in SUPERCLASSES.items()}
     alphabet = sorted(name for names in members.values() for name in names)
     return [alphabet.index(name) for name in sorted(members[part])]
@@ -64,13 +64,13 @@ def fc100_classes(part: str) -> list[int]:
 
 @dataclass(frozen=True)
 class FewShot:
-    """What an episode is, and how many of them a model is tested on.
+    """Size of an episode, and number of test episodes.
 
     Args:
-        ways: Classes an episode.
-        shots: Support samples a class, which make its prototype.
-        queries: Samples a class to be classified.
-        episodes: Test episodes; the same ones for every model.
+        ways: Classes per episode.
+        shots: Support samples per class, whose mean feature is the prototype.
+        queries: Samples per class to classify.
+        episodes: Number of test episodes. They are the same for every model.
 
     Raises:
         ConfigError: A number is out of range.
@@ -87,7 +87,7 @@ class FewShot:
                 raise ConfigError(f"scenario.dataset.few_shot.{name}: {getattr(self, name)} is below {least}")
 
     def cut(self, x: Tensor, y: Tensor, index: Tensor, batch_size: int, seed: int, min_batch: int) -> EpisodeBatches:
-        """A client's training batches, each an episode whatever the batch size."""
+        """Return a client's training batches. Each is an episode; the batch size is ignored."""
         return EpisodeBatches(x, y, index, self, seed)
 
     def evaluate(self, module: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
@@ -98,15 +98,15 @@ class FewShot:
 class FC100(CIFAR100):
     """FC100 (Oreshkin et al. 2018): CIFAR-100 for few-shot learning, 60 classes to train on and 20 others to test on.
 
-    Its parts share no superclass. All 600 images of a class are used. Labels count from 0 within each part, so the
-    model's `C` is 60.
+    Its parts have no superclass in common. All 600 images of a class are used. Labels count from 0 within each part,
+    so the model has 60 classes.
 
     Args:
-        data_dir: Folder that holds CIFAR-100's own folder.
-        download: Fetch the files when they are missing.
+        data_dir: Folder that contains CIFAR-100's folder.
+        download: Download missing files.
         augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
-        evaluate_on: Classes of the test episodes: those of the `test` part, or of `val` while options are chosen.
-        few_shot: What an episode is.
+        evaluate_on: Part with the classes of the test episodes: `test`, or `val` to choose hyperparameters.
+        few_shot: Size and number of episodes.
     """
 
     num_classes = 60
@@ -140,16 +140,16 @@ class FC100(CIFAR100):
 
 
 class EpisodeBatches(Batches):
-    """Training episodes as batches: samples of a few of a client's classes, support and queries together.
+    """Training batches that are episodes: support and query samples of a few of a client's classes.
 
-    A client with fewer classes than `ways` uses those it has; a class counts if it has more than `shots` samples.
+    A client with fewer classes than `ways` uses all of them. Classes with at most `shots` samples are left out.
 
     Args:
         x: Inputs of the whole split.
         y: Labels of the whole split.
-        index: Which samples the client holds.
-        task: What an episode is.
-        seed: Draws the episodes, anew on each pass.
+        index: Indices of the client's samples.
+        task: Size of an episode.
+        seed: Random seed of the episodes. Each pass draws new ones.
 
     Raises:
         ConfigError: Fewer than two classes have more than `shots` samples.
@@ -158,15 +158,15 @@ class EpisodeBatches(Batches):
     def __init__(self, x: Tensor, y: Tensor, index: Tensor, task: FewShot, seed: int) -> None:
         super().__init__(x, y, index, batch_size=task.ways * (task.shots + task.queries))
         self.task, self.rng = task, np.random.default_rng(seed)
-        self.members = [own for own in by_class(y[index].cpu().numpy()) if len(own) > task.shots]
+        self.members = [own for own in indices_by_class(y[index].cpu().numpy()) if len(own) > task.shots]
         if len(self.members) < 2:
             raise ConfigError(
-                f"scenario.partition: a client holds {len(self.members)} class(es) of more than {task.shots} samples, "
-                "an episode needs two; use a larger alpha or fewer scenario.clients"
+                f"scenario.partition: a client has {len(self.members)} class(es) with more than {task.shots} samples, "
+                "but an episode needs two. Use a larger alpha or fewer scenario.clients"
             )
 
     def indices(self) -> list[Tensor]:
-        """Which samples are in each episode of a pass."""
+        """Return the sample indices of each episode of a pass."""
         episodes = (np.concatenate(sample_episode(self.members, self.task, self.rng)) for _ in range(len(self)))
         return [self.index[torch.from_numpy(episode)].to(self.x.device) for episode in episodes]
 
@@ -176,28 +176,28 @@ def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Gene
 
     Args:
         members: Indices of each class's samples.
-        task: What an episode is.
-        rng: The only source of chance.
+        task: Size of an episode.
+        rng: Random generator.
 
     Returns:
-        One array of indices a class, `ways` of them or as many as there are: the support first, then the queries, of
-        which a small class may have fewer.
+        One array of indices per class, for `ways` classes or as many as there are: support first, then queries. A small
+        class may have fewer queries.
     """
     classes = rng.permutation(len(members))[: task.ways]
     return [rng.permutation(members[j])[: task.shots + task.queries] for j in classes]
 
 
 def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int) -> Tensor:
-    """Eq. 1 and 2: minus the squared distances to each class's mean feature, in float32.
+    """Return the negative squared distances to each class's mean feature (Eq. 1 and 2), in float32.
 
     Args:
         queries: `(Q, d)` features to classify.
-        support: `(S, d)` features that make the prototypes.
-        labels: `(S,)` class of each, in `[0, ways)`, every class at least once.
+        support: `(S, d)` features of the support samples.
+        labels: `(S,)` their classes in `[0, ways)`; every class occurs.
         ways: Number of classes.
 
     Returns:
-        `(Q, ways)`, the logits of a softmax.
+        `(Q, ways)` logits.
     """
     members = F.one_hot(labels, ways).float()
     prototypes = members.T @ support.float() / members.sum(dim=0)[:, None]
@@ -205,36 +205,36 @@ def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int
 
 
 def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
-    """Accuracy and cross-entropy on each of a fixed set of test episodes.
+    """Return accuracy and cross-entropy on each test episode.
 
     Args:
         features: `(n, d)` features of the whole test set.
         labels: `(n,)` their classes.
-        task: What an episode is, and how many there are.
+        task: Size and number of episodes.
 
     Returns:
         `(episodes, 2)`, float64, on the CPU.
 
     Raises:
-        ConfigError: There are fewer classes than `ways`, or one has no sample left to be a query.
+        ConfigError: There are fewer classes than `ways`, or a class has no sample left for a query.
     """
     members = members_by_class(labels, task)
-    rng = np.random.default_rng(0)  # not the run's seed: every model meets the same episodes
+    rng = np.random.default_rng(0)  # not the run's seed: the episodes are the same for every model
     episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
     return torch.stack([_episode_score(features, episode, task) for episode in episodes]).double().cpu()
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Indices of each class's samples of a test set that episodes are drawn from.
+    """Return the indices of each class's samples in a test set, for drawing episodes.
 
     Raises:
-        ConfigError: There are fewer classes than `ways`, or one has no sample left to be a query.
+        ConfigError: There are fewer classes than `ways`, or a class has no sample left for a query.
     """
-    members = by_class(labels.cpu().numpy())
+    members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
-            f"scenario.dataset.few_shot: the test set has {len(members)} classes, the smallest of "
-            f"{min(map(len, members))} samples: too few for {task.ways} ways and {task.shots} shots"
+            f"scenario.dataset.few_shot: the test set has {len(members)} classes, the smallest with "
+            f"{min(map(len, members))} samples: too few for {task.ways} ways and {task.shots} shots. Lower them"
         )
     return members
 
@@ -250,17 +250,17 @@ def _episode_score(features: Tensor, episode: list[np.ndarray], task: FewShot) -
 
 
 def mean_and_interval(values: Tensor) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval, `1.96 · s / √n`, with `s` the sample's standard deviation."""
+    """Return the mean and half of its 95 % interval, `1.96 · s / √n`, with `s` the sample standard deviation."""
     return float(values.mean()), float(1.96 * values.std() / math.sqrt(len(values)))
 
 
 def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], task: FewShot) -> Score:
-    """Score an encoder on the test episodes, in the mode and on the device it is in.
+    """Score an encoder on the test episodes, in its present mode and on its device.
 
     Args:
         encoder: Maps inputs to features.
         batches: The whole test set, in fixed order.
-        task: What an episode is, and how many there are.
+        task: Size and number of episodes.
     """
     with torch.no_grad():
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face `datasets` library: pictures or texts, from a folder or by name."""
+"""Image and text datasets of the Hugging Face `datasets` library, from a folder or from the Hub."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import require_trust
-from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.images import Augment
-from fl_lightning.data.own import (
+from fl_lightning.data.custom_data import (
     KEY,
     check_share,
     client_ids,
-    column_named,
-    divided,
-    held_out,
-    placed,
+    existing_path,
+    find_column,
+    hold_out,
+    read_labels,
     refuse_missing,
-    spot,
-    targets,
+    row_location,
+    split_rows,
     token_ids,
 )
-from fl_lightning.data.pictures import Picture, PictureOptions
-from fl_lightning.data.reading import BadFile, told_of
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.files import BadFile, naming_file
+from fl_lightning.data.image_folder import EncodedImage, ImageOptions
+from fl_lightning.data.images import Augment
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
 
@@ -38,36 +38,36 @@ if TYPE_CHECKING:
 
 
 class HuggingFace(Dataset):
-    """A dataset of the Hugging Face `datasets` library, of pictures or texts: a folder of `save_to_disk`, or a name.
+    """Image or text dataset of the Hugging Face `datasets` library.
 
-    Columns that no option names are found: the one of pictures or else the one of texts, and the one of labels, which
-    holds classes (`ClassLabel`); of several, that which is called `image`, `text`, `label` or `labels`. No code of a
-    dataset's own is ever run. It needs `pip install 'fl-lightning[huggingface]'`.
+    Reads a folder that `save_to_disk` wrote, or a dataset of the Hugging Face Hub. Columns that no option names are
+    found by their type: the image column, or else the text column, and the column of `ClassLabel`. If there are
+    several, the one named `image`, `text`, `label` or `labels` is used. A dataset's own code is never executed. Needs
+    `pip install 'fl-lightning[huggingface]'`.
 
     Args:
-        path: Folder that `save_to_disk` wrote; or the name of a dataset on the Hugging Face Hub, with `download`.
-        image: Column of the pictures.
-        text: Column of the texts.
-        label: The label's column, or a list of several.
-        client: Column of who each sample comes from; `ByClient` deals samples to clients by it.
-        train: Name of the training split, where there are several.
-        test: Name of the split to test on: `test` or else `validation` by default, or else a share of the training
-            split.
+        path: Folder that `save_to_disk` wrote; or, with `download`, the name of a dataset on the Hugging Face Hub.
+        image: The image column.
+        text: The text column.
+        label: The label column, or a list of several.
+        client: Column of the client that each sample belongs to, for the partition `ByClient`.
+        train: Name of the training split.
+        test: Name of the test split; by default `test` or else `validation`, or else a share of the training split.
         test_share: That share: of each class, or of each client's samples.
-        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
-        size: Height and width that pictures are resized to, or one number for both; not needed where all are of one
-            size.
-        channels: 1 makes pictures grey, 3 coloured; by default grey if all of them are.
-        mean: Mean of each channel, of pixels in [0, 1], instead of the training pictures'.
-        std: Standard deviation of each channel, likewise.
-        augment: Random crop and flip of training batches of pictures: `none`, `per_sample` or `per_batch`.
-        length: Words a text; longer ones are cut, shorter ones padded.
-        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
-        subset: Which of a named dataset's subsets, where it has several.
-        download: Fetch the dataset of that name, or take it from the library's own cache.
+        regression: Whether labels are numbers to predict; by default floating-point labels are.
+        size: Height and width to resize images to, or one number for both; not needed if all have one size.
+        channels: 1 converts images to grey, 3 to colour; by default grey if all of them are grey.
+        mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
+        std: Standard deviation of each channel; by default that of the training images.
+        augment: Random crop and flip of training batches of images: `none`, `per_sample` or `per_batch`.
+        length: Tokens per text; longer texts are truncated, shorter ones padded. A text without a word is one unknown
+            token.
+        vocab_size: Number of token ids, including padding and unknown.
+        subset: Name of the subset (configuration) of a Hub dataset that has several.
+        download: Fetch the dataset from the Hub, or use the library's own cache.
 
     Raises:
-        ConfigError: An option is out of range, or two exclude each other.
+        ConfigError: An option is out of range, or two options exclude each other.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class HuggingFace(Dataset):
         check_lengths(length, vocab_size)
         if image is not None and text is not None:
             raise ConfigError(
-                f"{KEY}.text: {text!r}, beside image: a network takes pictures or texts; name one of them"
+                f"{KEY}.text: {text!r} is given beside image, but a network takes images or texts. Name one of them"
             )
         self.path, self.subset, self.download = path, subset, download
         self.image, self.text, self.client = image, text, client
         self.label = [label] if isinstance(label, str) else label
         self.train, self.test, self.test_share = train, test, test_share
         self.regression, self.length, self.vocab_size = regression, length, vocab_size
-        self.options = PictureOptions(size, channels, mean, std, augment)
+        self.options = ImageOptions(size, channels, mean, std, augment)
 
     def load(self) -> LoadedData:
         """Read both splits."""
@@ -111,26 +111,26 @@ class HuggingFace(Dataset):
         image, text, label = self._columns(features)
         columns = [*label, *(name for name in (text, self.client) if name is not None)]
         frame = self._frame(splits, columns)
-        y, outputs = self._targets(frame, features, label)
+        y, outputs = self._labels(frame, features, label)
         client = None if self.client is None else client_ids(frame[self.client])
         sizes = [len(split) for split in splits.values()]
-        test = held_out(y, self.test_share, client) if len(sizes) == 1 else np.arange(sum(sizes)) >= sizes[0]
+        test = hold_out(y, self.test_share, client) if len(sizes) == 1 else np.arange(sum(sizes)) >= sizes[0]
         order = np.argsort(test, kind="stable")  # the training samples first
         train = len(order) - int(test.sum())
         y, client = y[order], None if client is None else client[order]
         if text is not None:
             x = token_ids(frame[text].iloc[order], train, self.length, self.vocab_size)
-            return divided(x, y, train, outputs, Normalize(), client=client)
+            return split_rows(x, y, train, outputs, Normalize(), client=client)
         try:
-            x = self.options.read(_Encoded(splits, str(image), order))
+            x = self.options.read(_EncodedImages(splits, str(image), order))
         except BadFile as error:
-            raise ConfigError(f"{KEY}.image: {error}; mend it, or leave it out") from error
+            raise ConfigError(f"{KEY}.image: {error}. Replace it, or leave the row out") from error
         return self.options.loaded(x, y, train, outputs, client)
 
     # --- Splits ---
 
     def _splits(self) -> dict[str, Any]:
-        """The split to train on, and the one to test on if there is one, by name."""
+        """Return the training split, and the test split if there is one, by name."""
         found = self._saved() if os.path.lexists(self.path) else self._named()
         options = (("train", self.train), ("test", self.test))
         if not isinstance(found, dict):
@@ -140,28 +140,30 @@ class HuggingFace(Dataset):
             found = {"train": found}
         for key, name in options:
             if name is not None and name not in found:
-                raise ConfigError(f"{KEY}.{key}: there is no split {name!r}; there are {', '.join(found)}")
+                raise ConfigError(f"{KEY}.{key}: split {name!r} not found. Splits: {', '.join(found)}")
         test = self.test or next((name for name in ("test", "validation") if name in found), None)
         if test == self.train:
-            raise ConfigError(f"{KEY}.test: {test!r} is the training split; name another one, or leave it out")
+            raise ConfigError(f"{KEY}.test: {test!r} is the training split. Name another one, or leave it out")
         chosen = [self.train, *([test] if test else [])]
         if empty := [name for name in chosen if not len(found[name])]:
-            raise ConfigError(f"{KEY}.path: the split {empty[0]!r} of {one_line(self.path)} holds no samples")
+            raise ConfigError(
+                f"{KEY}.path: the split {empty[0]!r} of {one_line(self.path)} has no samples. Name another split"
+            )
         return {name: found[name].with_format(None) for name in chosen}
 
     def _saved(self) -> Any:
-        library, folder = _library(), placed(self.path, folder=True)
+        library, folder = _library(), existing_path(self.path, folder=True)
         try:
-            with told_of(folder, "folder of save_to_disk"):
+            with naming_file(folder, "folder of save_to_disk"):
                 return library.load_from_disk(str(folder))
         except BadFile as error:
-            told = str(error).rstrip(".")
-            raise ConfigError(f"{KEY}.path: {told}. Save the dataset again with save_to_disk") from error
+            message = str(error).rstrip(".")
+            raise ConfigError(f"{KEY}.path: {message}. Save the dataset again with save_to_disk") from error
 
     def _named(self) -> Any:
         if not self.download:
             raise ConfigError(
-                f"{KEY}.path: {one_line(self.path)}: no such folder; if it is a name on the Hugging Face Hub, set "
+                f"{KEY}.path: {one_line(self.path)}: no such folder. If it is a dataset on the Hugging Face Hub, set "
                 "scenario.dataset.download true"
             )
         require_trust(f"{KEY}.download", self.download)
@@ -174,13 +176,13 @@ class HuggingFace(Dataset):
     # --- Columns ---
 
     def _columns(self, features: Any) -> tuple[str | None, str | None, list[str]]:
-        """The columns of pictures, of texts and of labels; one of the first two is None."""
+        """Return the image column, the text column and the label columns; one of the first two is None."""
         library, names = _library(), list(features)
         given = {"image": [self.image], "text": [self.text], "label": self.label or (), "client": [self.client]}
         for key, named in given.items():
             for name in named:
                 if name is not None:
-                    column_named(name, names, key)
+                    find_column(name, names, key)
         label = self.label or [self._found("label", [n for n in names if _holds_classes(features[n])], names)]
         free = [name for name in names if name not in (*label, self.client)]
         if wrong := [name for name in label if isinstance(features[name], library.Image)]:
@@ -189,14 +191,14 @@ class HuggingFace(Dataset):
             )
         images = [name for name in free if isinstance(features[name], library.Image)]
         if self.image is not None and self.image not in images:
-            raise ConfigError(f"{KEY}.image: column {self.image!r} is {_told(features[self.image])}, no Image")
+            raise ConfigError(f"{KEY}.image: column {self.image!r} is {_type_of(features[self.image])}, not Image")
         if self.image is not None or (self.text is None and images):
             return self.image or _only("image", images), None, label
         texts = [name for name in free if getattr(features[name], "dtype", None) in ("string", "large_string")]
         if not (self.text or texts):
             raise ConfigError(
-                f"{KEY}.path: {one_line(self.path)} holds neither pictures nor texts; to_parquet() makes a file of it, "
-                "which Table reads"
+                f"{KEY}.path: {one_line(self.path)} has neither an image nor a text column. For other data, save it "
+                "with to_parquet() and use Table"
             )
         return None, self.text or _only("text", texts), label
 
@@ -204,11 +206,11 @@ class HuggingFace(Dataset):
     def _found(key: str, found: list[str], names: list[str]) -> str:
         called = [name for name in ("label", "labels") if name in names]
         if not found and not called:
-            raise ConfigError(f"{KEY}.{key}: which column is it? There are {', '.join(names)}")
+            raise ConfigError(f"{KEY}.{key}: no column of ClassLabel found. Name it, of {', '.join(names)}")
         return called[0] if called else _only(key, found)
 
     def _frame(self, splits: dict[str, Any], columns: list[str]) -> pd.DataFrame:
-        """Some columns of all samples, each known by its split and number."""
+        """Return some columns of all samples, indexed by split and row number."""
         import pandas as pd
 
         frames = {}
@@ -217,7 +219,7 @@ class HuggingFace(Dataset):
                 if column not in split.column_names:
                     raise ConfigError(f"{KEY}.test: the split {name!r} has no column {column!r}")
             try:
-                with told_of(Path(self.path), "dataset"):
+                with naming_file(Path(self.path), "dataset"):
                     chosen = split.select_columns(columns)
                     chosen.data.validate(full=True)  # damaged text would fail later, or crash the process
                     frames[name] = chosen.to_pandas()
@@ -226,10 +228,10 @@ class HuggingFace(Dataset):
             frames[name].index = pd.RangeIndex(1, len(split) + 1)
         return pd.concat(frames)
 
-    def _targets(self, frame: pd.DataFrame, features: Any, label: list[str]) -> tuple[Tensor, int]:
+    def _labels(self, frame: pd.DataFrame, features: Any, label: list[str]) -> tuple[Tensor, int]:
         classes = features[label[0]]
         if len(label) > 1 or not _holds_classes(classes):
-            return targets([frame[name] for name in label], self.regression)
+            return read_labels([frame[name] for name in label], self.regression)
         column = frame[label[0]]
         refuse_missing(column, "label")
         if isinstance(classes, _library().ClassLabel):
@@ -237,8 +239,8 @@ class HuggingFace(Dataset):
             if (y < 0).any():  # how the Hub marks labels that are kept back
                 row = int((y < 0).int().argmax())
                 raise ConfigError(
-                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {spot(column, row)}, no class; name a "
-                    "split that has labels in scenario.dataset.test"
+                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {row_location(column, row)}, which is not "
+                    "a class. Name a split that has labels in scenario.dataset.test"
                 )
             return y, classes.num_classes
         y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)
@@ -247,8 +249,8 @@ class HuggingFace(Dataset):
         return y, y.shape[1]
 
 
-class _Encoded(Sequence[Picture]):
-    """The pictures of some splits in an order, as they are encoded, read when they are asked for."""
+class _EncodedImages(Sequence[EncodedImage]):
+    """The encoded images of some splits in a given order, read one by one."""
 
     def __init__(self, splits: dict[str, Any], column: str, order: np.ndarray) -> None:
         image = _library().Image(decode=False)
@@ -259,26 +261,26 @@ class _Encoded(Sequence[Picture]):
         return len(self.order)
 
     @overload
-    def __getitem__(self, at: int) -> Picture: ...
+    def __getitem__(self, at: int) -> EncodedImage: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Picture]: ...
-    def __getitem__(self, at: int | slice) -> Picture | Sequence[Picture]:
+    def __getitem__(self, at: slice) -> Sequence[EncodedImage]: ...
+    def __getitem__(self, at: int | slice) -> EncodedImage | Sequence[EncodedImage]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         row = int(self.order[at])
         for name, part in self.parts.items():
             if row < len(part):
-                return _picture(f"row {row + 1} of {name}", part[row][self.column])
+                return _encoded_image(f"row {row + 1} of {name}", part[row][self.column])
             row -= len(part)
         raise IndexError(at)
 
 
-def _picture(name: str, encoded: dict[str, Any] | None) -> Picture:
+def _encoded_image(name: str, encoded: dict[str, Any] | None) -> EncodedImage:
     if encoded is None:
-        raise BadFile(Path(name), "holds no picture")
+        raise BadFile(Path(name), "contains no image")
     if encoded["bytes"] is not None:
-        return Picture(name, encoded["bytes"])
-    return Picture(encoded["path"], Path(encoded["path"]))  # a file beside; an address leads to none
+        return EncodedImage(name, encoded["bytes"])
+    return EncodedImage(encoded["path"], Path(encoded["path"]))  # a URL is not fetched: it is no file
 
 
 def _library() -> Any:
@@ -286,13 +288,13 @@ def _library() -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{KEY}: HuggingFace needs the datasets package; install it with: pip install 'fl-lightning[huggingface]'"
+            f"{KEY}: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[huggingface]'"
         ) from error
     return datasets
 
 
 def _holds_classes(feature: Any) -> bool:
-    """Whether a column holds a class a sample, or a list of them."""
+    """Return whether a column holds one class per sample, or a list of classes."""
     kind = _library().ClassLabel
     return isinstance(feature, kind) or isinstance(getattr(feature, "feature", None), kind)
 
@@ -301,9 +303,9 @@ def _only(key: str, found: list[str]) -> str:
     if key in found:
         return key
     if len(found) > 1:
-        raise ConfigError(f"{KEY}.{key}: which column is it, {' or '.join(found)}?")
+        raise ConfigError(f"{KEY}.{key}: several columns are possible. Name one of {', '.join(found)}")
     return found[0]
 
 
-def _told(feature: Any) -> str:
+def _type_of(feature: Any) -> str:
     return one_line(repr(feature))[:60]

@@ -1,4 +1,4 @@
-"""Datasets of images: `uint8` in memory, normalised and augmented a batch at a time."""
+"""Image datasets: `uint8` in memory, normalized and augmented batch by batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchvision.io import ImageReadMode, decode_image
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.datasets import Dataset, FileDataset, LoadedData
-from fl_lightning.data.reading import (
+from fl_lightning.data.files import (
     BadFile,
     files_in,
+    naming_file,
     read_idx,
     read_npz,
     read_published,
     read_text,
-    told_of,
     whole_numbers,
 )
 from fl_lightning.data.transforms import CropFlip, Normalize
@@ -33,13 +33,13 @@ Augment = Literal["none", "per_sample", "per_batch"]
 
 
 class Digits(Dataset):
-    """scikit-learn's bundled 8x8 handwritten digits: 1,797 grey images, 10 classes, no download.
+    """scikit-learn's 8x8 handwritten digits: 1,797 grey images, 10 classes, no download.
 
-    A fixed fifth of the images (every fifth one) is the test set; pixels are scaled from 0-16 to 0-1.
+    Every fifth image is in the test set; pixels are scaled from 0-16 to 0-1.
     """
 
     def load(self) -> LoadedData:
-        """Read the images that scikit-learn ships."""
+        """Read the images from scikit-learn."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -50,18 +50,18 @@ class Digits(Dataset):
 
 
 class ImageDataset(FileDataset):
-    """Images in files.
+    """Base class of image datasets that are read from files.
 
     Args:
-        data_dir: Folder that holds the dataset's own file or folder.
-        download: Fetch the files when they are missing.
+        data_dir: Folder that contains the dataset's file or folder.
+        download: Download missing files.
         augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
-            `per_sample`, or one draw `per_batch`.
+            `per_sample`, or drawn once `per_batch`.
 
     Attributes:
         num_classes: Number of classes, `C`.
-        mean: Mean of the training pixels by channel, of pixels in [0, 1].
-        std: Their standard deviation by channel.
+        mean: Mean of each channel of the training pixels, in [0, 1].
+        std: Standard deviation of each channel.
     """
 
     num_classes: int = 10
@@ -73,7 +73,7 @@ class ImageDataset(FileDataset):
         self.augment = augment
 
     def load(self) -> LoadedData:
-        """Read both splits, downloading them first if asked to."""
+        """Read both splits, after downloading them if asked to."""
         (x_train, y_train), (x_test, y_test) = self._read_both()
         augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
         prepare = Normalize(self.mean, self.std)
@@ -81,7 +81,7 @@ class ImageDataset(FileDataset):
 
 
 class _TorchvisionDataset(ImageDataset):
-    """Files that torchvision knows where to get; they are read here, so that what is wrong with one can be named."""
+    """Base class of datasets that torchvision downloads. The files are read here, so that errors can name them."""
 
     source: Any
 
@@ -94,7 +94,7 @@ class _TorchvisionDataset(ImageDataset):
 
 
 class _IdxDataset(_TorchvisionDataset):
-    """Images and labels in MNIST's format."""
+    """Base class of datasets in MNIST's format."""
 
     def _paths(self) -> list[str]:
         return [path for train in (True, False) for path in self._pair(train)]
@@ -112,7 +112,7 @@ class _IdxDataset(_TorchvisionDataset):
 
 
 class _CifarDataset(_TorchvisionDataset):
-    """Pickled batches, of which nothing is unpickled before its checksum is the published one."""
+    """Base class of the CIFAR datasets. Batches are unpickled only if their checksum is the published one."""
 
     labels: str
 
@@ -142,7 +142,7 @@ class MNIST(_IdxDataset):
 
 
 class FashionMNIST(_IdxDataset):
-    """Fashion-MNIST: 60,000 + 10,000 grey 28x28 pictures of clothes, 10 classes."""
+    """Fashion-MNIST: 60,000 + 10,000 grey 28x28 images of clothes, 10 classes."""
 
     source = torchvision.datasets.FashionMNIST
     files = "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
@@ -150,7 +150,7 @@ class FashionMNIST(_IdxDataset):
 
 
 class CIFAR10(_CifarDataset):
-    """CIFAR-10: 50,000 + 10,000 colour 32x32 pictures, 10 classes."""
+    """CIFAR-10: 50,000 + 10,000 colour 32x32 images, 10 classes."""
 
     source = torchvision.datasets.CIFAR10
     files = "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}"
@@ -159,7 +159,7 @@ class CIFAR10(_CifarDataset):
 
 
 class CIFAR100(_CifarDataset):
-    """CIFAR-100: 50,000 + 10,000 colour 32x32 pictures, 100 classes (the fine labels)."""
+    """CIFAR-100: 50,000 + 10,000 colour 32x32 images, 100 classes (the fine labels)."""
 
     source = torchvision.datasets.CIFAR100
     files = "cifar-100-python/{train,test,meta}"
@@ -171,13 +171,13 @@ class CIFAR100(_CifarDataset):
 class EMNIST(_IdxDataset):
     """EMNIST: grey 28x28 handwritten digits and letters; `bymerge` and `balanced` have 47 classes, `letters` 26.
 
-    The images lie on their side, as in the files.
+    The images are transposed, as in the files.
 
     Args:
         split: `bymerge` (697,932 + 116,323 images; FedSKC), `balanced` (112,800 + 18,800) or `letters`
             (124,800 + 20,800).
-        data_dir: Folder that holds the dataset's own folder.
-        download: Fetch the files when they are missing.
+        data_dir: Folder that contains the dataset's folder.
+        download: Download missing files.
         augment: Random crop and flip of training batches: `none`, `per_sample` or `per_batch`.
     """
 
@@ -208,7 +208,7 @@ class EMNIST(_IdxDataset):
 
 
 class SVHN(_TorchvisionDataset):
-    """SVHN: 73,257 + 26,032 colour 32x32 pictures of house numbers, 10 classes."""
+    """SVHN: 73,257 + 26,032 colour 32x32 images of house numbers, 10 classes."""
 
     source = torchvision.datasets.SVHN
     files = "{train,test}_32x32.mat"
@@ -230,10 +230,10 @@ class SVHN(_TorchvisionDataset):
 
 
 class PathMNIST(ImageDataset):
-    """PathMNIST (MedMNIST): 89,996 + 7,180 colour 28x28 pictures of colon tissue, 9 classes.
+    """PathMNIST (MedMNIST): 89,996 + 7,180 colour 28x28 images of colon tissue, 9 classes.
 
-    Read from MedMNIST's own `pathmnist.npz`; its validation images stay unused. Only `download` needs the `medmnist`
-    package.
+    Read from MedMNIST's file `pathmnist.npz`; its validation images are unused. Only `download` needs the package
+    `medmnist`.
     """
 
     files = "pathmnist.npz"
@@ -246,7 +246,7 @@ class PathMNIST(ImageDataset):
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         path, split = self._path(self.files), "train" if train else "test"
         images, labels = read_npz(path, (f"{split}_images", f"{split}_labels")).values()
-        with told_of(path, "MedMNIST file"):
+        with naming_file(path, "MedMNIST file"):
             column = whole_numbers(labels, f"{split}_labels")
             return channels_first(torch.from_numpy(images)), column.squeeze(1) if column.ndim == 2 else column
 
@@ -255,15 +255,15 @@ class PathMNIST(ImageDataset):
             import medmnist
         except ImportError as error:
             raise ConfigError(
-                "scenario.dataset.download: PathMNIST is fetched by the medmnist package; "
-                "install it with: pip install fl-lightning[medmnist]"
+                "scenario.dataset.download: PathMNIST is downloaded by the package medmnist. "
+                "Install it with: pip install fl-lightning[medmnist]"
             ) from error
         Path(self.data_dir).mkdir(parents=True, exist_ok=True)
         medmnist.PathMNIST(split="train", root=self.data_dir, download=True)
 
 
 class TinyImageNet(ImageDataset):
-    """Tiny-ImageNet: 100,000 + 10,000 colour 64x64 pictures, 200 classes; its validation set is the test set."""
+    """Tiny-ImageNet: 100,000 + 10,000 colour 64x64 images, 200 classes. Its validation set is the test set."""
 
     files = "tiny-imagenet-200/{wnids.txt,train,val}"
     num_classes = 200
@@ -281,43 +281,43 @@ class TinyImageNet(ImageDataset):
         root = self._path("tiny-imagenet-200")
         classes = {name: label for label, name in enumerate(read_text(root / "wnids.txt").split())}
         labels = self._train_files(root, classes) if train else self._val_files(root, classes)
-        with ThreadPoolExecutor() as pool:  # decoding leaves Python's lock
+        with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
             images = list(pool.map(decode, labels))
         return torch.stack(images), torch.tensor(list(labels.values()))
 
     @staticmethod
     def _train_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
-        with told_of(root / "train", "folder"):
+        with naming_file(root / "train", "folder"):
             folders = {path.name for path in (root / "train").iterdir() if path.is_dir()}
         if odd := folders ^ classes.keys():
-            raise BadFile(root / "wnids.txt", f"does not fit train, in {min(odd)}")
+            raise BadFile(root / "wnids.txt", f"does not match the folders in train: {min(odd)}")
         places = ((root / "train" / name / "images", label) for name, label in classes.items())
         return {path: label for place, label in places for path in files_in(place)}
 
     @staticmethod
     def _val_files(root: Path, classes: dict[str, int]) -> dict[Path, int]:
         annotations, found = root / "val" / "val_annotations.txt", set(files_in(root / "val" / "images"))
-        with told_of(annotations, "table of names and classes"):
+        with naming_file(annotations, "table of images and classes"):
             rows = (line.split("\t") for line in read_text(annotations).splitlines())
             labels = {root / "val" / "images" / name: classes[label] for name, label, *_ in rows}
         if odd := found ^ labels.keys():
-            raise BadFile(annotations, f"does not fit images, in {min(odd).name}")
+            raise BadFile(annotations, f"does not match the files in images: {min(odd).name}")
         return labels
 
 
 def decode(path: Path) -> Tensor:
-    """A picture of 64x64 in colour, `(3, 64, 64)`.
+    """Decode a colour image of 64x64 to `(3, 64, 64)`.
 
     Raises:
-        BadFile: It is none.
+        BadFile: It is not a readable image, or has another size.
     """
-    with told_of(path, "picture"):
+    with naming_file(path, "image"):
         image = decode_image(str(path), mode=ImageReadMode.RGB)
     if image.shape != (3, 64, 64):
-        raise BadFile(path, f"is a picture of {image.shape[2]}x{image.shape[1]}, it needs to be 64x64")
+        raise BadFile(path, f"is {image.shape[2]}x{image.shape[1]} pixels, not 64x64")
     return image
 
 
 def channels_first(images: Tensor) -> Tensor:
-    """`(n, height, width)` or `(n, height, width, channels)` to `(n, channels, height, width)`."""
+    """Convert `(n, height, width)` or `(n, height, width, channels)` to `(n, channels, height, width)`."""
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

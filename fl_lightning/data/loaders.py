@@ -13,22 +13,22 @@ from torch import Tensor
 from fl_lightning.data.transforms import BatchTransform
 
 GATHERED = 1 << 20
-"""Bytes of small batches that are cut from the data at a time, which takes less than to cut each by itself."""
+"""Bytes of small batches that are gathered at a time, which is faster than one by one."""
 
 SPLIT = 32
-"""Batches whose indices are told apart at a time."""
+"""Batches whose indices are computed at a time."""
 
 
 class Batches:
-    """Batches of `(x, y)` at given indices, shuffled anew on each pass if a seed is given.
+    """Batches of `(x, y)` at given indices, reshuffled on each pass if a seed is given.
 
     Args:
         x: Inputs of the whole split.
         y: Labels of the whole split.
-        index: Which samples, or None for all.
-        batch_size: Samples a batch; the last may be smaller.
-        seed: Shuffles with a generator of its own; None keeps the order of `index`.
-        min_batch: A last batch smaller than this is left out: BatchNorm cannot train on one sample.
+        index: Indices of the samples, or None for all.
+        batch_size: Samples per batch; the last batch may be smaller.
+        seed: Seed of the shuffling; None keeps the order of `index`.
+        min_batch: A smaller last batch is dropped: BatchNorm cannot train on one sample.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Batches:
         return self.length
 
     def indices(self) -> Iterable[Tensor]:
-        """Which samples are in each batch of a pass, `(B,)`, where the data are; a pass is drawn anew, as a whole."""
+        """Yield the indices of each batch of a pass, `(B,)`, on the data's device. Each call draws a new order."""
         order = self.index
         if self.generator is not None:
             order = order[torch.randperm(len(order), generator=self.generator)]
-        order = order.to(self.x.device)[: self.length * self.batch_size]  # at once: a batch then waits for nothing
-        for several in order.split(SPLIT * self.batch_size) if self.length else ():  # a fit may take but a few
+        order = order.to(self.x.device)[: self.length * self.batch_size]  # one transfer per pass
+        for several in order.split(SPLIT * self.batch_size) if self.length else ():  # a fit may stop early
             yield from several.split(self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,11 +68,11 @@ class Batches:
 
 
 class ReadyBatches:
-    """Batches made ready for a network one by one as they are asked for, and again at each pass.
+    """Batches that are prepared for the network one by one, on each pass.
 
     Args:
         batches: The batches as stored.
-        ready: What is made of a batch's inputs and labels.
+        ready: Converts a batch's inputs and labels.
     """
 
     def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -83,11 +83,11 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """One fit's training batches, made ready on the device.
+    """The training batches of one fit, prepared on the device.
 
     Args:
         batches: The training batches as stored.
-        ready: Turns a batch's inputs, once they are on the device, into what the network takes.
+        ready: Converts a batch's inputs on the device to the network's input.
     """
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
@@ -95,10 +95,10 @@ class ClientDataModule(L.LightningDataModule):
         self.batches, self.ready = batches, ready
 
     def train_dataloader(self) -> Batches:
-        """The training batches."""
+        """Return the training batches."""
         return self.batches
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Make a batch ready that has arrived on the device."""
+        """Prepare a batch after its transfer to the device."""
         x, y = batch
         return self.ready(x), y

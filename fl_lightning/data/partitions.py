@@ -1,4 +1,4 @@
-"""Who holds which training samples: each partition maps labels to one index array a client."""
+"""Partitions: rules that split a dataset among clients. Each maps labels to one index array per client."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData
 
 CLIENTS = 10
-"""How many clients there are where neither `scenario.clients` nor the data say."""
+"""Default number of clients, if neither `scenario.clients` nor the data give one."""
 
 
 @dataclass
-class Shares:
-    """What a partition makes of a dataset.
+class ClientSplits:
+    """Each client's samples: the result of a partition.
 
     Args:
-        train: Each client's training samples, ascending indices; none in two of them.
-        test: Each client's own test samples, ascending indices into the test set, where the partition knows them.
-        ids: What each client is called in the data, where it has a name there.
+        train: Each client's training samples, ascending indices. No sample belongs to two clients.
+        test: Each client's own test samples, ascending indices into the test set; None if there are none.
+        ids: Each client's id in the data; None if they have none.
     """
 
     train: list[np.ndarray]
@@ -34,83 +34,83 @@ class Shares:
 
 
 class Partition(ABC):
-    """A rule that deals samples out to clients: the `scenario.partition` of a config.
+    """Base class of rules that split samples among clients: the `scenario.partition` of a config.
 
     Attributes:
-        needs_classes: Whether it deals by class, and so makes no sense where labels are no classes.
-        by_place: Whether it knows samples by their place in the dataset, which must then be left whole.
+        needs_classes: Whether it splits by class. Labels that are not classes are then refused.
+        needs_whole_dataset: Whether it refers to samples by index. Options that reduce the dataset are then refused.
     """
 
     needs_classes: ClassVar[bool] = False
-    by_place: ClassVar[bool] = False
+    needs_whole_dataset: ClassVar[bool] = False
 
     @property
-    def blamed(self) -> str:
-        """How a line begins that says what is wrong with what it has dealt."""
+    def error_prefix(self) -> str:
+        """Return the beginning of error messages about the partition: the config key and the class."""
         return f"scenario.partition: {type(self).__name__}"
 
-    def share_out(self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator) -> Shares:
-        """Deal a dataset out: what a scenario asks for. Override it where classes do not tell enough; else `split`.
+    def split_dataset(
+        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
+    ) -> ClientSplits:
+        """Split a dataset. Scenarios call this. Override it if labels are not enough to decide, else `split`.
 
         Args:
             data: The dataset.
-            labels: Class of each training sample, `(n,)`; zeros where labels are no classes.
-            clients: Number of clients, or None where `scenario.clients` does not say: then it is the data's to say.
-            rng: The only source of chance.
+            labels: Class of each training sample, `(n,)`; zeros if labels are not classes.
+            clients: Number of clients; None if `scenario.clients` is not set.
+            rng: Random generator.
 
         Raises:
-            ConfigError: The rule cannot be met.
+            ConfigError: The split is not possible.
         """
         clients = CLIENTS if clients is None else clients
         if clients > len(labels):
             raise ConfigError(
-                f"scenario.clients: {clients} is above the {len(labels)} training samples; each client needs one"
+                f"scenario.clients: {clients} is above the {len(labels)} training samples. Each client needs one"
             )
-        return Shares(self.split(labels, clients, rng))
+        return ClientSplits(self.split(labels, clients, rng))
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deal the samples out.
+        """Split samples by their labels.
 
         Args:
             labels: Class of each sample, `(n,)`.
             clients: Number of clients.
-            rng: The only source of chance.
+            rng: Random generator.
 
         Returns:
-            One ascending array of sample indices a client; no index is in two of them.
+            One ascending array of sample indices per client. No index is in two of them.
 
         Raises:
-            ConfigError: The rule cannot be met.
+            ConfigError: The split is not possible.
         """
 
 
 class IID(Partition):
-    """Samples dealt out at random, equally many each (up to one)."""
+    """Random split into parts of equal size (up to one sample)."""
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Shuffle and cut; every sample is used."""
+        """Shuffle and cut. Every sample is used."""
         return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
 
 
 class Dirichlet(Partition):
-    """Label skew: classes dealt out in proportions drawn from Dirichlet(alpha); small alpha skews most.
+    """Label skew: class proportions drawn from Dirichlet(alpha). A small alpha gives the strongest skew.
 
-    Three forms are met in the papers and their code, and every sample is used in each:
+    The papers and their code use three forms. Every sample is used in each:
 
-    - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is cut among the clients in
-      drawn proportions, so that sizes differ too. Drawn again until every client has `min_samples`; where that cannot
-      be hoped for (1,000 draws, or one that leaves more than 100 clients short), the last draw is mended: the clients
-      with the most samples give some up, of each of their classes in proportion, to those that are short, who get
-      them a class at a time.
-    - `balanced` (Hsu et al. 2019): all clients hold equally many samples, whose classes are drawn in proportions of
-      the client's own.
-    - `groups` (FedSKC's published code): the samples are shared out among groups of ten clients, cut within a group
-      as in `class`, and the result is cut again into equal sizes.
+    - `class` (Yurochkin et al. 2019; FedDW, cwFedAvg, UA-PDFL, FedSiam-DA): each class is split among the clients in
+      drawn proportions, so that client sizes differ too. The draw is repeated until every client has `min_samples`.
+      After 1,000 draws, or one that leaves more than 100 clients short, the last draw is corrected: the largest
+      clients give samples to those that are short, in proportion to their own classes.
+    - `balanced` (Hsu et al. 2019): all clients have equally many samples; each client draws its class proportions.
+    - `groups` (FedSKC's published code): the samples are split among groups of ten clients, within a group as in
+      `class`, and the result is cut again into equal sizes.
 
     Args:
-        alpha: Concentration, above 0; in `balanced`, that of a class of average size.
-        min_samples: Fewest samples a client may hold.
+        alpha: Concentration, above 0; in `balanced`, the concentration of a class of average size.
+        min_samples: Minimum number of samples per client.
         form: `class`, `balanced` or `groups`.
 
     Raises:
@@ -125,14 +125,14 @@ class Dirichlet(Partition):
     ) -> None:
         if not 0 < alpha <= 1e6:
             raise ConfigError(
-                f"scenario.partition.alpha: {alpha} is not above 0 and at most 1e6; small values such as 0.1 skew most"
+                f"scenario.partition.alpha: {alpha} is not above 0 and at most 1e6. Small values such as 0.1 skew most"
             )
         if min_samples < 1:
-            raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1; a client needs data")
+            raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1. A client needs data")
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Draw proportions until every client has enough, or mend the last draw; every sample is used."""
+        """Draw proportions until every client has enough samples, or correct the last draw. Every sample is used."""
         if clients * self.min_samples > len(labels):
             raise self._error(clients, f"{len(labels)} samples are too few")
         forms = {"class": self._by_class, "balanced": self._balanced, "groups": self._in_groups}
@@ -141,57 +141,57 @@ class Dirichlet(Partition):
     def _by_class(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         sizes = np.unique(labels, return_counts=True)[1]
         for _ in range(self.draws):
-            counts = cut_by_shares(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes).T
+            counts = split_classes(rng.dirichlet(np.full(clients, self.alpha), size=len(sizes)), sizes).T
             short = (counts.sum(axis=1) < self.min_samples).sum()
-            if not 0 < short <= self.hopeless:  # how many are short hardly varies: none of 1,000 draws would have none
+            if not 0 < short <= self.hopeless:  # their number hardly varies between draws
                 break
-        return deal(labels, mended(counts, self.min_samples), rng)
+        return assign_samples(labels, top_up_clients(counts, self.min_samples), rng)
 
     def _balanced(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         left = np.unique(labels, return_counts=True)[1]
         concentration = self.alpha * len(left) * left / len(labels)
         counts = np.zeros((clients, len(left)), dtype=np.int64)
-        # Late clients get what is left: a random order keeps that from being always the same ones.
+        # The last clients get the classes that are left, so the order is random.
         for client, size in zip(rng.permutation(clients), equal_sizes(len(labels), clients), strict=True):
             counts[client] = draw_classes(rng.dirichlet(concentration), left, size, rng)
             left = left - counts[client]
-        return deal(labels, counts, rng)
+        return assign_samples(labels, counts, rng)
 
     def _in_groups(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         members = [10] * (clients // 10) + [clients % 10] * (clients % 10 > 0)
         borders = np.cumsum(members)[:-1] * len(labels) // clients
         pieces = []
         for group, own in zip(np.split(rng.permutation(len(labels)), borders), members, strict=True):
-            parts = deal(labels[group], self._group_counts(labels[group], own, clients, rng).T, rng)
+            parts = assign_samples(labels[group], self._group_counts(labels[group], own, clients, rng).T, rng)
             pieces += [group[part[np.argsort(labels[group][part], kind="stable")]] for part in parts]
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Samples a class and client of one group, `(C, members)`; each client has half an equal share or more."""
+        """Return samples by class and client of a group, `(C, members)`; clients have at least half an equal share."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.draws):
             counts = np.zeros((len(sizes), members), dtype=np.int64)
             for j, shares in enumerate(rng.dirichlet(np.full(members, self.alpha), size=len(sizes))):
-                open_shares = shares * (counts.sum(axis=0) < share)  # who has an equal share gets no more
+                open_shares = shares * (counts.sum(axis=0) < share)  # clients with an equal share get no more
                 if open_shares.sum() > 0:
-                    counts[j] = cut_by_shares(open_shares[None] / open_shares.sum(), sizes[j : j + 1])[0]
+                    counts[j] = split_classes(open_shares[None] / open_shares.sum(), sizes[j : j + 1])[0]
             if counts.sum(axis=0).min() >= int(share / 2) and counts.sum() == len(labels):
                 return counts
         raise self._error(clients, f"{self.draws} draws with alpha {self.alpha} left one below half an equal share")
 
     def _error(self, clients: int, why: str) -> ConfigError:
         return ConfigError(
-            f"scenario.partition.min_samples: cannot give each of {clients} clients {self.min_samples} samples: {why}; "
-            "lower min_samples or scenario.clients, or raise alpha"
+            f"scenario.partition.min_samples: cannot give each of {clients} clients {self.min_samples} samples: {why}. "
+            "Lower min_samples or scenario.clients, or raise alpha"
         )
 
 
 class Shards(Partition):
-    """Samples sorted by class and cut into equal shards, of which each client gets a few (McMahan et al. 2017).
+    """Samples sorted by class and cut into equal shards, a few per client (McMahan et al. 2017).
 
     Args:
-        per_client: Shards a client; 2 in the paper, so that most clients hold two classes.
+        per_client: Shards per client; 2 in the paper, so that most clients have two classes.
 
     Raises:
         ConfigError: `per_client` is below 1.
@@ -205,26 +205,26 @@ class Shards(Partition):
         self.per_client = per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Sort, cut and deal; every sample is used."""
+        """Sort by class, cut into shards and assign them at random. Every sample is used."""
         count = clients * self.per_client
         if count > len(labels):
             raise ConfigError(
-                f"scenario.partition.per_client: {count} shards of {len(labels)} samples leave some empty; "
-                "lower per_client or scenario.clients"
+                f"scenario.partition.per_client: {count} shards of {len(labels)} samples leave some empty. "
+                "Lower per_client or scenario.clients"
             )
-        shards = np.array_split(np.concatenate(by_class(labels)), count)
-        dealt = rng.permutation(count).reshape(clients, self.per_client)
-        return [np.sort(np.concatenate([shards[i] for i in own])) for own in dealt]
+        shards = np.array_split(np.concatenate(indices_by_class(labels)), count)
+        assigned = rng.permutation(count).reshape(clients, self.per_client)
+        return [np.sort(np.concatenate([shards[i] for i in own])) for own in assigned]
 
 
 class QuantitySkew(Partition):
-    """Sizes drawn from Dirichlet(alpha) over the clients, classes in the same proportions everywhere.
+    """Quantity skew: client sizes drawn from Dirichlet(alpha), with equal class proportions.
 
-    The quantity skew of Li et al. 2022 (NIID-Bench). Drawn again, and mended, as `Dirichlet` is for `min_samples`.
+    See Li et al. 2022 (NIID-Bench). Draws are repeated and corrected for `min_samples` as in `Dirichlet`.
 
     Args:
-        alpha: Concentration, above 0; small values give few clients most of the data.
-        min_samples: Fewest samples a client may hold.
+        alpha: Concentration, above 0; a small value gives few clients most of the data.
+        min_samples: Minimum number of samples per client.
 
     Raises:
         ConfigError: As for `Dirichlet`.
@@ -234,7 +234,7 @@ class QuantitySkew(Partition):
         self.sizes = Dirichlet(alpha, min_samples)
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """A Dirichlet split that sees one class only; every sample is used."""
+        """Split as `Dirichlet` does a single class. Every sample is used."""
         return self.sizes.split(np.zeros_like(labels), clients, rng)
 
 
@@ -248,20 +248,20 @@ class _FewClasses(Partition):
 
 
 class DisjointClasses(_FewClasses):
-    """A few classes a client, and no class in common between groups of clients: UA-PDFL's extreme split (Fig. 8).
+    """A few classes per client, and no class in common between groups of clients: UA-PDFL's extreme split (Fig. 8).
 
-    The classes, in random order, are cut into blocks; each block belongs to one group of clients, who share it
-    equally. With fewer clients than blocks, the classes of the blocks left over stay unused.
+    The classes, in random order, are cut into blocks. Each block is split equally among one group of clients. With
+    fewer clients than blocks, the classes of the remaining blocks are unused.
 
     Args:
-        classes_per_client: Most classes a client holds; blocks differ by at most one class.
+        classes_per_client: Most classes per client; blocks differ by at most one class.
 
     Raises:
         ConfigError: `classes_per_client` is below 1.
     """
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deal each class out equally among the clients of its block."""
+        """Split each class equally among the clients of its block."""
         sizes = np.unique(labels, return_counts=True)[1]
         blocks = np.array_split(rng.permutation(len(sizes)), -(-len(sizes) // self.classes_per_client))
         groups = np.array_split(rng.permutation(clients), len(blocks))
@@ -271,25 +271,25 @@ class DisjointClasses(_FewClasses):
                 counts[group, j] = np.roll(equal_sizes(sizes[j], len(group)), rng.integers(len(group)))
         if counts.sum(axis=1).min() < 1:
             raise ConfigError(
-                f"scenario.partition: {len(labels)} samples are too few for {clients} clients; lower scenario.clients"
+                f"scenario.partition: {len(labels)} samples are too few for {clients} clients. Lower scenario.clients"
             )
-        return deal(labels, counts, rng)
+        return assign_samples(labels, counts, rng)
 
 
 class Pathological(_FewClasses):
-    """k classes a client: each class is cut into equal shards and each client gets shards of k different classes.
+    """k classes per client: each class is cut into equal shards, and each client gets shards of k different classes.
 
-    Classes are dealt round-robin over a random order, so each is held by equally many clients (up to one).
+    Classes are assigned round-robin in random order, so that each belongs to equally many clients (up to one).
 
     Args:
-        classes_per_client: How many classes a client holds, `k`.
+        classes_per_client: Number of classes per client, `k`.
 
     Raises:
         ConfigError: `classes_per_client` is below 1.
     """
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deal classes, then cut each among its holders; a class that nobody was dealt stays unused."""
+        """Assign classes to clients, then split each class among its clients. Unassigned classes are unused."""
         classes, k = np.unique(labels), self.classes_per_client
         if k > len(classes):
             raise ConfigError(f"scenario.partition.classes_per_client: {k}, but the dataset has {len(classes)} classes")
@@ -303,100 +303,98 @@ class Pathological(_FewClasses):
             if len(members) < len(owners):
                 raise ConfigError(
                     f"scenario.partition.classes_per_client: class {label} has {len(members)} samples for "
-                    f"{len(owners)} clients; lower classes_per_client or scenario.clients"
+                    f"{len(owners)} clients. Lower classes_per_client or scenario.clients"
                 )
             for owner, shard in zip(owners, np.array_split(members, max(len(owners), 1)), strict=False):
                 parts[owner].append(shard)
         return [np.sort(np.concatenate(own)) for own in parts]
 
 
-def check_shares(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
-    """See that a partition has kept to what `Partition.split` says.
+def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
+    """Check that the result of a partition is as `Partition.split` describes.
 
     Args:
-        parts: What it made.
-        clients: How many clients there are.
-        samples: How many samples there are.
-        what: What to call one.
+        parts: The indices of each client's samples.
+        clients: Number of clients.
+        samples: Number of samples.
+        what: Name of a sample in messages.
 
     Raises:
-        ValueError: Says what it did instead.
+        ValueError: Describes the first problem.
     """
     if len(parts) != clients:
-        raise ValueError(f"made {len(parts)} shares for {clients} clients")
+        raise ValueError(f"returned {len(parts)} index arrays for {clients} clients")
     held = np.concatenate(parts)
     if held.ndim != 1 or not np.issubdtype(held.dtype, np.integer):
-        raise ValueError(f"made shares of {held.dtype}; they are to be indices of samples")
+        raise ValueError(f"returned arrays of {held.dtype}. They must be sample indices")
     if not len(held):
         return
     if held.min() < 0 or held.max() >= samples:
-        odd = held.min() if held.min() < 0 else held.max()
-        raise ValueError(f"dealt {what} {odd}, of {samples} that count from 0")
+        outside = held.min() if held.min() < 0 else held.max()
+        raise ValueError(f"assigned {what} {outside}, but there are {samples}, counted from 0")
     if (twice := np.bincount(held) > 1).any():
-        raise ValueError(f"dealt {what} {twice.argmax()} twice; each goes to one client, once")
+        raise ValueError(f"assigned {what} {twice.argmax()} twice. Each belongs to one client")
 
 
-# --- What the partitions are made of ---------------------------------------------------------------------------------
+# --- Parts of the partitions -----------------------------------------------------------------------------------------
 
 
-def by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Indices of each class's samples, ascending; one array a class that occurs, in the order of `np.unique`."""
+def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
+    """Return the ascending indices of each class's samples, for the classes that occur, in the order of `np.unique`."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     ends = [*(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(order)]
-    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]  # np.split takes much longer
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]  # np.split is much slower
 
 
-def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal samples out at random so that each client gets given numbers of each class.
+def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Assign samples at random so that each client gets a given number of samples of each class.
 
     Args:
         labels: Class of each sample, `(n,)`.
-        counts: `(clients, C)` whole numbers, a column a class that occurs; what a column falls short of its class
-            stays unused.
-        rng: The only source of chance.
+        counts: `(clients, C)` integers, one column per class that occurs. Samples beyond a column's sum are unused.
+        rng: Random generator.
 
     Returns:
-        One ascending array of sample indices a client.
+        One ascending array of sample indices per client.
     """
     clients = len(counts)
     owner = np.full(len(labels), clients)
-    for members, sizes in zip(by_class(labels), counts.T, strict=True):
+    for members, sizes in zip(indices_by_class(labels), counts.T, strict=True):
         owner[rng.permutation(members)[: sizes.sum()]] = np.repeat(np.arange(clients), sizes)
     return np.split(np.argsort(owner, kind="stable"), np.cumsum(np.bincount(owner, minlength=clients)))[:clients]
 
 
-def cut_by_shares(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Cut each class where the running sum of its clients' shares says.
+def split_classes(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Turn each client's proportion of each class into a number of samples.
 
     Args:
         shares: `(C, clients)`, rows sum to 1.
-        sizes: Samples a class, `(C,)`.
+        sizes: Samples of each class, `(C,)`.
 
     Returns:
-        `(C, clients)` whole numbers, rows sum to `sizes`.
+        `(C, clients)` integers, rows sum to `sizes`.
     """
     cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
     return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
 
 
-def mended(counts: np.ndarray, least: int) -> np.ndarray:
-    """Counts in which every client has so many samples, as they are where that is so already.
+def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
+    """Move samples from the largest clients to those with fewer than `least`.
 
-    The largest clients give up what is missing, so that none of them ends below another who gave; each its classes in
-    proportion, by largest remainder. Who is short gets it class by class, and the classes go to those who hold most
-    of them as far as the order of classes allows.
+    The largest clients are lowered to a common level, each in proportion to its classes, by largest remainder. The
+    short clients take the samples class by class, in the order of the class that they have most of.
 
     Args:
-        counts: `(clients, C)` whole numbers.
-        least: Fewest samples a client is to have; no more than there are for each.
+        counts: `(clients, C)` integers.
+        least: Minimum number of samples per client, at most the average.
 
     Returns:
-        `(clients, C)` with the sums of each class unchanged.
+        `(clients, C)` integers. The sums of each class are unchanged.
     """
     sizes = counts.sum(axis=1)
     missing = np.maximum(least - sizes, 0)
-    given = shared_out(counts, above_level(sizes, missing.sum()))
+    given = proportional_counts(counts, excess_above_level(sizes, missing.sum()))
     short = np.flatnonzero(missing)
     short = short[np.argsort(counts[short].argmax(axis=1), kind="stable")]
     takers = np.repeat(short, missing[short])
@@ -405,9 +403,9 @@ def mended(counts: np.ndarray, least: int) -> np.ndarray:
     return counts - given + taken
 
 
-def above_level(sizes: np.ndarray, total: int) -> np.ndarray:
-    """What each of the largest is above a level at which that makes `total`, the last of them one less if need be."""
-    low, high = 0, int(sizes.max())  # at the one there is enough above, at the other perhaps not
+def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
+    """Return how far each size is above the level at which these excesses sum to `total`, `(n,)` integers."""
+    low, high = 0, int(sizes.max())  # the excess is at least `total` at low, less at high
     while high - low > 1:
         level = (low + high) // 2
         low, high = (level, high) if np.maximum(sizes - level, 0).sum() >= total else (low, level)
@@ -417,12 +415,12 @@ def above_level(sizes: np.ndarray, total: int) -> np.ndarray:
     return above
 
 
-def shared_out(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Whole numbers in proportion to each row of counts that sum to its total, by largest remainder, first come first.
+def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return integers in proportion to each row of counts that sum to its total, by largest remainder, `(n, C)`.
 
     Args:
-        counts: `(n, C)` whole numbers.
-        totals: `(n,)`, none above the row's sum.
+        counts: `(n, C)` integers.
+        totals: `(n,)` integers, at most the row's sum. Ties go to the first class.
     """
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
@@ -430,26 +428,26 @@ def shared_out(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 
 def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the classes of `size` samples in given shares; where a class runs out, go on with the others.
+    """Draw the classes of `size` samples with given probabilities; if a class is used up, go on with the others.
 
     Args:
         shares: `(C,)` probabilities.
-        left: `(C,)` samples still there, `size` or more in all.
-        size: How many to draw.
-        rng: The only source of chance.
+        left: `(C,)` samples left of each class, at least `size` in all.
+        size: Number of samples to draw.
+        rng: Random generator.
 
     Returns:
-        `(C,)` whole numbers that sum to `size`, none above `left`.
+        `(C,)` integers that sum to `size`, none above `left`.
     """
     drawn = np.zeros_like(left)
     while missing := size - drawn.sum():
         weights = np.where(drawn < left, shares, 0)
-        if weights.sum() < np.finfo(float).tiny:  # every class it has a share in is used up
+        if weights.sum() < np.finfo(float).tiny:  # all classes of positive probability are used up
             weights = left - drawn
         drawn = np.minimum(drawn + rng.multinomial(missing, weights / weights.sum()), left)
     return drawn
 
 
 def equal_sizes(total: int, parts: int) -> np.ndarray:
-    """`total` cut into `parts` whole numbers that differ by at most one, the larger first."""
+    """Return `parts` integers that sum to `total` and differ by at most one, the larger first."""
     return np.arange(total + parts - 1, total - 1, -1) // parts

@@ -1,4 +1,4 @@
-"""`Scenario`: who holds what."""
+"""The scenario of an experiment: which client has which samples."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.data.datasets import Dataset, LoadedData, own_code
-from fl_lightning.data.partitions import Partition, Shares, by_class, check_shares, deal
+from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
+from fl_lightning.data.partitions import ClientSplits, Partition, assign_samples, check_split, indices_by_class
 
 HASHED = 1 << 24
-"""Bytes of a tensor that are hashed at a time: as much, and no more, may have to be copied."""
+"""Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""
 
 HELD_OUT = 0.25
-"""Share of its samples that a client is tested on where neither the config nor the data say."""
+"""Default share of a client's samples that it is tested on."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One client's share, as indices into the training set.
+    """One client's samples, as indices into the training set.
 
     Args:
         train: Samples the client trains on.
-        test: Samples it is tested on, disjoint from `train`; may be empty.
+        test: Samples it is tested on, disjoint from `train`, possibly none.
     """
 
     train: Tensor
@@ -41,7 +41,7 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """Shards by client id, for very many clients: two tensors hold the indices of all, and a client's are their views.
+    """Shards of all clients in two tensors, for very many clients. Each shard is a view of them.
 
     Args:
         train: Each client's training samples.
@@ -50,17 +50,20 @@ class PackedShards(Sequence[Shard]):
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {
-            part: (torch.from_numpy(np.concatenate(own)), [0, *accumulate(map(len, own))])  # and where each begins
+            part: (
+                torch.from_numpy(np.concatenate(own)),
+                [0, *accumulate(map(len, own))],
+            )  # indices and start of each client
             for part, own in (("train", train), ("test", test))
         }
 
     @classmethod
-    def of(cls, shards: Sequence[Shard]) -> PackedShards:
-        """These shards, packed."""
+    def from_shards(cls, shards: Sequence[Shard]) -> PackedShards:
+        """Pack shards; packed ones are returned as they are."""
         return shards if isinstance(shards, cls) else cls([own.train for own in shards], [own.test for own in shards])
 
-    def together(self, part: str) -> tuple[Tensor, Tensor]:
-        """What `FederatedData.together` gives."""
+    def concatenate(self, part: str) -> tuple[Tensor, Tensor]:
+        """Return the indices of all clients, one client after the other, and the number of each, `(K,)`."""
         indices, starts = self._parts[part]
         return indices, torch.tensor(starts).diff()
 
@@ -81,14 +84,14 @@ class PackedShards(Sequence[Shard]):
 
 @dataclass
 class FederatedData:
-    """A loaded dataset and each client's share of it.
+    """A loaded dataset and each client's part of it.
 
     Args:
-        data: The whole dataset; its test split is the global test set. Where clients are tested on samples of that,
-            these also follow the training samples in `x_train` and `y_train`. Of whose they are the shards are left.
-        shards: One a client, by client id.
-        client_ids: What each client is called in the data, by client id, where it has a name there.
-        objective: What the labels are for.
+        data: The whole dataset; its test split is the global test set. If clients are tested on parts of the test set,
+            its samples also follow the training samples in `x_train` and `y_train`.
+        shards: One shard per client, by client index.
+        client_ids: The clients' ids in the data, by client index; None if they have none.
+        objective: The learning task.
     """
 
     data: LoadedData
@@ -97,23 +100,23 @@ class FederatedData:
     objective: Objective = field(default_factory=Classification)
 
     def class_counts(self, part: str = "train") -> np.ndarray:
-        """Samples a client and class, `(clients, C)`, of `train` or `test` shares; without classes `(clients, 1)`."""
+        """Return the number of `train` or `test` samples by client and class, `(clients, C)`, or `(clients, 1)`."""
         classes = self.objective.stratum_count(self.data.num_classes)
         y = self.objective.strata(self.data.y_train)
-        held, sizes = self.together(part)
+        held, sizes = self.concatenate(part)
         cell = (torch.arange(len(sizes)) * classes).repeat_interleave(sizes).add_(y[held])
         return torch.bincount(cell, minlength=len(sizes) * classes).reshape(len(sizes), classes).numpy()
 
-    def together(self, part: str = "train") -> tuple[Tensor, Tensor]:
-        """All clients' indices of `train` or `test`, one client's after another's, and how many each has, `(K,)`."""
-        return PackedShards.of(self.shards).together(part)
+    def concatenate(self, part: str = "train") -> tuple[Tensor, Tensor]:
+        """Return all clients' indices of `train` or `test`, concatenated, and the number of each client, `(K,)`."""
+        return PackedShards.from_shards(self.shards).concatenate(part)
 
     def digest(self) -> dict[str, str]:
-        """SHA-256 of all that clients and server compute on, by part, so that two runs can tell whether theirs is one.
+        """Return SHA-256 digests of all data that clients and server use, to compare two runs.
 
         Returns:
-            `sha256:...` of `x_train`, `y_train` (with the number of classes), `x_test`, `y_test` and `partition`:
-            each client's indices. Values, shapes, dtypes and order all count. The format is part of every run folder.
+            `sha256:...` of `x_train`, `y_train` (with the number of classes), `x_test`, `y_test` and `partition`
+            (each client's indices), over values, shapes, dtypes and order. Run folders record them.
         """
         data = self.data
         held = (indices for shard in self.shards for indices in (shard.train, shard.test))
@@ -125,19 +128,19 @@ class FederatedData:
             "y_test": [data.y_test],
             "partition": held,
         }
-        with ThreadPoolExecutor(len(parts)) as pool:  # hashing leaves Python's lock
+        with ThreadPoolExecutor(len(parts)) as pool:  # hashing releases Python's lock
             return dict(zip(parts, pool.map(sha256, parts.values()), strict=True))
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of tensors one after another, each its dtype, its shape and its values in row-major order."""
+    """Return the SHA-256 of tensors: of each its dtype, its shape and its values in row-major order."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
         rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
         large = rows.nbytes > HASHED
         pieces = rows.split(max(1, HASHED // rows[:1].nbytes)) if large else (rows,)
-        for piece in pieces:  # one that is laid out otherwise, or on a GPU, is copied
+        for piece in pieces:  # copies tensors on a GPU or of another layout
             flat = piece.detach().cpu().contiguous().as_strided((piece.numel(),), (1,))  # one value may have any stride
             digest.update(flat.view(torch.uint8).numpy().data)
     return f"sha256:{digest.hexdigest()}"
@@ -145,30 +148,27 @@ def sha256(tensors: Iterable[Tensor]) -> str:
 
 @dataclass
 class Scenario:
-    """Dataset, partition and local split: the same for every method run with one seed.
+    """Dataset, partition and local test split. They depend on the seed only, not on the method.
 
     Args:
-        dataset: What is learnt.
-        partition: How its training samples are dealt out to clients.
-        clients: Number of clients, `K`, no more than there are training samples. By default as many as the data know
-            (`ByClient`, `PredefinedSplit`), and 10 where they know none.
-        local_test: What a client's own test split is. A number in [0, 1): that share of the samples the client was
-            dealt, stratified by class as far as whole samples allow (0.25 in cwFedAvg, 0.2 in UA-PDFL's code).
-            `official`: of each class of the official test set the share that the client has of the class's training
-            samples, so that it trains on all it was dealt. By default the test samples that are the client's own
-            where the partition knows them, on top of all it was dealt, and 0.25 where it does not.
-        long_tail: Imbalance ρ of Cao et al. 2019, 1 or more: the training samples are thinned out by class before
-            the partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100); none by default.
-        train_samples: Use only so many of the training samples, or such a share of them; a share lies between 0 and 1
-            and is rounded up, and which ones is drawn by the seed in the proportions of the classes; all by default.
-            The test set stays whole.
-        objective: What the labels are for: `Classification`, `MultiLabel`, `Regression`, or a class of your own; found
-            from the labels by default.
+        dataset: The dataset.
+        partition: How its training samples are split among clients.
+        clients: Number of clients, `K`, at most the number of training samples. By default the number of clients in
+            the data or file (`ByClient`, `PredefinedSplit`), and 10 for other partitions.
+        local_test: Each client's own test set. A number in [0, 1) holds out that share of the client's samples,
+            stratified by class (0.25 in cwFedAvg, 0.2 in UA-PDFL's code). `official` takes samples of the official
+            test set: of each class, the share that the client has of the class's training samples. By default the
+            client's own test samples if the partition knows them, else 0.25.
+        long_tail: Imbalance ρ of Cao et al. 2019, at least 1. Classes are subsampled to a long tail before the
+            partition (FedSKC's CIFAR-10-LT and CIFAR-100-LT, with 10, 50 and 100). By default they are not.
+        train_samples: Number of training samples to use, or a share of them in (0, 1), rounded up. They are drawn by
+            the seed, stratified by class. By default all. The test set stays whole.
+        objective: The learning task: `Classification`, `MultiLabel`, `Regression` or a class of your own; by default
+            inferred from the labels.
 
     Raises:
-        ConfigError: `clients` is below 1, `train_samples` neither a whole number from 1 on nor a share, `local_test`
-            outside [0, 1) or `long_tail` below 1; or one of these two is set beside a partition that knows samples
-            by their place.
+        ConfigError: A number is out of range; or `long_tail` or `train_samples` is set with a partition that needs
+            the whole dataset.
     """
 
     dataset: Dataset
@@ -184,79 +184,79 @@ class Scenario:
             raise ConfigError(f"scenario.clients: {self.clients} is below 1")
         share, rho, n = self.local_test, self.long_tail, self.train_samples
         if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
-            raise ConfigError(f"scenario.local_test: {share} is outside [0, 1); or use official")
+            raise ConfigError(f"scenario.local_test: {share} is outside [0, 1). Give a share, or official")
         if rho is not None and not (_is_number(rho) and 1 <= rho < math.inf):
-            raise ConfigError(f"scenario.long_tail: {rho} is no number from 1 on; the papers use 10, 50 and 100")
+            raise ConfigError(f"scenario.long_tail: {rho} is not a number of at least 1. The papers use 10, 50 and 100")
         if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
             raise ConfigError(
-                f"scenario.train_samples: {n} is neither a whole number from 1 on nor a share between 0 and 1"
+                f"scenario.train_samples: {n} is neither an integer of at least 1 nor a share between 0 and 1"
             )
         for key in ("long_tail", "train_samples"):
-            if self.partition.by_place and getattr(self, key) is not None:
+            if self.partition.needs_whole_dataset and getattr(self, key) is not None:
                 name = type(self.partition).__name__
                 raise ConfigError(
-                    f"scenario.{key}: {name} knows samples by their place in the whole dataset; leave {key} out"
+                    f"scenario.{key}: {name} refers to samples of the whole dataset by index. Leave {key} out"
                 )
 
     def build(self, seed: int) -> FederatedData:
-        """Load the data and deal it out.
+        """Load the data and split them among the clients.
 
         Raises:
-            ConfigError: The data cannot be read or are not what they should be, the partition cannot be met, or a
-                client ends up with no training sample.
+            ConfigError: The data cannot be read or are invalid, the partition is not possible, or a client would have
+                no training sample.
         """
         data = self.dataset.checked(self.objective)
         objective = self.objective or self.dataset.objective or objective_of(data.y_train)
         if not objective.classes:
-            self._refuse_what_needs_classes(objective)
-        # Keys of their own beside the partition's: the same samples for every way to deal them out.
+            self._refuse_classless(objective)
+        # Random streams apart from the partition's: the same samples for every partition.
         if self.train_samples is not None:
-            data = keep_some(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
+            data = subsample(data, self.train_samples, generator(seed, Stream.PARTITION, 1), objective)
         if self.long_tail is not None:
-            data = thin_out(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
+            data = make_long_tailed(data, self.long_tail, generator(seed, Stream.PARTITION, 0))
         labels = objective.strata(data.y_train).numpy()
-        shares = self._deal(data, labels, generator(seed, Stream.PARTITION))
+        splits = self._split(data, labels, generator(seed, Stream.PARTITION))
         data = replace(data, client_train=None, client_test=None)
         if self.local_test == "official":
-            test = share_official_test(data, shares.train, generator(seed, Stream.LOCAL_SPLIT), objective)
-            shares = replace(shares, test=test)
-        elif self.local_test is not None or shares.test is None:
-            split = [self._split_locally(labels, part, seed, client) for client, part in enumerate(shares.train)]
-            return FederatedData(data, PackedShards(*zip(*split, strict=True)), shares.ids, objective)
-        return in_one_table(data, shares, objective)
+            test = split_official_test(data, splits.train, generator(seed, Stream.LOCAL_SPLIT), objective)
+            splits = replace(splits, test=test)
+        elif self.local_test is not None or splits.test is None:
+            split = [self._split_locally(labels, part, seed, client) for client, part in enumerate(splits.train)]
+            return FederatedData(data, PackedShards(*zip(*split, strict=True)), splits.ids, objective)
+        return append_test_set(data, splits, objective)
 
-    def _refuse_what_needs_classes(self, objective: Objective) -> None:
+    def _refuse_classless(self, objective: Objective) -> None:
         if self.partition.needs_classes:
-            mend = "take IID, QuantitySkew, ByClient or PredefinedSplit"
-            raise ConfigError(f"{self.partition.blamed} deals classes out, and {objective.no_classes}; {mend}")
+            fix = "Use IID, QuantitySkew, ByClient or PredefinedSplit"
+            raise ConfigError(f"{self.partition.error_prefix} splits by class, but {objective.no_classes}. {fix}")
         if self.long_tail is not None:
-            raise ConfigError(f"scenario.long_tail: it thins classes out, and {objective.no_classes}; leave it out")
+            raise ConfigError(f"scenario.long_tail: subsamples classes, but {objective.no_classes}. Leave it out")
 
-    def _deal(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> Shares:
-        who = self.partition.blamed
-        with own_code(who):
-            shares = self.partition.share_out(data, labels, self.clients, rng)
-        for client, part in enumerate(shares.train):
+    def _split(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> ClientSplits:
+        who = self.partition.error_prefix
+        with blaming_class(who):
+            splits = self.partition.split_dataset(data, labels, self.clients, rng)
+        for client, part in enumerate(splits.train):
             if not len(part):
                 raise ConfigError(
-                    f"scenario.partition: client {client} holds no data; use fewer scenario.clients, or a partition "
-                    "with min_samples"
+                    f"scenario.partition: client {client} has no data. Lower scenario.clients, or use a partition with "
+                    "min_samples"
                 )
-        clients = len(shares.train) if self.clients is None else self.clients
+        clients = len(splits.train) if self.clients is None else self.clients
         try:
-            check_shares(shares.train, clients, len(data.y_train))
-            for own in shares.test or ():  # one test sample may be several clients'
-                check_shares([own], 1, len(data.y_test), "test sample")
+            check_split(splits.train, clients, len(data.y_train))
+            for own in splits.test or ():  # clients may share test samples
+                check_split([own], 1, len(data.y_test), "test sample")
         except ValueError as error:
             raise ConfigError(f"{who}: {error}") from error
-        return shares
+        return splits
 
     def _split_locally(
         self, labels: np.ndarray, part: np.ndarray, seed: int, client: int
     ) -> tuple[np.ndarray, np.ndarray]:
         assert self.local_test != "official"
         share = HELD_OUT if self.local_test is None else self.local_test
-        if not share:  # nothing to draw
+        if not share:
             return part, part[:0]
         test = stratified_sample(labels[part], share, generator(seed, Stream.LOCAL_SPLIT, client))
         return part[~test], part[test]
@@ -266,25 +266,25 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def keep_some(
+def subsample(
     data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
 ) -> LoadedData:
-    """The dataset with n of its training samples, or that share of them, in the proportions of the classes.
+    """Return the dataset with n of its training samples, or that share of them, stratified by class.
 
     Raises:
-        ConfigError: It has fewer.
+        ConfigError: It has fewer than n.
     """
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
     if n > len(labels):
-        raise ConfigError(f"scenario.train_samples: {n}, and the dataset has {len(labels)} training samples")
+        raise ConfigError(f"scenario.train_samples: {n} is above the {len(labels)} training samples. Lower it")
     sizes = apportion(n, np.unique(labels, return_counts=True)[1], rng)
-    return with_only(data, deal(labels, sizes[None], rng)[0])
+    return select_training_samples(data, assign_samples(labels, sizes[None], rng)[0])
 
 
-def with_only(data: LoadedData, kept: np.ndarray) -> LoadedData:
-    """The dataset with the training samples at these places, and whose they are."""
+def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
+    """Return the dataset with only the training samples at these indices."""
     owners = None if data.client_train is None else data.client_train[kept]
     index = torch.from_numpy(kept)
     return replace(data, x_train=data.x_train[index], y_train=data.y_train[index], client_train=owners)
@@ -294,22 +294,24 @@ def with_only(data: LoadedData, kept: np.ndarray) -> LoadedData:
 
 
 def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
-    """Samples a class keeps, `floor(largest · ρ^(-j / (C - 1)))` for class j (Cao et al. 2019, exponential form).
+    """Return how many samples each class keeps, `floor(largest · ρ^(-j / (C - 1)))` for class j.
+
+    The exponential form of Cao et al. 2019.
 
     Args:
-        largest: Samples of the largest class, which class 0 keeps.
+        largest: Samples of the largest class, the number that class 0 keeps.
         classes: Number of classes, `C`.
-        rho: Imbalance ρ, the size of the first class over that of the last.
+        rho: Imbalance ρ: size of the first class divided by that of the last.
 
     Returns:
-        `(C,)` whole numbers.
+        `(C,)` integers.
     """
     exact = largest * rho ** (-np.arange(classes) / max(classes - 1, 1))
     return np.floor(exact + 1e-9).astype(np.int64)  # 500 · 100^-1 is a little below 5 in floating point
 
 
-def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """The dataset with a long-tailed training set; which samples stay is drawn, the test set stays whole.
+def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
+    """Return the dataset with a long-tailed training set, drawn at random. The test set stays whole.
 
     Raises:
         ConfigError: A class would keep no sample.
@@ -318,23 +320,23 @@ def thin_out(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedDa
     held = np.bincount(labels, minlength=data.num_classes)
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
     if (held > 0)[sizes == 0].any():
-        raise ConfigError(f"scenario.long_tail: {rho:g} leaves the last classes empty; lower it")
-    return with_only(data, deal(labels, sizes[held > 0][None], rng)[0])
+        raise ConfigError(f"scenario.long_tail: {rho:g} leaves the last classes empty. Lower it")
+    return select_training_samples(data, assign_samples(labels, sizes[held > 0][None], rng)[0])
 
 
 # --- Local test data -------------------------------------------------------------------------------------------------
 
 
-def share_official_test(
+def split_official_test(
     data: LoadedData, parts: list[np.ndarray], rng: np.random.Generator, objective: Objective = Classification()
 ) -> list[np.ndarray]:
-    """Deal the official test set out in the proportions of the training data, class by class.
+    """Split the official test set among clients, class by class in the proportions of their training samples.
 
     Args:
         data: The loaded dataset.
         parts: Each client's training samples.
-        rng: The only source of chance.
-        objective: What the labels are for.
+        rng: Random generator.
+        objective: The learning task.
 
     Returns:
         Each client's test samples, ascending indices into the test set.
@@ -344,44 +346,44 @@ def share_official_test(
     held = np.stack([np.bincount(y_train[part], minlength=classes) for part in parts])
     present, sizes = np.unique(y_test, return_counts=True)
     counts = np.stack([apportion(size, held[:, j], rng) for j, size in zip(present, sizes, strict=True)], axis=1)
-    return deal(y_test, counts, rng)
+    return assign_samples(y_test, counts, rng)
 
 
-def in_one_table(data: LoadedData, shares: Shares, objective: Objective = Classification()) -> FederatedData:
-    """Clients that train on all they were dealt, and are tested on test samples.
+def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
+    """Return clients that train on all of their training samples and are tested on samples of the test set.
 
     Args:
         data: The loaded dataset.
-        shares: Each client's training samples, and its test samples.
-        objective: What the labels are for.
+        splits: Each client's training and test samples.
+        objective: The learning task.
 
     Returns:
-        Shards that index one table, in which the test samples follow the training samples.
+        Data whose `x_train` and `y_train` hold the training samples followed by the test samples.
     """
-    assert shares.test is not None
+    assert splits.test is not None
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
     n = len(data.y_train)
     table = replace(data, x_train=x, y_train=y, x_test=x[n:], y_test=y[n:])
-    return FederatedData(table, PackedShards(shares.train, [own + n for own in shares.test]), shares.ids, objective)
+    return FederatedData(table, PackedShards(splits.train, [own + n for own in splits.test]), splits.ids, objective)
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Choose `round(share · n)` samples, each class in proportion by largest remainder.
+    """Draw `round(share · n)` samples, stratified by class with the largest remainder method.
 
-    At least one sample is always left out, so that there is something to train on.
+    At least one sample is never drawn, so that there is something to train on.
 
     Args:
         labels: Class of each sample, `(n,)`.
-        share: Share to choose, in [0, 1).
-        rng: The only source of chance.
+        share: Share to draw, in [0, 1).
+        rng: Random generator.
 
     Returns:
-        Boolean mask `(n,)` of the chosen samples.
+        Boolean mask `(n,)` of the drawn samples.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     total = min(round(share * len(labels)), len(labels) - 1)
     if total:
-        members = by_class(labels)
+        members = indices_by_class(labels)
         quota = apportion(total, np.array([len(own) for own in members]), rng)
         for own, size in zip(members, quota, strict=True):
             chosen[rng.permutation(own)[:size]] = True
@@ -389,12 +391,12 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
 
 
 def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Whole numbers in proportion to weights, by largest remainder; none where every weight is zero.
+    """Return integers in proportion to weights, by largest remainder; zeros if all weights are zero.
 
     Args:
-        total: What they sum to.
-        weights: `(n,)` whole numbers.
-        rng: Settles ties: a fixed order would always favour the first.
+        total: Sum of the result.
+        weights: `(n,)` integers.
+        rng: Breaks ties at random; a fixed order would always favour the first.
     """
     exact = total * weights / max(weights.sum(), 1)
     quota = np.floor(exact).astype(np.int64)

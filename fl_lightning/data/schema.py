@@ -1,4 +1,4 @@
-"""The schema of a table: which columns a network was trained on, and how their values become numbers."""
+"""The schema of a table: the columns that a network was trained on, and their encoding."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ def finite_in_float32(column: pd.Series) -> np.ndarray:
 
 
 def is_numeric(column: pd.Series) -> bool:
-    """Whether a column holds numbers, truths among them."""
+    """Return whether a column holds numbers or booleans."""
     return column.dtype.kind in "iufb"

@@ -1,4 +1,4 @@
-"""Your own tables: numbers and categories, or texts, in CSV or Parquet files."""
+"""Custom tables and texts in CSV or Parquet files."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.data.datasets import Dataset, LoadedData
-from fl_lightning.data.own import (
+from fl_lightning.data.custom_data import (
+    FEW,
     KEY,
     check_share,
     client_ids,
-    column_named,
-    divided,
-    held_out,
-    placed,
+    existing_path,
+    find_column,
+    hold_out,
+    read_labels,
     refuse_missing,
     refuse_not_finite,
-    refuse_nul,
-    spot,
-    targets,
+    row_location,
+    split_rows,
     token_ids,
 )
-from fl_lightning.data.reading import BadFile, opened
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.files import BadFile, open_file
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
@@ -41,25 +41,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_CATEGORIES = 1_000
-"""A column of more is a name, a number of a sample or a text, and would take a column of zeros for each."""
+"""Most categories of a one-hot encoded column. A column with more is probably a name, an id or a text."""
 
 SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
-"""A character that separates columns: no part of a name or number, no quote, bracket, NUL or line break."""
+"""Characters that may separate columns: not part of names or numbers, no quotes, brackets, NUL or line breaks."""
 
 
 class _Rows(Dataset):
-    """Samples that are rows of a file, some of its columns the labels.
-
-    Args:
-        path: The file.
-        label: The label's column, or several.
-        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
-        client: Column of who each row comes from.
-        split: Column that holds `train` and `test`.
-        test_path: A second file, of the rows to test on.
-        test_share: Share of the rows to test on where there is neither.
-        separator: What stands between the columns of a text file.
-    """
+    """Base class of datasets whose samples are the rows of a file. `Table` describes the arguments."""
 
     def __init__(
         self,
@@ -73,7 +62,7 @@ class _Rows(Dataset):
         separator: str,
     ) -> None:
         if split is not None and test_path is not None:
-            raise ConfigError(f"{KEY}.split: the rows of test_path are the test set; leave out one of the two")
+            raise ConfigError(f"{KEY}.split: test_path holds the test rows already. Leave out one of the two")
         check_share(test_share)
         if not separator.isascii() or not SEPARATOR.fullmatch(separator):
             raise ConfigError(
@@ -83,31 +72,31 @@ class _Rows(Dataset):
         self.path, self.test_path, self.separator = path, test_path, separator
         self.label = [label] if isinstance(label, str) else list(label)
         if not self.label:
-            raise ConfigError(f"{KEY}.label: it names no column")
+            raise ConfigError(f"{KEY}.label: names no column. Name the label column")
         self.regression, self.client, self.split, self.test_share = regression, client, split, test_share
 
     def load(self) -> LoadedData:
         """Read the file or files."""
         frame, given = self._read()
         labels = [frame[name] for name in self.label]
-        y, outputs = targets(labels, self.regression)
+        y, outputs = read_labels(labels, self.regression)
         client = None if self.client is None else client_ids(frame[self.client])
         test = self._test_rows(frame, y, client) if given is None else np.arange(len(frame)) >= given
         order = np.argsort(test, kind="stable")  # the training rows first
         train = len(order) - int(test.sum())
         x, schema = self._inputs(frame.iloc[order], train)
-        data = divided(x, y[order], train, outputs, Normalize(), client=None if client is None else client[order])
+        data = split_rows(x, y[order], train, outputs, Normalize(), client=None if client is None else client[order])
         if schema:
             classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
             schema = replace(schema, label=self.label, classes=classes, client=self.client)
         return replace(data, schema=schema)
 
     def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema | None]:
-        """Return a row of numbers for each row, of which the first `train` are to train on; and their schema."""
+        """Return the inputs of all rows, of which the first `train` are the training set, and their schema."""
         raise NotImplementedError
 
     def _columns(self) -> dict[str, Sequence[str]]:
-        """The columns that options name, by option."""
+        """Return the columns that options name, by option."""
         single = {"client": self.client, "split": self.split}
         return {"label": self.label, **{key: [name] for key, name in single.items() if name is not None}}
 
@@ -115,14 +104,14 @@ class _Rows(Dataset):
         used: dict[str, str] = {}
         for key, names in self._columns().items():
             for name in names:
-                column_named(name, columns, key)
+                find_column(name, columns, key)
                 if name in used:
-                    also = f"{used[name]} names it too" if used[name] != key else "it is named twice"
-                    raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))}: {also}")
+                    also = f"{used[name]} names it too" if used[name] != key else "is named twice"
+                    raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))}: {also}. Use it once")
                 used[name] = key
 
     def _read(self) -> tuple[pd.DataFrame, int | None]:
-        """All rows, each known by its file and number; and how many of them are to train on, if the files say that."""
+        """Return all rows, indexed by file and row number, and the number of training rows if there is a test file."""
         import pandas as pd
 
         frame = read_table("path", self.path, self.separator)
@@ -131,7 +120,7 @@ class _Rows(Dataset):
             return pd.concat([frame], keys=[self.path]), None
         test = read_table("test_path", self.test_path, self.separator)
         for name in (name for names in self._columns().values() for name in names):
-            column_named(name, list(test.columns), "test_path")
+            find_column(name, list(test.columns), "test_path")
         if os.path.samefile(self.path, self.test_path):
             warnings.warn(
                 f"{KEY}.test_path: {one_line(self.test_path)} is the same file as {KEY}.path: the test rows are "
@@ -143,40 +132,38 @@ class _Rows(Dataset):
 
     def _test_rows(self, frame: pd.DataFrame, y: Tensor, client: np.ndarray | None) -> np.ndarray:
         if self.split is None:
-            return held_out(y, self.test_share, client)
+            return hold_out(y, self.test_share, client)
         column = frame[self.split]
         refuse_missing(column, "split")
         if not (known := column.isin(["train", "test"])).all():
-            odd = one_line(repr(column[~known].iloc[0]))
-            raise ConfigError(f"{KEY}.split: column {self.split!r} holds {odd}; it needs to hold train and test")
+            other = one_line(repr(column[~known].iloc[0]))
+            raise ConfigError(f"{KEY}.split: column {self.split!r} holds {other}. Its values must be train and test")
         return (column == "test").to_numpy(dtype=bool)
 
 
 class Table(_Rows):
-    """Your own table in a CSV or Parquet file: columns of numbers and categories, and one or more of labels.
+    """Custom table in a CSV or Parquet file, with feature columns and one or more label columns.
 
-    Labels that are text or whole numbers are classes, fractions are numbers to be predicted, and several columns of 0
-    and 1 are labels that a row may have several of. Text columns are categories, and so are those that `categorical`
-    names.
+    Text and integer labels are classes. Floating-point labels are numbers to predict. Several 0/1 columns make a
+    multi-label target. Text columns are categorical features, and so are those that `categorical` names.
 
     Args:
-        path: The file. Its columns have names; `.parquet` is Parquet, any other file is text with `separator`.
-        label: The label's column, or a list of several.
-        features: Columns to learn from; all that no other option names, if they have a name.
-        categorical: Columns of numbers that stand for categories.
-        encoding: What becomes of a category: `one_hot` a column for each that the training rows hold, all 0 for any
-            other; `codes` one column that counts them from 1, 0 for any other.
-        standardize: Shift and scale columns of numbers, and codes, to mean 0 and standard deviation 1 of the training
-            rows.
-        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
-        client: Column of who each row comes from; `ByClient` deals rows to clients by it.
+        path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
+        label: The label column, or a list of several.
+        features: Columns to learn from; by default all named columns that no other option names.
+        categorical: Columns of numbers that are categories.
+        encoding: `one_hot` makes one column per category of the training rows, all 0 for an unknown category; `codes`
+            makes one column that numbers the categories from 1, with 0 for an unknown one.
+        standardize: Shift and scale numbers, and codes, to mean 0 and standard deviation 1 of the training rows.
+        regression: Whether labels are numbers to predict; by default floating-point labels are.
+        client: Column of the client that each row belongs to, for the partition `ByClient`.
         split: Column that holds `train` or `test`.
-        test_path: A second file, of the rows to test on.
-        test_share: Share of the rows to test on where there is neither: of each class, or of each client's rows.
-        separator: What stands between the columns of a text file.
+        test_path: A second file with the test rows.
+        test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
+        separator: Character between the columns of a text file.
 
     Raises:
-        ConfigError: An option is out of range, or two exclude each other.
+        ConfigError: An option is out of range, or two options exclude each other.
     """
 
     def __init__(
@@ -204,9 +191,8 @@ class Table(_Rows):
     def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema]:
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
-            raise ConfigError(
-                f"{KEY}.categorical: {column_named(name, list(frame.columns), 'categorical')!r} is no feature"
-            )
+            column = find_column(name, list(frame.columns), "categorical")
+            raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
         schema = TableSchema([self._described(frame[name], train) for name in features], self.encoding)
         return schema.encode(schema.rows(frame)), schema
 
@@ -217,19 +203,18 @@ class Table(_Rows):
         # pandas writes its row numbers to a column without a name, and reads that as "Unnamed: 0".
         found = [name for name in columns if name not in named and not name.startswith("Unnamed: ")]
         if not found:
-            raise ConfigError(f"{KEY}.path: {one_line(self.path)} has no columns left to learn from")
+            raise ConfigError(f"{KEY}.features: {one_line(self.path)} has no columns left to learn from. Name some")
         return found
 
     def _described(self, column: pd.Series, train: int) -> Column:
-        """Return a column's categories or scale, of its first `train` rows."""
-        refuse_missing(column, "features", "fill it in, leave its row out, or leave the column out of the features")
+        """Return the description of a feature column: its categories or scale, from the first `train` rows."""
+        refuse_missing(column, "features", "Fill it in, remove the row, or leave the column out of the features")
         described = Column(str(column.name), str(column.dtype))
         if column.name not in self.categorical and is_numeric(column):
             refuse_not_finite(column, "features")
             return self._scaled(described, column, train)
         if column.name not in self.categorical:
-            refuse_no_categories(column)
-        refuse_nul(column, "features")
+            check_categories(column)
         import pandas as pd
 
         known = pd.Series(column.to_numpy(object if is_numeric(column) else str)[:train]).unique().tolist()
@@ -238,8 +223,8 @@ class Table(_Rows):
             return self._scaled(described, column, train)
         if len(known) > MOST_CATEGORIES:
             raise ConfigError(
-                f"{KEY}.features: column {column.name!r} holds {len(known):,} texts, each a column in one_hot; "
-                "leave it out, or set scenario.dataset.encoding codes"
+                f"{KEY}.features: column {column.name!r} holds {len(known):,} categories, too many for one_hot. "
+                "Leave it out of the features, or set scenario.dataset.encoding codes"
             )
         return described
 
@@ -248,31 +233,31 @@ class Table(_Rows):
             return described
         values = described.values(column)
         own = values[:train] + (described.categories is not None)  # codes count from 1
-        # Rounded, so that the order in which a machine sums changes no bit of the data.
+        # Rounded, so that the order of summation changes no bit of the data.
         mean, scale = (float(f"{number:.12g}") for number in (own.mean(), own.std() if np.ptp(own) else 1.0))
         return replace(described, mean=mean, scale=scale)
 
 
 class TextTable(_Rows):
-    """Your own texts in a CSV or Parquet file: a column of texts, and one or more of labels.
+    """Custom texts in a CSV or Parquet file, with a text column and one or more label columns.
 
-    The most frequent words of the training texts have an id, as in the datasets of texts that are there already.
+    The most frequent words of the training texts get token ids. A text without a word is one unknown token.
 
     Args:
-        path: The file. Its columns have names; `.parquet` is Parquet, any other file is text with `separator`.
-        text: Column of the texts.
-        label: The label's column, or a list of several.
-        length: Words a text; longer ones are cut, shorter ones padded.
-        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
-        regression: Whether labels are numbers to be predicted; if that is not said, fractions are.
-        client: Column of who each row comes from; `ByClient` deals rows to clients by it.
+        path: The file, with a header. `.parquet` files are read as Parquet, all others as text with `separator`.
+        text: The text column.
+        label: The label column, or a list of several.
+        length: Tokens per text; longer texts are truncated, shorter ones padded.
+        vocab_size: Number of token ids, including padding and unknown.
+        regression: Whether labels are numbers to predict; by default floating-point labels are.
+        client: Column of the client that each row belongs to, for the partition `ByClient`.
         split: Column that holds `train` or `test`.
-        test_path: A second file, of the rows to test on.
-        test_share: Share of the rows to test on where there is neither: of each class, or of each client's rows.
-        separator: What stands between the columns of a text file.
+        test_path: A second file with the test rows.
+        test_share: Share of the rows to test on if there is neither: of each class, or of each client's rows.
+        separator: Character between the columns of a text file.
 
     Raises:
-        ConfigError: An option is out of range, or two exclude each other.
+        ConfigError: An option is out of range, or two options exclude each other.
     """
 
     def __init__(
@@ -300,34 +285,43 @@ class TextTable(_Rows):
         return token_ids(frame[self.text], train, self.length, self.vocab_size), None
 
 
-def refuse_no_categories(column: pd.Series) -> None:
-    """Refuse a column that is taken for categories and holds something else.
+def check_categories(column: pd.Series) -> None:
+    """Check that a column can be a categorical feature.
 
     Raises:
-        ConfigError: It holds dates, lists and the like, or numbers and texts.
+        ConfigError: It holds dates, lists and the like, mixes numbers and text, or holds numbers beyond 64 bits.
     """
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
     if (kind := pd.api.types.infer_dtype(values)) not in ("string", "mixed-integer", "boolean", "integer", "floating"):
         raise ConfigError(
-            f"{KEY}.features: column {column.name!r} holds neither numbers nor text ({kind}); make numbers of it, or "
-            "leave it out"
+            f"{KEY}.features: column {column.name!r} holds neither numbers nor text ({kind}). Convert it to numbers, "
+            "or leave it out of the features"
         )
-    numbers = pd.to_numeric(values.astype(str), errors="coerce").notna().to_numpy()
-    if numbers.any() and not numbers.all():
-        odd = int((~numbers).argmax())
+    numbers = pd.to_numeric(values.astype(str), errors="coerce")
+    fix = "or name the column in scenario.dataset.categorical"
+    text = numbers.isna().to_numpy()
+    if text.any() and not text.all():
+        row = int(text.argmax())
         raise ConfigError(
-            f"{KEY}.features: column {column.name!r} holds numbers and, in {spot(column, odd)}, "
-            f"{one_line(repr(values[odd]))}; mend it, or name the column in scenario.dataset.categorical"
+            f"{KEY}.features: column {column.name!r} holds numbers and, in {row_location(column, row)}, "
+            f"{one_line(repr(values[row]))}. Correct the value, {fix}"
+        )
+    large = (numbers.abs() >= 2.0**64).to_numpy()  # read_csv returns these as text
+    if large.any():
+        row = int(large.argmax())
+        raise ConfigError(
+            f"{KEY}.features: column {column.name!r} holds {one_line(str(values[row]))[: FEW * 2]} in "
+            f"{row_location(column, row)}, which is too large for a 64-bit integer. Make it smaller, {fix}"
         )
 
 
 def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
-    """A file's rows, by its columns' names; the index counts them from 1.
+    """Return the rows of a CSV or Parquet file. The index numbers them from 1.
 
     Raises:
-        ConfigError: There is no such file, it cannot be read, it has no rows, or two columns have the same name.
+        ConfigError: The file does not exist, cannot be read, has no rows, or two columns have the same name.
     """
     import pandas as pd
 
@@ -336,7 +330,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
         _need_pyarrow(key)
     try:
         with (
-            opened(placed(path, key=key), "Parquet file" if parquet else "CSV file") as file,
+            open_file(existing_path(path, key=key), "Parquet file" if parquet else "CSV file") as file,
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
@@ -351,18 +345,18 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
     frame.columns = [str(name) for name in frame.columns]
     if not len(frame):
-        raise ConfigError(f"{KEY}.{key}: {one_line(path)}: holds no rows")
+        raise ConfigError(f"{KEY}.{key}: {one_line(path)}: has no rows")
     other = [sign for sign in ",;\t|" if sign != separator and sign in frame.columns[0]]
     if len(frame.columns) == 1 and other:
         raise ConfigError(
-            f"{KEY}.separator: {one_line(path)} has one column only; its columns seem to be separated by {other[0]!r}"
+            f"{KEY}.separator: {one_line(path)} has only one column with this separator. Did you mean {other[0]!r}?"
         )
     frame.index = pd.RangeIndex(1, len(frame) + 1)
     return frame
 
 
 def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
-    """Return the columns' names as the file has them: `read_csv` renames the second `a` to `a.1`."""
+    """Return the column names as they are in the file. `read_csv` would rename a second `a` to `a.1`."""
     import pandas as pd
 
     if parquet:
@@ -383,5 +377,5 @@ def _need_pyarrow(key: str) -> None:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"{KEY}.{key}: Parquet is read by the pyarrow package; install it with: pip install 'fl-lightning[parquet]'"
+            f"{KEY}.{key}: Parquet needs the package pyarrow. Install it with: pip install 'fl-lightning[parquet]'"
         ) from error

@@ -1,4 +1,4 @@
-"""Datasets of texts: token ids of fixed length, from a vocabulary of the training texts alone."""
+"""Text datasets: token ids of fixed length, with a vocabulary of the training texts."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ from torchvision.datasets.utils import download_and_extract_archive, download_ur
 
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.data.datasets import FileDataset, LoadedData
-from fl_lightning.data.reading import files_in, read_text, told_of
+from fl_lightning.data.files import files_in, naming_file, read_text
 from fl_lightning.data.transforms import Normalize
 
 PADDING, UNKNOWN = 0, 1
-"""Ids of no word, and of a word that the vocabulary does not have."""
+"""Token ids of padding, and of words that are not in the vocabulary."""
+
+MOODS = ("negative", "positive")
+"""Labels in IMDB's CSV file, in the order of the classes."""
 
 WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
 
-def words(text: str) -> list[str]:
-    """A text's words, lower case, without markup and punctuation.
+def split_words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without markup and punctuation.
 
     Example:
-        >>> words("It's <br />1 of 2 GREAT films.")
+        >>> split_words("It's <br />1 of 2 GREAT films.")
         ["it's", '1', 'of', '2', 'great', 'films']
     """
     return WORD.findall(text.lower().replace("<br />", " "))
 
 
 class Vocabulary:
-    """Numbers for the most frequent words; the more frequent, the smaller, from 2.
+    """Token ids of the most frequent words, from 2, the most frequent first.
 
     Args:
-        texts: What the words are counted in.
-        size: How many ids there are, padding (0) and unknown (1) among them.
+        texts: Texts to count words in.
+        size: Number of ids, including padding (0) and unknown (1).
     """
 
     def __init__(self, texts: Iterable[str], size: int) -> None:
-        counts = Counter(word for text in texts for word in words(text))
+        counts = Counter(word for text in texts for word in split_words(text))
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         self.ids = {word: rank for rank, word in enumerate(ranked[: size - 2], start=2)}
 
     def encode(self, texts: Iterable[str], length: int) -> Tensor:
-        """The first `length` words of each text as ids, filled up with padding: `(n, length)`, `int64`."""
-        rows = [[self.ids.get(word, UNKNOWN) for word in words(text)[:length]] for text in texts]
+        """Return the ids of the first `length` words of each text, padded: `(n, length)`, `int64`."""
+        rows = [[self.ids.get(word, UNKNOWN) for word in split_words(text)[:length]] for text in texts]
         ids = np.full((len(rows), length), PADDING, dtype=np.int64)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = row
@@ -60,7 +63,7 @@ class Vocabulary:
 
 
 def check_lengths(length: int, vocab_size: int) -> None:
-    """Refuse texts of no words and a vocabulary of none.
+    """Check `length` and `vocab_size`.
 
     Raises:
         ConfigError: `length` is below 1 or `vocab_size` below 3.
@@ -68,20 +71,20 @@ def check_lengths(length: int, vocab_size: int) -> None:
     if length < 1:
         raise ConfigError(f"scenario.dataset.length: {length} is below 1")
     if vocab_size < 3:
-        raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3: padding, unknown and one word")
+        raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3 (padding, unknown and one word)")
 
 
-def ids_of(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
-    """Texts as ids of the words that are most frequent in the first of them: `(n, length)`, `int64`.
+def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
+    """Return the token ids of texts, `(n, length)`, `int64`, with a vocabulary of the training texts.
 
     Args:
-        texts: All texts, those to train on first.
-        train: How many of them are.
-        length: Words a text.
-        vocab_size: Number of ids, padding and unknown among them.
+        texts: All texts, the training texts first.
+        train: Number of training texts.
+        length: Tokens per text.
+        vocab_size: Number of token ids, including padding and unknown.
 
     Raises:
-        ConfigError: There is no memory for so many.
+        ConfigError: There is not enough memory.
     """
     vocabulary = Vocabulary(texts[:train], vocab_size)
     with blame("scenario.dataset.length"):
@@ -89,13 +92,13 @@ def ids_of(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Te
 
 
 class TextDataset(FileDataset):
-    """Texts in files.
+    """Base class of text datasets that are read from files.
 
     Args:
-        data_dir: Folder that holds the dataset's own file or folder.
-        download: Fetch the files when they are missing.
-        length: Words a text; longer ones are cut, shorter ones padded.
-        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
+        data_dir: Folder that contains the dataset's file or folder.
+        download: Download missing files.
+        length: Tokens per text; longer texts are truncated, shorter ones padded.
+        vocab_size: Number of token ids, including padding and unknown.
 
     Raises:
         ConfigError: `length` is below 1 or `vocab_size` below 3.
@@ -112,20 +115,20 @@ class TextDataset(FileDataset):
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[list[str], list[int]]:
-        """Texts and labels of one split."""
+        """Return texts and labels of one split."""
 
     def load(self) -> LoadedData:
-        """Read both splits, and number the words of the training texts."""
+        """Read both splits, and convert the texts to token ids."""
         (train, y_train), (test, y_test) = self._read_both()
-        return self._numbered(train, test, torch.tensor(y_train), torch.tensor(y_test))
+        return self._encoded(train, test, torch.tensor(y_train), torch.tensor(y_test))
 
-    def _numbered(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
-        n, x = len(train), ids_of([*train, *test], len(train), self.length, self.vocab_size)
+    def _encoded(self, train: list[str], test: list[str], y_train: Tensor, y_test: Tensor) -> LoadedData:
+        n, x = len(train), encode_texts([*train, *test], len(train), self.length, self.vocab_size)
         return LoadedData(x[:n], y_train, x[n:], y_test, self.num_classes, prepare=Normalize())
 
 
 class AGNews(TextDataset):
-    """AG News: 120,000 + 7,600 titles and first sentences of news, 4 classes (world, sports, business, science)."""
+    """AG News: 120,000 + 7,600 news titles and descriptions, 4 classes (world, sports, business, science)."""
 
     files = "ag_news_csv/{train,test}.csv"
     num_classes = 4
@@ -149,7 +152,7 @@ class AGNews(TextDataset):
     def _news(row: list[str]) -> tuple[str, int]:
         label, title, text = row
         if label not in ("1", "2", "3", "4"):
-            raise ValueError(f"column 1, the label, holds {label[:40]!r}, not a class from 1 to 4")
+            raise ValueError(f"column 1 (the label) holds {label[:40]!r}, not a class from 1 to 4")
         return f"{title} {text}", int(label) - 1
 
 
@@ -157,15 +160,15 @@ class IMDB(TextDataset):
     """IMDB: 25,000 + 25,000 film reviews, 2 classes (negative, positive).
 
     Args:
-        data_dir: Folder that holds the dataset's own file or folder.
-        download: Fetch the `folder` layout when it is missing.
-        length: Words a text; longer ones are cut, shorter ones padded.
-        vocab_size: Number of ids, padding and unknown among them; the most frequent training words have one.
-        layout: `folder` for the authors' aclImdb, `csv` for the one file `IMDB Dataset.csv` (review, sentiment), which
-            has no split of its own: its first half is the training set.
+        data_dir: Folder that contains the dataset's file or folder.
+        download: Download the `folder` layout if it is missing.
+        length: Tokens per text; longer texts are truncated, shorter ones padded.
+        vocab_size: Number of token ids, including padding and unknown.
+        layout: `folder` for the authors' aclImdb, `csv` for the single file `IMDB Dataset.csv` (review, sentiment).
+            That file has no split; its first half is the training set.
 
     Raises:
-        ConfigError: `length` or `vocab_size` is too small, or `download` is asked for with `csv`.
+        ConfigError: `length` or `vocab_size` is too small, or `download` is set with `csv`.
     """
 
     num_classes = 2
@@ -183,7 +186,7 @@ class IMDB(TextDataset):
         super().__init__(data_dir, download, length, vocab_size)
         if download and layout == "csv":
             raise ConfigError(
-                "scenario.dataset.download: IMDB is fetched as a folder; set scenario.dataset.layout folder"
+                "scenario.dataset.download: IMDB is downloaded as a folder. Set scenario.dataset.layout folder"
             )
         self.layout, self.fetchable = layout, layout == "folder"
         self.files = "IMDB Dataset.csv" if layout == "csv" else "aclImdb/{train,test}/{neg,pos}/*.txt"
@@ -207,7 +210,9 @@ class IMDB(TextDataset):
     @staticmethod
     def _review(row: list[str]) -> tuple[str, int]:
         text, mood = row
-        return text, {"negative": 0, "positive": 1}[mood]
+        if mood not in MOODS:
+            raise ValueError(f"column 2 (the label) holds {mood[:40]!r}, not positive or negative")
+        return text, MOODS.index(mood)
 
     def _read_folder(self, train: bool) -> tuple[list[str], list[int]]:
         folders = [self._path(f"aclImdb/{'train' if train else 'test'}/{mood}") for mood in ("neg", "pos")]
@@ -215,21 +220,21 @@ class IMDB(TextDataset):
         return texts[0] + texts[1], [0] * len(texts[0]) + [1] * len(texts[1])
 
 
-def read_rows(path: Path, understand: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> list[tuple[str, int]]:
-    """The texts and labels of a csv file's rows.
+def read_rows(path: Path, parse: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> list[tuple[str, int]]:
+    """Return the texts and labels of a CSV file's rows.
 
     Args:
         path: The file.
-        understand: Makes a text and a label of a row, or raises what it likes.
-        skip: Rows at the top that are none.
+        parse: Turns a row into a text and a label, or raises an exception.
+        skip: Number of header rows.
 
     Raises:
-        BadFile: It is no csv file, or one of its rows cannot be understood.
+        BadFile: The file is not CSV, or a row cannot be parsed.
     """
     texts = []
-    with told_of(path, "csv file"):
+    with naming_file(path, "csv file"):
         for number, row in enumerate(csv.reader(StringIO(read_text(path), newline=""), strict=True), start=1):
             if number > skip:
-                with told_of(path, f"csv file: row {number}"):
-                    texts.append(understand(row))
+                with naming_file(path, f"csv file: row {number}"):
+                    texts.append(parse(row))
     return texts

@@ -1,4 +1,4 @@
-"""Any map-style dataset of torch's, read once into memory."""
+"""Any map-style PyTorch dataset, read once into memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import described
-from fl_lightning.data.datasets import Dataset, LoadedData, own_code
-from fl_lightning.data.own import KEY
+from fl_lightning.data.custom_data import KEY
+from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
 from fl_lightning.data.transforms import Normalize
 
 
 class TorchDataset(Dataset):
-    """Any map-style torch `Dataset` of pairs (x, y): one to train on and one to test on, each by its class path.
+    """Any map-style PyTorch `Dataset` of pairs (x, y): a training set and a test set, given by class path.
 
-    Each item is read once, when the run starts, so what a random transform draws is the same in every round, and the
-    same for every seed. Pictures (of Pillow) become `uint8`, which is scaled to 0-1; tensors and arrays of `uint8` or
-    floating-point numbers stay what they are. Whole numbers are classes, fractions are numbers to be predicted, and
-    several whole numbers a sample are labels of 0 and 1, of which it may have several.
+    Each item is read once, when the run starts. A random transform therefore draws once, and equally for every seed.
+    Pillow images become `uint8`, which is scaled to 0-1. Tensors and arrays of `uint8` or floating point are used as
+    they are. Integer labels are classes, floating-point labels are numbers to predict, and several integers per sample
+    are multi-label targets of 0 and 1.
 
     Args:
-        train: The training set, or what makes it: in a config a class path and its arguments.
+        train: The training set: in a config its class path and arguments, in Python the dataset or a function that
+            makes it.
         test: The test set, likewise.
     """
 
@@ -40,56 +41,56 @@ class TorchDataset(Dataset):
         self.train, self.test = train, test
 
     def load(self) -> LoadedData:
-        """Read every item of both."""
-        (x_train, y_train), (x_test, y_test) = read("train", self.train), read("test", self.test)
+        """Read all items of both datasets."""
+        (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
         return LoadedData(x_train, y_train, x_test, y_test, outputs(y_train, y_test), Normalize())
 
 
-def way_for(path: str) -> str | None:
-    """What to give in the place of a dataset of torch's, which is no `Dataset` of ours; None for any other class."""
+def suggest_torch_dataset(path: str) -> str | None:
+    """Return what to use instead of a PyTorch dataset class in `scenario.dataset`; None for any other class."""
     found = find_object(path)
     if not inspect.isclass(found) or not issubclass(found, MapStyle):
         return None
     name = found.__name__
-    ours = f"{name}, which reads the same; or " if HOMES.get(name) == "data" else ""
+    ours = f"{name}, which reads the same files, or " if HOMES.get(name) == "data" else ""
     return f"use {ours}TorchDataset, with scenario.dataset.train {path} and scenario.dataset.test"
 
 
-def read(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of all items of a dataset.
+def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
+    """Return the inputs and labels of all items of a dataset.
 
     Raises:
-        ConfigError: It cannot be made, has no length, its items are no pairs, or they differ in shape or type.
+        ConfigError: It cannot be made, has no length, or its items are not pairs of equal shape and dtype.
     """
-    with isolate_rng(), own_code(f"{KEY}.{key}"):
+    with isolate_rng(), blaming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         data = given if isinstance(given, MapStyle) else given()
         who = f"{KEY}.{key}: {type(data).__name__}"
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise ConfigError(f"{who} is read item by item, by its number: it needs __len__ and __getitem__")
-        items = [pair(who, i, data[i]) for i in range(len(data))]
+            raise ConfigError(f"{who} is not a map-style dataset. It needs __len__ and __getitem__")
+        items = [as_pair(who, i, data[i]) for i in range(len(data))]
     if not items:
         raise ConfigError(f"{who} has no items")
-    x, y = (stacked(who, what, values) for what, values in zip(("x", "y"), zip(*items, strict=True), strict=True))
+    x, y = (stack(who, what, values) for what, values in zip(("x", "y"), zip(*items, strict=True), strict=True))
     return x, y
 
 
-def pair(who: str, i: int, item: Any) -> tuple[Tensor, Tensor]:
-    """An item's input and label as tensors.
+def as_pair(who: str, i: int, item: Any) -> tuple[Tensor, Tensor]:
+    """Return an item's input and label as tensors.
 
     Raises:
-        ConfigError: It is no pair, or one of the two is nothing that a tensor can be made of.
+        ConfigError: It is not a pair, or one of the two cannot become a tensor.
     """
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ConfigError(f"{who}: item {i} is {told(item)}; it needs to be a pair, of an input and its label")
+        raise ConfigError(f"{who}: item {i} is {describe(item)}. It needs to be a pair of an input and a label")
     x, y = item
-    return tensor(who, f"x of item {i}", x), tensor(who, f"y of item {i}", y)
+    return as_tensor(who, f"x of item {i}", x), as_tensor(who, f"y of item {i}", y)
 
 
-def tensor(who: str, what: str, value: Any) -> Tensor:
-    """A picture, an array or a number as a tensor of a type that `LoadedData` takes, if it is none of other ones.
+def as_tensor(who: str, what: str, value: Any) -> Tensor:
+    """Convert an image, an array or a number to a tensor of a dtype that `LoadedData` accepts.
 
     Raises:
         ConfigError: It is something else.
@@ -98,8 +99,8 @@ def tensor(who: str, what: str, value: Any) -> Tensor:
         pixels = torch.from_numpy(np.array(value if value.mode in ("L", "RGB") else value.convert("RGB")))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float):
-        mend = "; a transform can make a tensor of it" if what.startswith("x") else ""
-        raise ConfigError(f"{who}: {what} is {told(value)}, no picture, tensor, array or number{mend}")
+        fix = ". A transform can convert it to a tensor" if what.startswith("x") else ""
+        raise ConfigError(f"{who}: {what} is {describe(value)}, not an image, tensor, array or number{fix}")
     made = torch.as_tensor(value).detach().cpu()
     if made.is_complex():
         raise ConfigError(f"{who}: {what} is {described(made)}. Return real numbers, for example its absolute values")
@@ -108,31 +109,31 @@ def tensor(who: str, what: str, value: Any) -> Tensor:
     return made if made.dtype == torch.uint8 and what.startswith("x") else made.to(torch.int64)
 
 
-def stacked(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
-    """The values of all items in one tensor.
+def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
+    """Stack the values of all items.
 
     Raises:
-        ConfigError: One is of another shape or type than the first.
+        ConfigError: One differs from the first in shape or dtype.
     """
     first = values[0]
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
-            mend = "; a transform can resize them (torchvision.transforms.Resize)" if what == "x" else ""
+            fix = ". A transform such as torchvision.transforms.Resize can resize them" if what == "x" else ""
             differ = f"{described(first)} in item 0 and {described(value)} in item {i}"
-            raise ConfigError(f"{who}: {what} is {differ}; all need to be alike{mend}")
+            raise ConfigError(f"{who}: {what} is {differ}. All need the same shape and dtype{fix}")
     return torch.stack(list(values))
 
 
 def outputs(*labels: Tensor) -> int:
-    """Number of the network's outputs: classes, or numbers a sample."""
+    """Return the number of the network's outputs: classes, or labels per sample."""
     y = labels[0]
     if y.is_floating_point() or y.ndim > 1:
         return 1 if y.ndim == 1 else y.shape[1]
     return max(int(y.max()) for y in labels) + 1
 
 
-def told(value: Any) -> str:
-    """What an odd value is, in a few words."""
+def describe(value: Any) -> str:
+    """Describe a value in a few words."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {one_line(type(value).__name__)}"

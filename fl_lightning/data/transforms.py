@@ -1,4 +1,4 @@
-"""Changes to whole batches, on the device the batch is on."""
+"""Transforms of whole batches, on the batch's device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ BatchTransform = Callable[[Tensor], Tensor]
 
 
 class Normalize:
-    """`uint8` to 0-1, then `(x - mean) / std` a channel; floating-point batches skip the scaling.
+    """Scale `uint8` to 0-1, then compute `(x - mean) / std` by channel. Floating-point batches are not scaled.
 
     Args:
-        mean: One number a channel, or none for no shift.
-        std: One number a channel, or none for no scaling.
+        mean: One number per channel; empty for no shift.
+        std: One number per channel; empty for no scaling.
     """
 
     def __init__(self, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
@@ -24,7 +24,7 @@ class Normalize:
         self.changes = bool(mean or std)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalize a batch `(B, channels, height, width)`, or of any shape where there is neither mean nor std."""
+        """Normalize a batch `(B, channels, height, width)`, or of any shape without mean and std."""
         if x.dtype == torch.uint8:
             x = x.float().div_(255)
         if not self.changes:
@@ -39,7 +39,7 @@ class CropFlip:
 
     Args:
         padding: Pixels added on each side before the crop.
-        per_sample: Draw for each image; otherwise one draw serves the whole batch (FedSKC's published code does that).
+        per_sample: Draw for each image, else once for the whole batch (as FedSKC's published code does).
     """
 
     def __init__(self, padding: int = 4, per_sample: bool = True) -> None:

@@ -170,7 +170,7 @@ class Worker:
         with blame("optimizer"):
             spare = self.module().to(self.device)
             check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        fewest = max(1, math.ceil(int(self.data.together()[1].min()) / self.batch_size))
+        fewest = max(1, math.ceil(int(self.data.concatenate()[1].min()) / self.batch_size))
         check_share(trainer, fewest)
         check_schedule(module, most_epochs(trainer, fewest))
         with blame("lr_scheduler"):

@@ -296,13 +296,13 @@ def test_methods_without_classes_learn_numbers(tmp_path, cls):
 
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological()])
 def test_a_partition_of_classes_refuses_other_labels(partition):
-    wanted = f"scenario.partition: {type(partition).__name__} deals classes out, and the labels are no classes but for"
+    wanted = f"scenario.partition: {type(partition).__name__} splits by class, but the labels are no classes but for"
     with pytest.raises(ConfigError, match=wanted):
         made("several labels", partition).build(0)
 
 
 def test_a_long_tail_needs_classes():
-    with pytest.raises(ConfigError, match=r"scenario.long_tail: it thins classes out, and the labels are no classes"):
+    with pytest.raises(ConfigError, match=r"scenario.long_tail: subsamples classes, but the labels are no classes"):
         made("one number", long_tail=10).build(0)
 
 

@@ -21,8 +21,8 @@ from test_own_data import Pairs, save_arrays
 
 from fl_lightning.core import files
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, pictures
-from fl_lightning.data.reading import CHECKSUM_BYTES
+from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
+from fl_lightning.data.files import CHECKSUM_BYTES
 
 SECONDS = 20
 """What hangs is told apart from what is slow by this."""
@@ -67,15 +67,15 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 SPOILT = {
-    "emptied": (lambda path: path.write_bytes(b""), "is no readable picture (JPEG, PNG"),
+    "emptied": (lambda path: path.write_bytes(b""), "not a readable image (JPEG, PNG"),
     "halved": (halved, ""),
-    "garbage": (lambda path: path.write_bytes(os.urandom(100)), "is no readable picture (JPEG, PNG"),
-    "text": (lambda path: path.write_text("label,x"), "is no readable picture (JPEG, PNG"),
+    "garbage": (lambda path: path.write_bytes(os.urandom(100)), "not a readable image (JPEG, PNG"),
+    "text": (lambda path: path.write_text("label,x"), "not a readable image (JPEG, PNG"),
     "a program for printers": (
         lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"),
-        "is no",
+        "not a",
     ),
-    "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "is a picture of mode I;16; it needs 8 bits"),
+    "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "an image of mode I;16; it needs 8 bits"),
     "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
     "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
     "a link to nothing": (instead(lambda path: path.symlink_to("nothing")), "is a link to nothing"),
@@ -83,7 +83,11 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-@pytest.mark.parametrize("options", [{}, {"cache": "cache"}, {"size": 4, "channels": 1}], ids=["", "cache", "resized"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"cache": "cache"}, marks=pytest.mark.thorough)],
+    ids=["", "cache"],
+)
 def test_a_picture_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
@@ -92,7 +96,7 @@ def test_a_picture_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_
     spoil(path)
     message = refusal(lambda: ImageFolder("mine", **options))
     assert message.startswith(f"scenario.dataset.path: mine/test/dog/015.png: {why}")
-    assert message.endswith("; mend it, or take it away")
+    assert message.endswith(". Replace or remove it")
     assert not list(tmp_path.glob("cache/*"))
     path.rmdir() if path.is_dir() else path.unlink()
     assert len(ImageFolder("mine", **options).checked().y_test) == 19
@@ -102,8 +106,8 @@ def test_pictures_of_unequal_size_are_refused_with_the_mend(tmp_path: Path) -> N
     write_image_folder(tmp_path)
     Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
     told = (
-        f"scenario.dataset.size: the pictures differ in size: 6x8 is that of {tmp_path}/train/cat/000.png, 6x9 that of "
-        f"{tmp_path}/test/cat/000.png; set scenario.dataset.size, 64 say, and all are resized to 64x64"
+        f"scenario.dataset.size: the images differ in size: {tmp_path}/train/cat/000.png is 6x8, "
+        f"{tmp_path}/test/cat/000.png is 6x9. Set scenario.dataset.size, for example 64, to resize all to 64x64"
     )
     assert refusal(lambda: ImageFolder(str(tmp_path))) == told
     assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
@@ -111,10 +115,10 @@ def test_pictures_of_unequal_size_are_refused_with_the_mend(tmp_path: Path) -> N
 
 def test_more_pictures_than_memory_are_refused_before_one_is_decoded(tmp_path: Path, monkeypatch: Any) -> None:
     write_image_folder(tmp_path)
-    monkeypatch.setattr(pictures, "decode", None)
+    monkeypatch.setattr(image_folder, "decode", None)
     message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
     assert message.startswith(
-        "scenario.dataset.size: 40 pictures of 1000000x1000000 take 111,758.7 GiB, and this machine"
+        "scenario.dataset.size: 40 images of 1000000x1000000 need 111,758.7 GiB, and this machine"
     )
 
 
@@ -131,25 +135,29 @@ FOLDERS = {
         "nowhere: is a file, it needs to be a folder",
     ),
     "long name": (lambda root: None, "x" * 300, "File name too long"),
-    "nothing in it": (lambda root: (root / "nowhere").mkdir(), "nowhere", "holds 0 folder(s); it needs one a class"),
-    "one class": (lambda root: (root / "nowhere" / "a").mkdir(parents=True), "nowhere", "holds 1 folder(s)"),
+    "nothing in it": (lambda root: (root / "nowhere").mkdir(), "nowhere", "has 0 folder(s). It needs one per class"),
+    "one class": (lambda root: (root / "nowhere" / "a").mkdir(parents=True), "nowhere", "has 1 folder(s)"),
     "no test": (
         lambda root: (root / "mine" / "test").rename(root / "away"),
         "mine",
-        "mine holds train and no test; add it, or give mine/train, of which a share is held out",
+        "mine: has a folder train but no test. Add it, or set it to mine/train, of which a share is then held out",
     ),
     "an empty test": (
         lambda root: [shutil.rmtree(folder) for folder in (root / "mine" / "test").iterdir()],
         "mine",
-        "mine/test: holds no class folders. Add one a class, or give mine/train, of which a share is held out",
+        "mine/test: has no class folders. Add one per class, or set it to mine/train, of which a share is then",
     ),
     "another class": (
         lambda root: (root / "mine" / "test" / "cat").rename(root / "mine" / "test" / "Cat"),
         "mine",
         "mine/test/Cat: train has no class of that name",
     ),
-    "an empty class": (lambda root: emptied(root / "mine" / "train" / "dog"), "mine", "mine/train/dog: holds no files"),
-    "pictures without classes": (lambda root: None, "mine/train/dog", "holds 0 folder(s); it needs one a class"),
+    "an empty class": (
+        lambda root: emptied(root / "mine" / "train" / "dog"),
+        "mine",
+        "mine/train/dog: contains no files",
+    ),
+    "pictures without classes": (lambda root: None, "mine/train/dog", "has 0 folder(s). It needs one per class"),
 }
 
 
@@ -175,8 +183,8 @@ def test_a_folder_that_is_laid_out_otherwise_is_told_of(case: str, tmp_path: Pat
         ({"std": [0.5]}, "std: give both mean and std, or neither"),
         ({"mean": [0.5], "std": [0.0]}, "std: 0.0 is not above 0"),
         ({"mean": [float("nan")], "std": [1.0]}, "mean: nan is no finite number"),
-        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the pictures have 3 channel(s)"),
-        ({"mean": [0.5] * 3, "std": [0.5]}, "std: 1 number(s), and the pictures have 3 channel(s)"),
+        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the images have 3 channel(s)"),
+        ({"mean": [0.5] * 3, "std": [0.5]}, "std: 1 number(s), and the images have 3 channel(s)"),
     ],
 )
 def test_options_of_pictures_out_of_range_are_named(options: dict, told: str, tmp_path: Path) -> None:
@@ -186,7 +194,7 @@ def test_options_of_pictures_out_of_range_are_named(options: dict, told: str, tm
 
 def test_too_small_a_share_is_told_of(tmp_path: Path) -> None:
     write_image_folder(tmp_path, ("",), n=2)
-    told = "scenario.dataset.test_share: 0.01 of 4 samples is none to test on; raise it"
+    told = "scenario.dataset.test_share: 0.01 of 4 samples is less than one. Raise it"
     assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == told
 
 
@@ -265,10 +273,10 @@ def test_a_cache_under_the_name_of_another_one_is_built_again(tmp_path: Path) ->
 # --- Arrays ---
 
 NPY = {
-    "gone": (Path.unlink, "needs to be a file, or to hold y_train.npy; write it with numpy.save"),
-    "emptied": (lambda path: path.write_bytes(b""), "y_train.npy: is no readable .npy file ("),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: is no readable .npy file ("),
-    "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: is no readable .npy file ("),
+    "gone": (Path.unlink, "needs to be a file, or to contain y_train.npy. Write it with numpy.save"),
+    "emptied": (lambda path: path.write_bytes(b""), "y_train.npy: not a readable .npy file ("),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: not a readable .npy file ("),
+    "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: not a readable .npy file ("),
     "a pipe": (instead(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
     "too few": (lambda path: np.save(path, np.arange(19) % 3), "x_train has 20 rows and y_train 19"),
     "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number a sample, got <U1"),
@@ -296,7 +304,7 @@ def test_a_folder_of_arrays_is_held_to_the_same(case: str, tmp_path: Path) -> No
 
 def test_a_number_of_classes_for_what_is_no_class_is_refused(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_train=np.ones(20), y_test=np.ones(6))
-    told = "scenario.dataset.num_classes: the labels are no classes; leave it out"
+    told = "scenario.dataset.num_classes: the labels are not classes. Leave it out"
     assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == told
 
 
@@ -309,103 +317,97 @@ def missing(columns: dict[str, list], name: str, *at: int) -> dict[str, list]:
 
 PLAIN: dict[str, Any] = {"label": "label", "features": ["age", "town"]}
 TABLES: dict[str, tuple[dict, dict, str]] = {
-    "no such label": ({}, {"label": "lable"}, "label: there is no column 'lable'; did you mean 'label'?"),
+    "no such label": ({}, {"label": "lable"}, "label: column 'lable' not found. Did you mean 'label'?"),
     "no such label at all": (
         {},
         {"label": "q"},
-        "label: there is no column 'q'; there are age, income, town, clinic, la",
+        "label: column 'q' not found. Columns: age, income, town, clinic, la",
     ),
-    "no such feature": ({}, {"features": ["agee"]}, "features: there is no column 'agee'; did you mean 'age'?"),
-    "no such client": ({}, {"client": "clinik"}, "client: there is no column 'clinik'; did you mean 'clinic'?"),
-    "no such split": ({}, {"split": "part"}, "split: there is no column 'part'"),
-    "no label": ({}, {"label": []}, "label: it names no column"),
-    "label twice": ({}, {"label": ["flu", "flu"]}, "label: column 'flu': it is named twice"),
+    "no such feature": ({}, {"features": ["agee"]}, "features: column 'agee' not found. Did you mean 'age'?"),
+    "no such client": ({}, {"client": "clinik"}, "client: column 'clinik' not found. Did you mean 'clinic'?"),
+    "no such split": ({}, {"split": "part"}, "split: column 'part' not found"),
+    "no label": ({}, {"label": []}, "label: names no column"),
+    "label twice": ({}, {"label": ["flu", "flu"]}, "label: column 'flu': is named twice"),
     "label among the features": ({}, {"features": ["age", "label"]}, "features: column 'label': label names it too"),
     "client among the features": (
         {},
         {"features": ["clinic"], "client": "clinic"},
         "features: column 'clinic': client names it too",
     ),
-    "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split: the rows of test_path are the test set"),
+    "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split: test_path holds the test rows already"),
     "share": ({}, {"test_share": 1.5}, "test_share: 1.5 is outside (0, 1)"),
-    "small share": ({}, {"test_share": 0.01}, "test_share: 0.01 of 40 samples is none to test on; raise it"),
+    "small share": ({}, {"test_share": 0.01}, "test_share: 0.01 of 40 samples is less than one. Raise it"),
     "small share of each": (
         {},
         {"test_share": 0.04, "client": "clinic"},
-        "test_share: 0.04 of 40 samples of each client's is none to test on; raise it",
+        "test_share: 0.04 of 40 samples of each client's is less than one. Raise it",
     ),
     "a feature misses values": (
         missing(table(), "age", 6, 30),
         {},
-        "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv; fill it in, leave its row out, "
+        "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv. Fill it in, remove the row, "
         "or leave the column out of the features",
     ),
     "a category is missing": (missing(table(), "town", 0), {}, "features: column 'town' has no value in 1 of 40 rows"),
     "a label is missing": (
         missing(table(), "label", 39),
         {},
-        "label: column 'label' has no value in 1 of 40 rows, first in row 40 of t.csv; fill it in, or leave its row ou",
+        "label: column 'label' has no value in 1 of 40 rows, first in row 40 of t.csv. Fill it in, or remove the row",
     ),
     "a client is missing": (
         missing(table(), "clinic", 2),
         {"client": "clinic"},
         "client: column 'clinic' has no value",
     ),
-    "clients in part": ({}, {"client": "income"}, "client: column 'income' is float64; ids are whole numbers or text"),
+    "clients in part": (
+        {},
+        {"client": "income"},
+        "client: column 'income' is float64. Client ids are integers or text",
+    ),
     "a split that is none": (
         {"part": ["train", "val"] * 20},
         {"split": "part"},
-        "split: column 'part' holds 'val'; it needs to hold train and test",
+        "split: column 'part' holds 'val'. Its values must be train and test",
     ),
     "all to train on": ({"part": ["train"] * 40}, {"split": "part"}, "Table: x_test has 0 rows"),
     "numbers and text": (
         {"age": [*range(39), "forty"]},
         {},
-        "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'; mend it, or name the column in "
-        "scenario.dataset.categorical",
+        "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'. Correct the value, or name the column "
+        "in scenario.dataset.categorical",
     ),
     "too large": (
         {"age": [*range(39), "1e999"]},
         {},
         "features: column 'age' holds inf in row 40 of t.csv, which is not fin",
     ),
+    "too large for 64 bits": (
+        {"age": [10**25, *range(39)]},
+        {},
+        f"features: column 'age' holds {10**25} in row 1 of t.csv, which is too large for a 64-bit integer. Make it "
+        "smaller, or name the column in scenario.dataset.categorical",
+    ),
     "too large for float32": (
         {"age": [*range(38), 1e300, 7]},
         {},
         "features: column 'age' holds 1e+300 in row 39 of t.csv, which is not finite in float32. Correct the number, "
-        "or leave its row out",
+        "or remove the row",
     ),
-    "a label with a NUL": (
-        {"label": ["yes", "no", "y\0s", "no"] * 10},
-        {},
-        "label: column 'label' holds 'y\\x00s' in row 3 of t.csv, with a NUL character. Remove the character, or leave "
-        "the row out",
-    ),
-    "a client with a NUL": (
-        {"clinic": ["north", "north\0"] * 20},
-        {"client": "clinic"},
-        "client: column 'clinic' holds 'north\\x00' in row 2 of t.csv, with a NUL character.",
-    ),
-    "a category with a NUL": (
-        {"town": ["Bern", "Bern\0"] * 20},
-        {},
-        "features: column 'town' holds 'Bern\\x00' in row 2 of t.csv, with a NUL character.",
-    ),
-    "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is no feature"),
-    "no such category": ({}, {"categorical": ["dais"]}, "categorical: there is no column 'dais'; did you mean 'days'?"),
-    "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' holds one class only, 'yes'"),
+    "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is not a feature"),
+    "no such category": ({}, {"categorical": ["dais"]}, "categorical: column 'dais' not found. Did you mean 'days'?"),
+    "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' has only one class, 'yes'"),
     "classes or numbers": (
         {"label": list(range(40))},
         {},
-        "regression: column 'label' holds 40 different whole numbers in 40 rows: say true if they are numbers to be "
-        "predicted, false if they are classes",
+        "regression: column 'label' holds 40 different integers in 40 rows. Set it to true if they are numbers to "
+        "predict, to false if they are classes",
     ),
     "several that are none": (
         {"flu": [2, 0] * 20},
         {"label": ["flu", "cold"]},
-        "label: column 'flu' holds 2; several label columns need to hold 0 and 1, or numbers with scenario.dataset.re",
+        "label: column 'flu' holds 2. Several label columns need to hold 0 and 1, or numbers with scenario.dataset.re",
     ),
-    "text to be met": ({}, {"regression": True}, "label: column 'label' holds no numbers, which regression needs"),
+    "text to be met": ({}, {"regression": True}, "label: column 'label' is not numeric, but regression needs numbers"),
     "too large to be met": (
         {"label": [1e39, *[0.5] * 39]},
         {},
@@ -430,8 +432,8 @@ def test_a_text_for_each_row_is_no_category(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
     make = partial(Table, str(tmp_path / "t.csv"), "label")
     assert refusal(make) == (
-        "scenario.dataset.features: column 'name' holds 2,400 texts, each a column in one_hot; leave it out, or set "
-        "scenario.dataset.encoding codes"
+        "scenario.dataset.features: column 'name' holds 2,400 categories, too many for one_hot. Leave it out of the "
+        "features, or set scenario.dataset.encoding codes"
     )
     assert make(encoding="codes").checked().in_shape == (1,)
 
@@ -452,23 +454,24 @@ def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
 
 TABLE_FILES = {
     "gone": (Path.unlink, "no such file"),
-    "emptied": (lambda path: path.write_bytes(b""), "is no readable CSV file (No columns"),
-    "no rows": (lambda path: path.write_text("age,label\n"), "holds no rows"),
-    "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00" * 50), "is no readable CSV file ("),
-    "rows too long": (lambda path: path.write_text("age,label\n1,2,3\n4,5,6\n"), "is no readable CSV file ("),
+    "emptied": (lambda path: path.write_bytes(b""), "not a readable CSV file (No columns"),
+    "no rows": (lambda path: path.write_text("age,label\n"), "has no rows"),
+    "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00" * 50), "not a readable CSV file ("),
+    "rows too long": (lambda path: path.write_text("age,label\n1,2,3\n4,5,6\n"), "not a readable CSV file ("),
     "two columns of one name": (
         lambda path: path.write_text("label,age,town,age,town\n1,2,3,4,5\n"),
         "two columns have the name 'age'. Rename one of them",
     ),
-    "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "is no readable CSV file ("),
+    "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "not a readable CSV file ("),
     "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
     "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
     "a device": (instead(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
 }
 
 
-@pytest.mark.parametrize("make", [Table, TextTable])
-@pytest.mark.parametrize("key", ["path", "test_path"])
+@pytest.mark.parametrize(
+    ("make", "key"), [(Table, "path"), pytest.param(TextTable, "test_path", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("case", TABLE_FILES)
 def test_a_file_that_is_no_table_is_named(case: str, key: str, make: Callable, tmp_path: Path) -> None:
     spoil, told = TABLE_FILES[case]
@@ -483,23 +486,21 @@ def test_a_file_that_is_no_table_is_named(case: str, key: str, make: Callable, t
 def test_columns_separated_by_something_else_are_told_of(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table(), ";")
     make = partial(Table, str(tmp_path / "t.csv"), "label", ["age"])
-    told = f"scenario.dataset.separator: {tmp_path}/t.csv has one column only; its columns seem to be separated by ';'"
+    told = f"scenario.dataset.separator: {tmp_path}/t.csv has only one column with this separator. Did you mean ';'?"
     assert refusal(make) == told
     assert make(separator=";").checked().in_shape == (1,)
 
 
-@pytest.mark.parametrize("make", [Table, TextTable])
-@pytest.mark.parametrize("separator", ["", ";;", "\n", "\r", "\0", "(", '"', "a", "1", ".", "é", "\\t"])
-def test_what_cannot_separate_columns_is_refused_by_its_key(separator: str, make: Callable, tmp_path: Path) -> None:
-    write_text_table(tmp_path / "t.csv")
-    message = refusal(lambda: make(str(tmp_path / "t.csv"), label="label", separator=separator))
+@pytest.mark.parametrize("separator", ["", ";;", "\n", "\0", '"', "a", ".", "é", "\\t"])
+def test_what_cannot_separate_columns_is_refused_by_its_key(separator: str, tmp_path: Path) -> None:
+    message = refusal(lambda: Table(str(tmp_path / "t.csv"), label="label", separator=separator))
     assert message == (
         f"scenario.dataset.separator: {separator!r} cannot separate columns. Give one character, such as ',', ';', '|' "
         "or a tab (\"\\t\" in YAML, $'\\t' in a shell)"
     )
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t", "|", " ", "^", "~", "\x01"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", " "])
 def test_what_separates_columns_is_taken(separator: str, tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table(), separator)
     assert Table(str(tmp_path / "t.csv"), "label", ["age"], separator=separator).checked().in_shape == (1,)
@@ -507,7 +508,7 @@ def test_what_separates_columns_is_taken(separator: str, tmp_path: Path) -> None
 
 def test_a_comma_is_named_where_another_separator_was_given(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", table())
-    told = f"scenario.dataset.separator: {tmp_path}/t.csv has one column only; its columns seem to be separated by ','"
+    told = f"scenario.dataset.separator: {tmp_path}/t.csv has only one column with this separator. Did you mean ','?"
     assert refusal(lambda: Table(str(tmp_path / "t.csv"), "label", separator=";")) == told
 
 
@@ -540,7 +541,7 @@ def test_a_second_file_without_the_columns_is_told_of(tmp_path: Path) -> None:
     del rest["label"]
     write_csv(tmp_path / "new.csv", rest)
     make = partial(Table, str(tmp_path / "t.csv"), "label", test_path=str(tmp_path / "new.csv"))
-    assert refusal(make).startswith("scenario.dataset.test_path: there is no column 'label'; there are age, income")
+    assert refusal(make).startswith("scenario.dataset.test_path: column 'label' not found. Columns: age, income")
     del rest["town"]
     write_csv(tmp_path / "new.csv", rest | {"label": ["yes"] * 8})
     assert f"column 'town' has no value in 8 of 48 rows, first in row 1 of {tmp_path}/new.csv" in refusal(make)
@@ -553,12 +554,12 @@ def test_a_damaged_parquet_file_and_a_missing_package_are_told_of(tmp_path: Path
     content = path.read_bytes()
     for spoilt in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
         path.write_bytes(spoilt)
-        assert f"scenario.dataset.path: {path}: is no readable Parquet file (" in refusal(
+        assert f"scenario.dataset.path: {path}: not a readable Parquet file (" in refusal(
             lambda: Table(str(path), "label")
         )
     without(monkeypatch, "pyarrow")
     message = refusal(lambda: Table(str(path), "label"))
-    assert message.endswith("install it with: pip install 'fl-lightning[parquet]'")
+    assert message.endswith("Install it with: pip install 'fl-lightning[parquet]'")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -579,21 +580,14 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "told"),
     [
-        ({}, {"text": "txt"}, "text: there is no column 'txt'; did you mean 'text'?"),
+        ({}, {"text": "txt"}, "text: column 'txt' not found. Did you mean 'text'?"),
         ({}, {"label": "text"}, "label: column 'text': text names it too"),
         (
             {"text": ["", *["a b"] * 39]},
             {},
             "text: column 'text' has no value in 1 of 40 rows, first in row 1 of t.csv",
         ),
-        ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, no text"),
-        (
-            {"text": [*["a b"] * 38, "...", "日本語"]},
-            {},
-            "text: column 'text' has no word of a-z and 0-9 in 2 of 40 rows, first in row 39 of t.csv. Write a text "
-            "there, or leave the row out",
-        ),
-        ({"text": ["?"] * 40}, {}, "text: column 'text' has no word of a-z and 0-9 in 40 of 40 rows"),
+        ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, which is not text"),
         ({}, {"length": 0}, "length: 0 is below 1"),
         ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),
         ({}, {"length": 10**13}, "length: "),
@@ -625,24 +619,23 @@ TEXTS = {
 SAVED = {
     "no such folder": (
         {"path": "nowhere"},
-        "path: nowhere: no such folder; if it is a name on the Hugging Face Hub, set",
+        "path: nowhere: no such folder. If it is a dataset on the Hugging Face Hub, set",
     ),
     "a file": ({"path": "file"}, "path: file: is a file, it needs to be a folder"),
     "another folder": ({"path": "empty"}, "path: empty: cannot be read: Directory empty is"),
-    "which text": ({}, "text: which column is it, review or other?"),
-    "no such text": ({"text": "reviews"}, "text: there is no column 'reviews'; did you mean 'review'?"),
-    "no such label": ({"label": "labl"}, "label: there is no column 'labl'; did you mean 'label'?"),
-    "no such client": ({"client": "who"}, "client: there is no column 'who'"),
-    "no such split": ({"train": "training"}, "train: there is no split 'training'; there are train, test"),
-    "no such test": ({"test": "dev"}, "test: there is no split 'dev'; there are train, test"),
-    "test on what is trained on": ({"test": "train"}, "test: 'train' is the training split; name another one"),
-    "no picture": ({"image": "review"}, "image: column 'review' is Value('string'), no Image"),
-    "numbers for texts": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, no text"),
-    "no word": (
-        {"text": "other", "label": "stars"},
-        "text: column 'other' has no word of a-z and 0-9 in 10 of 40 rows, first in row 4 of train.",
+    "which text": ({}, "text: several columns are possible. Name one of review, other"),
+    "no such text": ({"text": "reviews"}, "text: column 'reviews' not found. Did you mean 'review'?"),
+    "no such label": ({"label": "labl"}, "label: column 'labl' not found. Did you mean 'label'?"),
+    "no such client": ({"client": "who"}, "client: column 'who' not found"),
+    "no such split": ({"train": "training"}, "train: split 'training' not found. Splits: train, test"),
+    "no such test": ({"test": "dev"}, "test: split 'dev' not found. Splits: train, test"),
+    "test on what is trained on": ({"test": "train"}, "test: 'train' is the training split. Name another one"),
+    "no picture": ({"image": "review"}, "image: column 'review' is Value('string'), not Image"),
+    "numbers for texts": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, which is not text"),
+    "both": (
+        {"text": "review", "image": "other"},
+        "text: 'review' is given beside image, but a network takes images or texts",
     ),
-    "both": ({"text": "review", "image": "other"}, "text: 'review', beside image: a network takes pictures or texts"),
     "length": ({"length": 0}, "length: 0 is below 1"),
     "share": ({"test_share": 0.0}, "test_share: 0.0 is outside (0, 1)"),
     "size": ({"size": 0}, "size: 0 is below 1"),
@@ -666,12 +659,14 @@ def test_labels_that_are_not_there_are_told_of(tmp_path: Path, library: Any) -> 
     train = library.Dataset.from_dict({"text": ["a"] * 10, "label": [0, 1] * 5}, features=features)
     test = library.Dataset.from_dict({"text": ["a"] * 4, "label": [-1] * 4}, features=features)
     library.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "s"))
-    told = "column 'label' holds -1 in row 1 of test, no class; name a split that has labels in scenario.dataset.test"
+    told = "column 'label' holds -1 in row 1 of test, which is not a class. Name a split that has labels in scenario"
     assert told in refusal(lambda: HuggingFace(str(tmp_path / "s")))
     bare = library.Dataset.from_dict({"text": ["a"] * 10, "mood": [0, 1] * 5})
     bare.save_to_disk(str(tmp_path / "bare"))
-    assert "label: which column is it? There are text, mood" in refusal(lambda: HuggingFace(str(tmp_path / "bare")))
-    assert "neither pictures nor texts; to_parquet() makes" in refusal(
+    assert "label: no column of ClassLabel found. Name it, of text, mood" in refusal(
+        lambda: HuggingFace(str(tmp_path / "bare"))
+    )
+    assert "neither an image nor a text column. For other data, save it with to_parquet()" in refusal(
         lambda: HuggingFace(str(tmp_path / "bare"), label="text")
     )
     apart = library.DatasetDict(train=train, test=train.remove_columns("label"))
@@ -684,8 +679,8 @@ def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library:
     sound = tmp_path / "a.png"
     Image.fromarray(images(1, 5, 5)[0]).save(sound)
     for name, picture, told in (
-        ("garbage", {"bytes": b"garbage", "path": None}, "row 2 of train: is no readable picture"),
-        ("none", None, "row 2 of train: holds no picture"),
+        ("garbage", {"bytes": b"garbage", "path": None}, "row 2 of train: not a readable image"),
+        ("none", None, "row 2 of train: contains no image"),
     ):
         rows = {"image": [{"bytes": sound.read_bytes(), "path": None}, picture] * 4, "label": [0, 1] * 4}
         made = library.Dataset.from_dict(rows, features=features)
@@ -711,9 +706,9 @@ def test_an_address_or_a_pipe_in_a_data_set_is_not_opened(
     made = library.Dataset.from_dict(rows, features=features)
     found = {"train": made, "test": made}
     monkeypatch.setattr(library, "load_dataset", lambda *_: found)
-    assert f"{told}; mend it, or leave it out" in refusal(lambda: HuggingFace("a/b", download=True))
+    assert f"{told}. Replace it, or leave the row out" in refusal(lambda: HuggingFace("a/b", download=True))
     found["test"] = made.select([])
-    told = "scenario.dataset.path: the split 'test' of a/b holds no samples"
+    told = "scenario.dataset.path: the split 'test' of a/b has no samples. Name another split"
     assert refusal(lambda: HuggingFace("a/b", download=True)) == told
 
 
@@ -744,7 +739,7 @@ def test_damage_that_shows_only_when_rows_are_read_is_told_of_by_the_path(tmp_pa
     content = path.read_bytes()
     path.write_bytes(content.replace(b"a bc d", b"a \xffc d"))
     message = refusal(lambda: HuggingFace(str(tmp_path / "s"), text="review"))
-    assert message.startswith(f"scenario.dataset.path: {tmp_path}/s: is no readable dataset (")
+    assert message.startswith(f"scenario.dataset.path: {tmp_path}/s: not a readable dataset (")
     assert message.endswith("). Save or fetch the dataset again")
 
 
@@ -771,7 +766,7 @@ def test_what_cannot_be_fetched_and_a_missing_package_are_told_of(library: Any, 
     told = "scenario.dataset.path: a/b cannot be fetched: no network"
     assert refusal(lambda: HuggingFace("a/b", download=True)) == told
     without(monkeypatch, "datasets")
-    told = "scenario.dataset: HuggingFace needs the datasets package; install it with: pip install 'fl-lightning[hugg"
+    told = "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[hugg"
     assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(told)
 
 
@@ -792,9 +787,9 @@ def raising(i: int) -> Any:
 
 
 TORCH = {
-    "no length": (Endless(), "Endless is read item by item, by its number: it needs __len__ and __getitem__"),
+    "no length": (Endless(), "Endless is not a map-style dataset. It needs __len__ and __getitem__"),
     "nothing": (Pairs(0), "Pairs has no items"),
-    "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, no picture, tensor, array or number; a tr"),
+    "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, not an image, tensor, array or number. A tr"),
     "complex numbers": (
         Pairs(x=lambda i: torch.full((4,), 1j)),
         "Pairs: x of item 0 is complex64 of shape (4,). Return real numbers, for example its absolute values",
@@ -803,14 +798,17 @@ TORCH = {
         Pairs(y=lambda i: np.complex128(i)),
         "Pairs: y of item 0 is complex128 of shape (). Return real numbers, for example its absolute values",
     ),
-    "label of text": (Pairs(y=lambda i: "a"), "Pairs: y of item 0 is of type str, no picture, tensor, array or number"),
+    "label of text": (
+        Pairs(y=lambda i: "a"),
+        "Pairs: y of item 0 is of type str, not an image, tensor, array or number",
+    ),
     "unlike shapes": (
         Pairs(x=odd_at_seven(torch.zeros(4), torch.zeros(5))),
-        "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7; all need to be alike; a tr",
+        "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
     ),
     "unlike labels": (
         Pairs(y=odd_at_seven(0, 0.5)),
-        "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7; all need to be alike",
+        "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
     ),
 }
 
@@ -835,15 +833,18 @@ def test_items_that_are_no_pairs_are_told_of() -> None:
     for bare.three, told in ((True, "a tuple of 3"), (False, "of type Tensor")):
         message = refusal(lambda: TorchDataset(bare, bare))
         assert (
-            message
-            == f"scenario.dataset.train: Bare: item 0 is {told}; it needs to be a pair, of an input and its label"
+            message == f"scenario.dataset.train: Bare: item 0 is {told}. It needs to be a pair of an input and a label"
         )
 
 
 def test_what_a_torch_data_sets_own_code_raises_is_put_down_to_it() -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.dataset.test: KeyError: 'picture'; --debug shows where$"):
+    with pytest.raises(
+        ConfigError, match=r"^scenario.dataset.test: KeyError: 'picture'. Use --debug for the traceback$"
+    ):
         TorchDataset(Pairs(), Pairs(x=raising)).checked()
-    with pytest.raises(ConfigError, match=r"^scenario.dataset.train: RuntimeError: not there; --debug shows where$"):
+    with pytest.raises(
+        ConfigError, match=r"^scenario.dataset.train: RuntimeError: not there. Use --debug for the traceback$"
+    ):
         TorchDataset(unmade, Pairs()).checked()
 
 
@@ -878,10 +879,11 @@ FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
 DATASET = "--scenario.dataset"
 MINE = [f"{DATASET}.test", "own_torch.Mine"]
 TABLE = [DATASET, "Table", f"{DATASET}.path", "t.csv", f"{DATASET}.label"]
+FAST_KINDS = ("a torch dataset of a known name", "pictures", "table")
 KINDS = {
     "a torch dataset of a known name": (
         [DATASET, "torchvision.datasets.ImageFolder"],
-        ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same; or TorchD"],
+        ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or "],
         [DATASET, "ImageFolder", f"{DATASET}.path", "mine"],
     ),
     "a torch dataset": (
@@ -919,7 +921,7 @@ KINDS = {
     ),
     "table": (
         [*TABLE, "lable"],
-        ["scenario.dataset.label: there is no column 'lable'; did you mean 'label'?"],
+        ["scenario.dataset.label: column 'lable' not found. Did you mean 'label'?"],
         [
             DATASET,
             "Table",
@@ -939,7 +941,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FAST_KINDS else pytest.mark.thorough) for kind in KINDS]
+)
 def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(
     kind: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

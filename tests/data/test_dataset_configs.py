@@ -19,7 +19,12 @@ from fl_lightning.models import ModelFactory
 CONFIGS = [name for name in descriptions("configs") if not name.startswith("digits_")]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+FAST_CONFIGS = ("mnist_fedavg.yaml", "table_fedavg.yaml")
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in FAST_CONFIGS else pytest.mark.thorough) for name in CONFIGS]
+)
 def test_a_config_runs_at_reduced_size(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     words = ["--config", config, *reduced(config, tmp_path, monkeypatch), f"--run_dir={tmp_path / 'run'}"]
     assert main(["fit", *words]) == 0, capsys.readouterr().err
@@ -69,8 +74,8 @@ def test_a_module_of_ones_own_trains_from_yaml(tmp_path: Path, monkeypatch: pyte
     model = {
         "class_path": "FromModule",
         "init_args": {
-            "module": "torchvision.models.resnet18",
-            "module_args": {"num_classes": 10, "width_per_group": 64},
+            "module": "torchvision.models.shufflenet_v2_x0_5",
+            "module_args": {"num_classes": 10},
             "head": "fc",
         },
     }

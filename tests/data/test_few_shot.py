@@ -119,7 +119,7 @@ def test_a_client_of_few_classes_uses_those_it_has() -> None:
 
 def test_a_client_of_one_class_cannot_make_an_episode() -> None:
     y = torch.zeros(20, dtype=torch.long)
-    with pytest.raises(ConfigError, match=r"^scenario.partition: a client holds 1 class\(es\) of more than 5 samples"):
+    with pytest.raises(ConfigError, match=r"^scenario.partition: a client has 1 class\(es\) with more than 5 samples"):
         EpisodeBatches(y, y, torch.arange(20), FewShot(), seed=0)
 
 
@@ -202,9 +202,9 @@ def test_the_interval_is_that_of_a_mean() -> None:
 
 
 def test_a_test_set_too_small_for_an_episode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the test set has 4 classes, the smallest of 30 samples"):
+    with pytest.raises(ConfigError, match="the test set has 4 classes, the smallest with 30 samples"):
         episode_scores(*blobs(4, 30, 1.0), FewShot())
-    with pytest.raises(ConfigError, match="the smallest of 5 samples"):
+    with pytest.raises(ConfigError, match="the smallest with 5 samples"):
         episode_scores(*blobs(6, 5, 1.0), FewShot())
 
 

@@ -124,7 +124,7 @@ def test_missing_files_are_named_on_one_line(dataset: type, tmp_path: Path) -> N
     made = dataset(data_dir=str(tmp_path))
     message = refusal(made)
     assert message == (
-        f"scenario.dataset: {dataset.__name__} cannot be read; put {made.files} into {tmp_path}, "
+        f"scenario.dataset: {dataset.__name__}: files not found. Put {made.files} into {tmp_path}, "
         "or set scenario.dataset.data_dir or scenario.dataset.download true"
     )
 

@@ -14,7 +14,7 @@ from layouts import LINES, LeafUser, write_femnist, write_leaf, write_sent140, w
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import FEMNIST, ByClient, Dataset, Scenario, Sent140, Shakespeare
 from fl_lightning.data.leaf import LETTERS
-from fl_lightning.data.text import PADDING, UNKNOWN, words
+from fl_lightning.data.text import PADDING, UNKNOWN, split_words
 
 ROLE = "TWELFTH_NIGHT_MALVOLIO"
 PLAYS, TWEETS = (write_shakespeare, Shakespeare, "shakespeare"), (write_sent140, Sent140, "sent140")
@@ -76,7 +76,7 @@ def test_sent140_is_the_last_column_in_words(tmp_path: Path) -> None:
     assert data.num_classes == 2
     counted: dict[str, int] = {}
     for _, row, _ in train:
-        for word in words(row[4]):
+        for word in split_words(row[4]):
             counted[word] = counted.get(word, 0) + 1
     ranked = sorted(counted, key=lambda word: (-counted[word], word))[:7]
     for x, y, owners, expected in (
@@ -87,7 +87,7 @@ def test_sent140_is_the_last_column_in_words(tmp_path: Path) -> None:
         assert owners.tolist() == [user for user, _, _ in expected]
         assert y.tolist() == [label for _, _, label in expected]
         for ids, (_, row, _) in zip(x.tolist(), expected, strict=True):
-            known = [2 + ranked.index(word) if word in ranked else UNKNOWN for word in words(row[4])[:6]]
+            known = [2 + ranked.index(word) if word in ranked else UNKNOWN for word in split_words(row[4])[:6]]
             assert ids == known + [PADDING] * (6 - len(known))
 
 
@@ -146,10 +146,10 @@ def renamed(content: dict[str, Any]) -> None:
 
 
 FIRST = "user 'f0000_00'"
-KEYS = "it needs users, num_samples, user_data"
-ROWS = "x holds something else than rows of 784 numbers"
-PIXELS = "x holds pixels that are not from 0 to 1"
-CLASSES = "y holds something else than whole numbers from 0 to 61"
+KEYS = "It needs users, num_samples, user_data"
+ROWS = "x must hold rows of 784 numbers"
+PIXELS = "x must hold pixels from 0 to 1"
+CLASSES = "y must hold integers from 0 to 61"
 
 
 def rows_of(row: list[Any]) -> Callable[[Path], None]:
@@ -158,19 +158,22 @@ def rows_of(row: list[Any]) -> Callable[[Path], None]:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no users": (changed(lambda content: content.pop("users")), f"it holds no users; {KEYS}"),
-    "no mapping": (lambda path: path.write_text("[1]"), f"it holds list; {KEYS}"),
-    "too few sizes": (changed(lambda content: content["num_samples"].pop()), "it has 2 users, and num_samples of 1"),
+    "no users": (changed(lambda content: content.pop("users")), f"it holds no users. {KEYS}"),
+    "no mapping": (lambda path: path.write_text("[1]"), f"it holds list. {KEYS}"),
+    "too few sizes": (changed(lambda content: content["num_samples"].pop()), "it has 2 users, but num_samples of 1"),
     "a user too many": (
         changed(lambda content: (content["users"].append("x"), content["num_samples"].append(1))),
         "user 'x' is not in user_data",
     ),
     "a user in a list": (changed(lambda content: put(0, [1])(content["users"])), "user [1] is not in user_data"),
-    "a label too few": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, by num_samples 12"),
-    "an image too few": (of_first("x", list.pop), f"{FIRST} has 11 x and 12 y, by num_samples 12"),
-    "another size": (changed(lambda content: put(0, 11)(content["num_samples"])), "12 x and 12 y, by num_samples 11"),
-    "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "no readable LEAF file ('y')"),
-    "two files": (changed(renamed), "user 'f0014_02' (is in two files, or twice in one)"),
+    "a label too few": (of_first("y", list.pop), f"{FIRST} has 12 x and 11 y, but num_samples is 12"),
+    "an image too few": (of_first("x", list.pop), f"{FIRST} has 11 x and 12 y, but num_samples is 12"),
+    "another size": (
+        changed(lambda content: put(0, 11)(content["num_samples"])),
+        "12 x and 12 y, but num_samples is 11",
+    ),
+    "no labels": (changed(lambda content: content["user_data"]["f0000_00"].pop("y")), "not a readable LEAF file ('y')"),
+    "two files": (changed(renamed), "user 'f0014_02' (appears twice)"),
     "one small image": (of_first("x", put(3, [0.5] * 783)), FIRST),
     "small images": (rows_of([0.5]), ROWS),
     "images of text": (rows_of(["1"] * 784), ROWS),
@@ -201,7 +204,7 @@ def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
     spoil(folder / "all_data_0_niid_0_keep_0_train_8.json")
     message = refusal(FEMNIST(str(tmp_path)))
     assert message.startswith("scenario.dataset: FEMNIST cannot be read: ")
-    assert message.endswith("; put a sound copy there")
+    assert message.endswith(". Replace the file")
     second = int(case == "two files")  # where the name comes up again
     assert f"{folder}/all_data_{second}_niid_0_keep_0_train_8.json: " in message
     assert told in message
@@ -220,7 +223,7 @@ def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
             ROLE,
             [" " * 80],
             ["é"],
-            "one of LEAF's 80 characters each",
+            "one of LEAF's 80 characters per sample",
         ),
         (
             write_shakespeare,
@@ -229,7 +232,7 @@ def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
             ROLE,
             [" " * 80],
             [""],
-            "one of LEAF's 80 characters each",
+            "one of LEAF's 80 characters per sample",
         ),
         (
             write_shakespeare,
@@ -238,7 +241,7 @@ def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
             ROLE,
             [" " * 80],
             ["AB"],
-            "one of LEAF's 80 characters each",
+            "one of LEAF's 80 characters per sample",
         ),
         (
             write_shakespeare,
@@ -247,12 +250,12 @@ def test_what_is_wrong_is_told_of_the_file(case: str, tmp_path: Path) -> None:
             ROLE,
             [" " * 80],
             [65],
-            "one of LEAF's 80 characters each",
+            "one of LEAF's 80 characters per sample",
         ),
         (*TWEETS, "_bert_", ["a tweet"], [0], "rows whose last column is the tweet"),
         (*TWEETS, "_bert_", [[]], [0], "rows whose last column is the tweet"),
         (*TWEETS, "_bert_", [["1", None]], [0], "rows whose last column is the tweet"),
-        (*TWEETS, "_bert_", [["1", "a"]], [4], "whole numbers from 0 to 1"),
+        (*TWEETS, "_bert_", [["1", "a"]], [4], "integers from 0 to 1"),
     ],
 )
 def test_what_is_wrong_with_a_text_is_told_of_the_user(
@@ -272,9 +275,9 @@ def test_what_is_wrong_with_a_text_is_told_of_the_user(
 
 def test_a_missing_layout_says_what_makes_it(tmp_path: Path) -> None:
     message = refusal(FEMNIST(str(tmp_path)))
-    files = "femnist/data/{train,test}/*.json (what LEAF's preprocess.sh makes)"
-    told = f"cannot be read; put {files} into {tmp_path}, or set scenario.dataset.data_dir"
-    assert message == f"scenario.dataset: FEMNIST {told}"
+    files = "femnist/data/{train,test}/*.json (written by LEAF's preprocess.sh)"
+    told = f"files not found. Put {files} into {tmp_path}, or set scenario.dataset.data_dir"
+    assert message == f"scenario.dataset: FEMNIST: {told}"
 
 
 def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
@@ -288,9 +291,9 @@ def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
             path.write_text(json.dumps({"users": ["a"], "num_samples": [0], "user_data": {"a": {"x": [], "y": []}}}))
             if "_0_niid" not in path.name:
                 path.unlink()
-    assert f"{train}: holds no samples" in refusal(FEMNIST(str(tmp_path)))
+    assert f"{train}: contains no samples" in refusal(FEMNIST(str(tmp_path)))
     (train / "all_data_0_niid_0_keep_0_train_8.json").unlink()
-    assert f"{train}: holds no .json files" in refusal(FEMNIST(str(tmp_path)))
+    assert f"{train}: contains no .json files" in refusal(FEMNIST(str(tmp_path)))
 
 
 def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

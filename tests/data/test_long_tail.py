@@ -78,7 +78,7 @@ def test_a_class_that_has_fewer_than_its_share_keeps_all(tmp_path) -> None:
 
 
 def test_a_tail_that_ends_in_nothing_is_refused(arrays: Arrays) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty; lower it$"):
+    with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty. Lower it$"):
         built(arrays, 1000)
 
 
@@ -90,25 +90,25 @@ def test_an_imbalance_below_one_is_refused(arrays: Arrays, rho: float) -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_local_test_share_out_of_range_is_refused(arrays: Arrays, share: float) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.local_test: .* or use official$"):
+    with pytest.raises(ConfigError, match=r"^scenario.local_test: .*Give a share, or official$"):
         Scenario(arrays, IID(), local_test=share)
 
 
 @pytest.mark.parametrize("n", [1000, 995, 2000])
 def test_fewer_training_samples_are_drawn_in_the_classes_proportions(arrays: Arrays, n: int) -> None:
-    def drawn(seed, partition):
+    def draw_clients(seed, partition):
         data = Scenario(arrays, partition, clients=1, local_test=0, train_samples=n).build(seed).data
         assert len(data.x_test) == 200
         return data
 
-    data = drawn(0, IID())
+    data = draw_clients(0, IID())
     x = data.x_train[:, 0].long()
     assert len(x) == len(set(x.tolist())) == n
     assert torch.equal(x % 10, data.y_train)
     counts = torch.bincount(data.y_train, minlength=10)
     assert counts.max() - counts.min() <= (n % 10 > 0)
-    assert torch.equal(drawn(0, Dirichlet(0.5)).x_train, data.x_train)
-    assert n == 2000 or not torch.equal(drawn(1, IID()).x_train, data.x_train)
+    assert torch.equal(draw_clients(0, Dirichlet(0.5)).x_train, data.x_train)
+    assert n == 2000 or not torch.equal(draw_clients(1, IID()).x_train, data.x_train)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_a_share_of_the_training_samples_is_so_many_rounded_up(arrays: Arrays, s
     assert torch.equal(by_share.x_train, by_number.x_train)
 
 
-NEITHER = "is neither a whole number from 1 on nor a share between 0 and 1"
+NEITHER = "is neither an integer of at least 1 nor a share between 0 and 1"
 
 
 @pytest.mark.parametrize(
     ("n", "message"),
     [
-        (2001, "2001, and the dataset has 2000"),
+        (2001, "2001 is above the 2000 training"),
         *((n, rf"{n} {NEITHER}$") for n in (0, -5, 0.0, 1.0, 1.5, -0.5, float("nan"))),
     ],
 )

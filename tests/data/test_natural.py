@@ -23,6 +23,7 @@ from fl_lightning.data import (
     FEMNIST,
     IID,
     ByClient,
+    ClientSplits,
     Dataset,
     Digits,
     Dirichlet,
@@ -35,7 +36,6 @@ from fl_lightning.data import (
     QuantitySkew,
     Scenario,
     Shards,
-    Shares,
 )
 from fl_lightning.data.transforms import Normalize
 from fl_lightning.runs.partition import read_counts, write_counts
@@ -150,14 +150,14 @@ def test_min_samples_counts_before_clients_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("partition", "options", "told"),
     [
-        (ByClient(10), {}, "scenario.partition.min_samples: 10, and no client in the data has more than 9 training"),
-        (ByClient(), {"clients": 9}, "scenario.clients: 9, and the data holds 8; leave it out (null) to have them all"),
+        (ByClient(10), {}, "scenario.partition.min_samples: 10, but no client in the data has more than 9 training"),
+        (ByClient(), {"clients": 9}, "scenario.clients: 9, but the data has 8 clients. Leave it out (null) to use all"),
         (
             ByClient(5),
             {"clients": 6},
-            "scenario.clients: 6, and the data holds 5; leave it out (null) to have them all",
+            "scenario.clients: 6, but the data has 5 clients. Leave it out (null) to use all",
         ),
-        (ByClient(), {"clients": 10**30}, "scenario.clients: 1000000000000000000000000000000, and the data holds 8"),
+        (ByClient(), {"clients": 10**30}, "scenario.clients: 1000000000000000000000000000000, but the data has 8"),
     ],
 )
 def test_what_the_data_do_not_have_is_refused(partition: Partition, options: dict[str, Any], told: str) -> None:
@@ -165,9 +165,7 @@ def test_what_the_data_do_not_have_is_refused(partition: Partition, options: dic
 
 
 def test_data_that_name_nobody_are_refused() -> None:
-    told = (
-        r"^scenario.partition: ByClient: the dataset does not say whose its samples are \(client_train\); take another"
-    )
+    told = r"^scenario.partition: ByClient: the dataset has no client ids \(client_train\). Use another"
     with pytest.raises(ConfigError, match=told):
         built(Digits())
     with pytest.raises(ConfigError, match=r"^scenario.partition.min_samples: 0 is below 1"):
@@ -307,33 +305,33 @@ def test_fewer_of_a_files_clients_are_drawn_by_the_seed(tmp_path: Path) -> None:
         assert trains(data) == [[k] for k in data.client_ids]
         assert data.client_ids == sorted(data.client_ids)
     assert drawn[0].client_ids == drawn[1].client_ids != drawn[2].client_ids
-    told = f"scenario.clients: 31, and {split.path} holds 30; leave it out (null) to have them all"
+    told = f"scenario.clients: 31, but {split.path} has 30 clients. Leave it out (null) to use all"
     assert refusal(lambda: built(People(OWNERS), split, clients=31)) == told
 
 
 BAD = {
-    "index above": ([[0, 40]], "dealt sample 40, of 40 that count from 0"),
-    "index below": ([[0, -1]], "dealt sample -1, of 40 that count from 0"),
-    "twice": ([[0, 5], [5]], "dealt sample 5 twice; each goes to one client, once"),
-    "twice in one": ([[0, 5, 5]], "dealt sample 5 twice; each goes to one client, once"),
-    "test index above": ([{"train": [0], "test": [12]}], "dealt test sample 12, of 12 that count from 0"),
-    "test index twice": ([{"train": [0], "test": [1, 1]}], "dealt test sample 1 twice"),
-    "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples; take it out"),
-    "no train": ([{"test": [1]}], "client 0 has 'test'; it needs 'train', and may have 'test'"),
-    "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'; it needs 'train', and may have"),
-    "half an index": ([[0.5]], "client 0 has something else than whole numbers in a list"),
-    "a float": ([[1.0]], "client 0 has something else than whole numbers in a list"),
-    "text": ([["1"]], "client 0 has something else than whole numbers in a list"),
-    "true": ([[True]], "client 0 has something else than whole numbers in a list"),
-    "nested": ([[[1]]], "client 0 has something else than whole numbers in a list"),
-    "a number": ([3], "client 0 has something else than whole numbers in a list"),
+    "index above": ([[0, 40]], "assigned sample 40, but there are 40"),
+    "index below": ([[0, -1]], "assigned sample -1, but there are 40"),
+    "twice": ([[0, 5], [5]], "assigned sample 5 twice. Each belongs to one client"),
+    "twice in one": ([[0, 5, 5]], "assigned sample 5 twice. Each belongs to one client"),
+    "test index above": ([{"train": [0], "test": [12]}], "assigned test sample 12, but there are 12"),
+    "test index twice": ([{"train": [0], "test": [1, 1]}], "assigned test sample 1 twice"),
+    "empty client": ({"ann": [0], "bert": []}, "client 'bert' has no training samples. Remove it"),
+    "no train": ([{"test": [1]}], "client 0 has 'test'. It needs 'train', and may have 'test'"),
+    "another part": ([{"train": [1], "val": [2]}], "client 0 has 'train', 'val'. It needs 'train', and may have"),
+    "half an index": ([[0.5]], "client 0 is not a list of integers"),
+    "a float": ([[1.0]], "client 0 is not a list of integers"),
+    "text": ([["1"]], "client 0 is not a list of integers"),
+    "true": ([[True]], "client 0 is not a list of integers"),
+    "nested": ([[[1]]], "client 0 is not a list of integers"),
+    "a number": ([3], "client 0 is not a list of integers"),
     "huge": ([[10**30]], "too large"),
-    "nobody": ([], "holds no client"),
-    "no lists": (7, "it holds int; it needs a list a client, in a list or by name"),
-    "not JSON": ("[[1], [2", "is no readable JSON file (Expecting"),
+    "nobody": ([], "has no clients"),
+    "no lists": (7, "it holds int. It needs one list per client"),
+    "not JSON": ("[[1], [2", "not a readable JSON file (Expecting"),
     "one name twice": ('{"ann": [1], "bert": [2], "ann": [3]}', "'ann' is in it twice"),
-    "deep": ("[" * 100_000, "is no readable JSON file (maximum recursion depth"),
-    "not text": (b"\xff\xfe\x00", "is no readable JSON file"),
+    "deep": ("[" * 100_000, "not a readable JSON file (maximum recursion depth"),
+    "not text": (b"\xff\xfe\x00", "not a readable JSON file"),
 }
 
 
@@ -357,22 +355,22 @@ def save_one(path: Path) -> None:
 
 
 BAD_ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "objects": (save_objects, "is no readable .npz file (Object arrays cannot be loaded"),
-    "one array": (save_one, "is no readable .npz file"),
+    "objects": (save_objects, "not a readable .npz file (Object arrays cannot be loaded"),
+    "one array": (save_one, "not a readable .npz file"),
     "halves": (
         lambda path: np.savez(path, ann=np.array([0.5])),
-        "client 'ann' has float64 of shape (1,); it needs",
+        "client 'ann' has float64 of shape (1,). It needs",
     ),
     "a table": (
         lambda path: np.savez(path, ann=np.eye(2, dtype=int)),
         "client 'ann' has int64 of shape (2, 2)",
     ),
     "yes and no": (lambda path: np.savez(path, ann=np.array([True])), "client 'ann' has bool of shape (1,)"),
-    "nobody": (np.savez, "holds no client"),
-    "a test alone": (lambda path: np.savez(path, **{"ann/test": np.arange(2)}), "client 'ann' has 'test'; it needs"),
+    "nobody": (np.savez, "has no clients"),
+    "a test alone": (lambda path: np.savez(path, **{"ann/test": np.arange(2)}), "client 'ann' has 'test'. It needs"),
     "both ways": (
         lambda path: np.savez(path, **{"ann": np.arange(2), "ann/test": np.arange(2)}),
-        "is no readable file",
+        "not a readable file",
     ),
     "missing": (lambda path: None, "no such file"),
     "a folder": (Path.mkdir, "is a folder, it needs to be a file"),
@@ -389,8 +387,8 @@ def test_a_bad_archive_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> 
 
 
 def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_lightning.data.natural.MOST_BYTES", 10)
-    told = "is no readable JSON file (its size is 11 bytes, more than 10)"
+    monkeypatch.setattr("fl_lightning.data.natural_partitions.MOST_BYTES", 10)
+    told = "not a readable JSON file (its size is 11 bytes, more than 10)"
     assert told in refusal(lambda: built(People(OWNERS), write(tmp_path / "a.json", "[[0,  1,2]]")))
     assert len(built(People(OWNERS), write(tmp_path / "a.json", "[[0, 1,2]]")).shards) == 1
 
@@ -404,7 +402,7 @@ def test_a_file_of_another_kind_is_refused_at_once() -> None:
 @pytest.mark.parametrize(("key", "value"), [("train_samples", 10), ("train_samples", 0.5), ("long_tail", 2)])
 def test_indices_are_of_the_whole_dataset(key: str, value: float, tmp_path: Path) -> None:
     split = write(tmp_path / "a.json", LISTS)
-    told = f"scenario.{key}: PredefinedSplit knows samples by their place in the whole dataset; leave {key} out"
+    told = f"scenario.{key}: PredefinedSplit refers to samples of the whole dataset by index. Leave {key} out"
     assert refusal(lambda: Scenario(People(OWNERS), split, **{key: value})) == told
 
 
@@ -415,38 +413,40 @@ def test_indices_are_of_the_whole_dataset(key: str, value: float, tmp_path: Path
 class Handed(Partition):
     """Hands out what it was given."""
 
-    shares: Shares
+    shares: ClientSplits
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         raise AssertionError
 
-    def share_out(self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator) -> Shares:
+    def split_dataset(
+        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
+    ) -> ClientSplits:
         return self.shares
 
 
 @pytest.mark.parametrize(
     ("train", "test", "told"),
     [
-        ([[0, 0]], None, "dealt sample 0 twice"),
-        ([[0], [40]], None, "dealt sample 40, of 40"),
-        ([[0], [1]], [[0], [12]], "dealt test sample 12, of 12"),
-        ([[0], [1]], [[0], [-1]], "dealt test sample -1, of 12"),
-        ([[0], [1]], [[0], [0.5]], "made shares of float64"),
+        ([[0, 0]], None, "assigned sample 0 twice"),
+        ([[0], [40]], None, "assigned sample 40, but there are 40"),
+        ([[0], [1]], [[0], [12]], "assigned test sample 12, but there are 12"),
+        ([[0], [1]], [[0], [-1]], "assigned test sample -1, but there are 12"),
+        ([[0], [1]], [[0], [0.5]], "returned arrays of float64"),
     ],
 )
 def test_it_is_held_to_what_it_promises(train: Any, test: Any, told: str) -> None:
-    shares = Shares([np.array(own) for own in train], test and [np.array(own) for own in test])
+    shares = ClientSplits([np.array(own) for own in train], test and [np.array(own) for own in test])
     assert refusal(lambda: built(People(OWNERS), Handed(shares))).startswith(f"scenario.partition: Handed: {told}")
 
 
 def test_its_test_samples_and_names_are_taken() -> None:
-    shares = Shares([np.array([3]), np.array([0, 2])], [np.array([], int), np.array([5])], ["b", "a"])
+    shares = ClientSplits([np.array([3]), np.array([0, 2])], [np.array([], int), np.array([5])], ["b", "a"])
     data = built(People(OWNERS), Handed(shares))
     assert (trains(data), own_tests(data, 40), data.client_ids) == ([[3], [0, 2]], [[], [5]], ["b", "a"])
     assert shares.test is not None
     built(People(OWNERS), Handed(shares), local_test="official")
     assert [own.tolist() for own in shares.test] == [[], [5]]  # what it holds is left as it is
-    told = "scenario.partition: Handed: made 2 shares for 3 clients"
+    told = "scenario.partition: Handed: returned 2 index arrays for 3 clients"
     assert refusal(lambda: built(People(OWNERS), Handed(shares), clients=3)) == told
 
 
@@ -470,8 +470,8 @@ class Measured(People):
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological(), DisjointClasses()])
 def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
     told = (
-        f"scenario.partition: {type(partition).__name__} deals classes out, and the labels are no classes but for "
-        f"{'MultiLabel' if y == 'labels' else 'Regression'}; take IID, QuantitySkew, ByClient or PredefinedSplit"
+        f"scenario.partition: {type(partition).__name__} splits by class, but the labels are no classes but for "
+        f"{'MultiLabel' if y == 'labels' else 'Regression'}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
     )
     assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
 
@@ -480,7 +480,7 @@ def test_a_long_tail_wants_classes() -> None:
     message = refusal(lambda: built(Measured(OWNERS), IID(), clients=2, long_tail=2))
     assert (
         message
-        == "scenario.long_tail: it thins classes out, and the labels are no classes but for Regression; leave it out"
+        == "scenario.long_tail: subsamples classes, but the labels are no classes but for Regression. Leave it out"
     )
 
 
@@ -652,7 +652,7 @@ def test_partition_takes_what_fit_prints(here: Path, capsys: pytest.CaptureFixtu
 KINDS = {
     "more than the data have": (
         ["--scenario.clients=7"],
-        "scenario.clients: 7, and the data holds 6; leave it out (null) to",
+        "scenario.clients: 7, but the data has 6 clients. Leave it out (null) to",
     ),
     "more a round than the data have": (
         ["--clients_per_round=7"],
@@ -660,9 +660,9 @@ KINDS = {
     ),
     "nobody has so many": (
         ["--scenario.partition.min_samples=99"],
-        "scenario.partition.min_samples: 99, and no",
+        "scenario.partition.min_samples: 99, but no",
     ),
-    "nobody is named": (["--scenario.dataset=Digits"], "scenario.partition: ByClient: the dataset does not say whose"),
+    "nobody is named": (["--scenario.dataset=Digits"], "scenario.partition: ByClient: the dataset has no client ids"),
     "no file": (
         [*SPLIT[:2], "--scenario.partition.path=none.json"],
         "none.json: no such file",
@@ -674,11 +674,12 @@ KINDS = {
     "no path": (SPLIT[:2], "scenario.partition", "path"),
     "a share of the whole": (
         [*SPLIT, "--scenario.train_samples=0.5"],
-        "scenario.train_samples: PredefinedSplit knows",
+        "scenario.train_samples: PredefinedSplit refers",
     ),
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(kind: str, here: Path) -> None:
     (words, *told), before = KINDS[kind], contents(here)

@@ -29,8 +29,8 @@ from fl_lightning.data import (
     TextTable,
     TorchDataset,
 )
-from fl_lightning.data.own import held_out
-from fl_lightning.data.text import Vocabulary, words
+from fl_lightning.data.custom_data import hold_out
+from fl_lightning.data.text import Vocabulary, split_words
 
 
 def rows(data: LoadedData, split: str) -> list[tuple[bytes, int]]:
@@ -44,23 +44,23 @@ def rows(data: LoadedData, split: str) -> list[tuple[bytes, int]]:
 
 def test_a_share_is_held_out_of_each_class() -> None:
     y = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)
-    mask = held_out(y, 0.2)
+    mask = hold_out(y, 0.2)
     assert Counter(y[mask].tolist()) == {0: 10, 1: 6, 2: 4}
-    assert np.array_equal(mask, held_out(y, 0.2))
+    assert np.array_equal(mask, hold_out(y, 0.2))
     assert not np.array_equal(np.flatnonzero(mask)[:10], np.arange(10))  # drawn, not the first
 
 
 def test_with_clients_a_share_is_held_out_of_each_and_each_keeps_some() -> None:
     client = np.array(["a"] * 20 + ["b"] * 10 + ["c"])
     y = torch.tensor(([0] * 10 + [1] * 10) + [0] * 10 + [1])
-    mask = held_out(y, 0.3, client)
+    mask = hold_out(y, 0.3, client)
     assert Counter(client[mask].tolist()) == {"a": 6, "b": 3}
     assert Counter(y[mask][: len(y[mask]) - 3].tolist()) == {0: 3, 1: 3}
 
 
 def test_numbers_and_several_labels_a_sample_are_held_out_without_classes() -> None:
-    assert held_out(torch.randn(30), 0.1).sum() == 3
-    assert held_out(torch.zeros(30, 4, dtype=torch.uint8), 0.5).sum() == 15
+    assert hold_out(torch.randn(30), 0.1).sum() == 3
+    assert hold_out(torch.zeros(30, 4, dtype=torch.uint8), 0.5).sum() == 15
 
 
 @pytest.mark.parametrize("make", [Table, TextTable, ImageFolder, HuggingFace])
@@ -456,14 +456,21 @@ def test_texts_are_ids_of_the_training_texts_words(ending: str, tmp_path: Path) 
     by_text = dict(zip(columns["text"], zip(columns["label"], columns["author"], strict=True), strict=True))
     names = ["bad", "good"]
     # which texts are to train on shows in the numbers that the labels and clients stand beside
-    train = held_out(torch.tensor([names.index(one) for one in columns["label"]]), 0.2, np.array(columns["author"]))
+    train = hold_out(torch.tensor([names.index(one) for one in columns["label"]]), 0.2, np.array(columns["author"]))
     for split, mask in (("train", ~train), ("test", train)):
         texts = [text for text, held in zip(columns["text"], mask, strict=True) if held]
         vocabulary = Vocabulary([text for text, held in zip(columns["text"], train, strict=True) if not held], 12)
         assert torch.equal(getattr(data, f"x_{split}"), vocabulary.encode(texts, 6))
         assert getattr(data, f"y_{split}").tolist() == [names.index(by_text[text][0]) for text in texts]
         assert getattr(data, f"client_{split}").tolist() == [by_text[text][1] for text in texts]
-    assert words("a good film, number 7") == ["a", "good", "film", "number", "7"]
+    assert split_words("a good film, number 7") == ["a", "good", "film", "number", "7"]
+
+
+def test_a_text_without_a_word_is_one_unknown_token(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", {"text": ["a b", "\U0001f600", "...", "b"] * 10, "label": [0, 1] * 20})
+    data = TextTable(str(tmp_path / "t.csv"), length=3).checked()
+    inputs = torch.cat([data.x_train, data.x_test])
+    assert sorted(map(tuple, inputs.unique(dim=0).tolist())) == [(1, 0, 0), (2, 0, 0), (3, 2, 0)]
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
@@ -568,7 +575,9 @@ def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
 
     monkeypatch.setattr(library, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^scenario.dataset.path: stanfordnlp/imdb: no such folder; if it is a name"):
+    with pytest.raises(
+        ValueError, match=r"^scenario.dataset.path: stanfordnlp/imdb: no such folder. If it is a dataset"
+    ):
         HuggingFace("stanfordnlp/imdb").checked()
     assert not calls
     assert HuggingFace("stanfordnlp/imdb", subset="plain", text="review", download=True).checked().num_classes == 2

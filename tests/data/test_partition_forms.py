@@ -278,7 +278,7 @@ def test_what_cannot_be_met_is_refused_by_name(make, key: str) -> None:
 
 
 def test_more_clients_than_samples_of_a_block_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"too few for 9 clients; lower scenario.clients$"):
+    with pytest.raises(ConfigError, match=r"too few for 9 clients. Lower scenario.clients$"):
         DisjointClasses(1).split(np.array([0, 1, 1]), 9, rng(0))
 
 

@@ -8,7 +8,7 @@ from scipy.stats import beta
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Dirichlet, Partition, Pathological
-from fl_lightning.data.partitions import mended
+from fl_lightning.data.partitions import top_up_clients
 
 seeds = st.integers(0, 2**32)
 
@@ -172,7 +172,7 @@ def evened_out(sizes: list[int], least: int) -> list[int]:
 def test_mending_takes_from_the_largest_no_more_than_is_missing(rows: list[list[int]], least: int) -> None:
     counts = np.array(rows)
     least = min(least, counts.sum() // len(counts))
-    after = mended(counts, least)
+    after = top_up_clients(counts, least)
     assert (after.sum(axis=0) == counts.sum(axis=0)).all()
     assert (after >= 0).all()
     before, sizes = counts.sum(axis=1), after.sum(axis=1)
@@ -188,7 +188,7 @@ def test_mending_takes_from_the_largest_no_more_than_is_missing(rows: list[list[
 
 def test_who_is_short_gets_classes_whole_and_its_own_if_it_can() -> None:
     counts = np.array([[0, 1, 0], [40, 0, 0], [1, 0, 0], [0, 40, 0]])
-    assert mended(counts, 11).tolist() == [[0, 11, 0], [30, 0, 0], [11, 0, 0], [0, 30, 0]]
+    assert top_up_clients(counts, 11).tolist() == [[0, 11, 0], [30, 0, 0], [11, 0, 0], [0, 30, 0]]
 
 
 def test_dirichlet_takes_exactly_min_samples_each() -> None:
@@ -205,7 +205,7 @@ def test_dirichlet_takes_exactly_min_samples_each() -> None:
 )
 def test_dirichlet_says_when_min_samples_cannot_be_met(partition: Dirichlet, why: str) -> None:
     labels = shuffled_labels(dict.fromkeys(range(2), 50))
-    with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: .*4 clients.*{why}; lower min_samples"):
+    with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: .*4 clients.*{why}. Lower min_samples"):
         partition.split(labels, 4, rng())
 
 
@@ -280,7 +280,7 @@ def test_pathological_refuses_more_classes_than_there_are() -> None:
 
 
 def test_pathological_names_a_class_with_too_few_samples() -> None:
-    with pytest.raises(ConfigError, match=r"classes_per_client: class 5 has 3 samples for 4 clients; lower"):
+    with pytest.raises(ConfigError, match=r"classes_per_client: class 5 has 3 samples for 4 clients. Lower"):
         Pathological(2).split(shuffled_labels({2: 50, 5: 3}), 4, rng())
 
 

@@ -23,7 +23,7 @@ from fl_lightning.data import (
     Scenario,
     Shard,
 )
-from fl_lightning.data.partitions import by_class
+from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.scenario import PackedShards, apportion, stratified_sample
 from fl_lightning.data.transforms import Normalize
 
@@ -139,7 +139,7 @@ def test_local_test_leaves_something_to_train_on(local_test: float) -> None:
 
 def test_a_client_that_was_dealt_nothing_is_named() -> None:
     empty = AsTold([np.array([0, 1]), np.array([], int), np.array([2])])
-    with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 holds no data; use fewer scenario.clients"):
+    with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 has no data. Lower scenario.clients"):
         Scenario(Labels(LABELS), empty, 3).build(0)
 
 
@@ -167,7 +167,7 @@ def split_as_before(labels: np.ndarray, share: float, seed: int, client: int) ->
 @given(st.lists(st.integers(-2, 6), max_size=40))
 def test_classes_are_told_apart_as_they_always_were(values: list[int]) -> None:
     labels = np.array(values, dtype=np.int64)
-    members, expected = by_class(labels), classes_as_before(labels)
+    members, expected = indices_by_class(labels), classes_as_before(labels)
     assert [own.tolist() for own in members] == [own.tolist() for own in expected]
     assert {own.dtype for own in members} == {own.dtype for own in expected}
 

@@ -7,7 +7,7 @@ from layouts import write_ag_news, write_imdb_csv, write_imdb_folder
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IMDB, AGNews, Dataset, LoadedData, text
-from fl_lightning.data.text import PADDING, UNKNOWN, Vocabulary, words
+from fl_lightning.data.text import PADDING, UNKNOWN, Vocabulary, split_words
 
 
 def refusal(dataset: Dataset) -> str:
@@ -34,7 +34,7 @@ def spelt(data: LoadedData, vocabulary: Vocabulary, split: str) -> list[list[str
     ],
 )
 def test_words_are_lower_case_without_markup_and_punctuation(raw: str, expected: list[str]) -> None:
-    assert words(raw) == expected
+    assert split_words(raw) == expected
 
 
 def test_frequent_words_get_small_ids_and_ties_go_by_the_alphabet() -> None:
@@ -52,7 +52,7 @@ def test_ag_news_comes_from_csv_with_title_and_description(tmp_path: Path) -> No
     train, test = write_ag_news(tmp_path)
     data = AGNews(str(tmp_path), length=30).load()
     vocabulary = Vocabulary(train.x, 10_000)
-    assert spelt(data, vocabulary, "train") == [words(one) for one in train.x]
+    assert spelt(data, vocabulary, "train") == [split_words(one) for one in train.x]
     assert data.y_train.tolist() == train.y
     assert data.y_test.tolist() == test.y
     assert (data.num_classes, data.in_shape) == (4, (30,))
@@ -64,7 +64,7 @@ def test_imdb_comes_from_its_folders_without_the_unlabelled_reviews(tmp_path: Pa
     data = IMDB(str(tmp_path), length=30).load()
     vocabulary = Vocabulary(train.x, 10_000)
     assert "unsupervised" not in vocabulary.ids
-    assert spelt(data, vocabulary, "train") == [words(one) for one in train.x]
+    assert spelt(data, vocabulary, "train") == [split_words(one) for one in train.x]
     assert data.y_train.tolist() == train.y
     assert data.y_test.tolist() == test.y
     assert data.num_classes == 2
@@ -73,7 +73,7 @@ def test_imdb_comes_from_its_folders_without_the_unlabelled_reviews(tmp_path: Pa
 def test_imdb_comes_from_one_csv_file_cut_in_half(tmp_path: Path) -> None:
     train, test = write_imdb_csv(tmp_path)
     data = IMDB(str(tmp_path), layout="csv", length=30).load()
-    assert spelt(data, Vocabulary(train.x, 10_000), "train") == [words(one) for one in train.x]
+    assert spelt(data, Vocabulary(train.x, 10_000), "train") == [split_words(one) for one in train.x]
     assert data.y_train.tolist() == train.y
     assert data.y_test.tolist() == test.y
 
@@ -111,7 +111,7 @@ def test_a_batch_of_ids_is_handed_to_the_network_as_it_is(tmp_path: Path) -> Non
 )
 def test_missing_files_are_named_on_one_line(dataset: type, files: str, tmp_path: Path) -> None:
     assert refusal(dataset(str(tmp_path))) == (
-        f"scenario.dataset: {dataset.__name__} cannot be read; put {files} into {tmp_path}, "
+        f"scenario.dataset: {dataset.__name__}: files not found. Put {files} into {tmp_path}, "
         "or set scenario.dataset.data_dir or scenario.dataset.download true"
     )
 
@@ -129,7 +129,7 @@ def test_a_csv_review_of_no_known_sentiment_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "IMDB Dataset.csv").open("a") as file:
         file.write("so so,mixed\n")
     message = refusal(IMDB(str(tmp_path), layout="csv"))
-    assert f"{tmp_path}/IMDB Dataset.csv: is no readable csv file: row 26 ('mixed'); put a sound copy there" in message
+    assert f"{tmp_path}/IMDB Dataset.csv: not a readable csv file: row 26 (column 2 (the label) holds " in message
 
 
 def test_files_are_fetched_only_where_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ WRITERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "FashionMNIST": lambda root, patch: write_mnist(root, "FashionMNIST"),
     "HuggingFace": lambda root, patch: write_hugging_face(root / "saved"),
     "IMDB": lambda root, patch: write_imdb_folder(root),
-    "ImageFolder": lambda root, patch: write_image_folder(root / "pictures"),
+    "ImageFolder": lambda root, patch: write_image_folder(root / "images"),
     "MNIST": lambda root, patch: write_mnist(root),
     "PathMNIST": lambda root, patch: write_pathmnist(root),
     "Sent140": lambda root, patch: write_sent140(root),

@@ -1,4 +1,4 @@
-"""Files of data, read so that what is wrong with one is told of that one, by name; none can hang us or run code."""
+"""Read data files. Errors name the file; pipes and devices are not opened, and pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 
 
 class BadFile(Exception):
-    """A file that is there and cannot be used.
+    """A file that cannot be used.
 
     Args:
         path: The file.
@@ -41,11 +41,11 @@ class BadFile(Exception):
         super().__init__(f"{one_line(str(path))}: {why}")
 
 
-def is_there(path: Path, folder: bool = False) -> bool:
-    """Whether a file, or a folder, is in its place; it is not opened: a pipe or a device may never come back from that.
+def check_exists(path: Path, folder: bool = False) -> bool:
+    """Return whether a regular file, or a folder, exists. It is not opened: opening a pipe may block forever.
 
     Raises:
-        BadFile: Something else is in its place, or the system will not look there.
+        BadFile: It exists and is something else, or the system cannot look it up.
     """
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -53,7 +53,7 @@ def is_there(path: Path, folder: bool = False) -> bool:
         return False
     except OSError as error:  # links in a circle, a name too long, a file where a folder should be
         raise BadFile(path, error.strerror or one_line(error)) from error
-    except ValueError as error:  # a zero byte in the name
+    except ValueError as error:  # a null byte in the name
         raise BadFile(path, one_line(error)) from error
     if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
         raise BadFile(path, f"is {KINDS.get(kind, 'no file')}, it needs to be a {'folder' if folder else 'file'}")
@@ -61,64 +61,68 @@ def is_there(path: Path, folder: bool = False) -> bool:
 
 
 @contextmanager
-def told_of(path: Path, what: str) -> Iterator[None]:
-    """Put whatever goes wrong inside down to a file.
+def naming_file(path: Path, what: str) -> Iterator[None]:
+    """Turn every exception inside into a `BadFile` that names a file.
 
     Args:
         path: The file.
-        what: What it should be.
+        what: What it should be, for the message.
 
     Raises:
-        BadFile: Something went wrong.
+        BadFile: An exception was raised inside.
     """
     try:
         yield
     except BadFile:
         raise
     except OSError as error:
-        place = Path(error.filename) if isinstance(error.filename, str) else path  # a file of a folder, say
+        place = Path(error.filename) if isinstance(error.filename, str) else path  # for example a file of a folder
         raise BadFile(place, f"cannot be read: {error.strerror or one_line(error)}") from error
     except Exception as error:  # a damaged file raises anything: BadZipFile, zlib.error, KeyError, MemoryError, ...
-        raise BadFile(path, f"is no readable {what} ({one_line(error) or type(error).__name__})") from error
+        raise BadFile(path, f"not a readable {what} ({one_line(error) or type(error).__name__})") from error
 
 
 @contextmanager
-def opened(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A regular file, open; whatever goes wrong inside is put down to it.
+def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Exceptions inside become a `BadFile` that names it.
 
     Args:
         path: The file.
-        what: What it should be.
+        what: What it should be, for the message.
 
     Raises:
-        BadFile: It is not there, is no regular file, or something went wrong.
+        BadFile: It does not exist, is not a regular file, or an exception was raised inside.
     """
-    if not is_there(path):
+    if not check_exists(path):
         raise BadFile(path, "no such file")
-    with told_of(path, what), path.open("rb") as file:
+    with naming_file(path, what), path.open("rb") as file:
         yield file
 
 
 def read_published(path: Path, md5: str, what: str) -> bytes:
-    """The bytes of a file whose checksum its authors, or torchvision, have made known.
+    """Return the bytes of a file whose checksum its authors, or torchvision, have published.
 
     Raises:
-        BadFile: It is not that file; nothing has looked into it then.
+        BadFile: Its checksum differs. Its content has not been parsed then.
     """
-    with opened(path, what) as file:
+    with open_file(path, what) as file:
         content = file.read()
     if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
-        raise BadFile(path, f"is damaged, or another file: its MD5 checksum is {found}, that of the {what} is {md5}")
+        raise BadFile(path, f"is damaged, or another file: its MD5 checksum is {found}, not {md5} of the {what}")
     return content
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
-    """The bytes of an idx file (MNIST's format), as an array of so many dimensions.
+    """Return the content of an idx file (MNIST's format) of unsigned bytes.
+
+    Args:
+        path: The file.
+        rank: Number of dimensions it must have.
 
     Raises:
-        BadFile: It is none, is cut short or too long, or has another number of dimensions.
+        BadFile: It is not an idx file, is truncated or too long, or has another number of dimensions.
     """
-    with opened(path, "idx file") as file:
+    with open_file(path, "idx file") as file:
         start, found = struct.unpack(">3sB", file.read(4))
         if start != b"\0\0\x08":  # unsigned bytes
             raise ValueError("it does not begin as one of unsigned bytes does")
@@ -132,46 +136,44 @@ def read_idx(path: Path, rank: int) -> np.ndarray:
 
 
 def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
-    """Arrays of an `.npz` file by name, none of which may hold pickled objects.
+    """Return arrays of an `.npz` file by name. Pickled objects are refused.
 
     Args:
         path: The file.
-        names: Those that it needs to hold; all that it holds if None, in the file's order.
-        optional: Those that are read where it holds them.
+        names: Arrays that it must have; None for all that it has, in the file's order.
+        optional: Arrays that are read if it has them.
 
     Raises:
-        BadFile: It is none, is damaged, or holds not all that it needs to.
+        BadFile: It is not an `.npz` file, is damaged, or lacks an array.
     """
-    with opened(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
+    with open_file(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
         names = tuple(archive.files if names is None else names)
         if missing := [name for name in names if name not in archive]:
-            raise BadFile(path, f"holds no {', '.join(missing)}; it needs {', '.join(names)}")
+            raise BadFile(path, f"has no {', '.join(missing)}. It needs {', '.join(names)}")
         return {name: archive[name] for name in (*names, *(name for name in optional if name in archive))}
 
 
 def read_mapped(path: Path) -> np.ndarray:
-    """The array of an `.npy` file, read from it where and when it is needed.
-
-    What somebody writes into it stays in memory.
+    """Return the array of an `.npy` file, memory-mapped. Writes to the array do not change the file.
 
     Raises:
-        BadFile: It is not there, is none, or is damaged.
+        BadFile: It does not exist, is not an `.npy` file, or is damaged.
     """
-    with opened(path, ".npy file"):
+    with open_file(path, ".npy file"):
         return np.lib.format.open_memmap(path, mode="c")  # refuses pickled objects
 
 
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-def is_intact(path: Path) -> bool:
+def has_valid_checksum(path: Path) -> bool:
     """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before.
 
     Raises:
-        BadFile: It is not there, or cannot be read.
+        BadFile: It does not exist, or cannot be read.
     """
     digest, end = hashlib.sha256(path.name.encode()), b""
-    with opened(path, "file") as file:
+    with open_file(path, "file") as file:
         while block := file.read(1 << 20):
             end += block
             digest.update(end[:-CHECKSUM_BYTES])
@@ -180,68 +182,68 @@ def is_intact(path: Path) -> bool:
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:
-    """Whole numbers of any type as `int64`, of any shape.
+    """Return integers of any type and shape as `int64`.
 
     Raises:
-        ValueError: They are of another type (half a class is none), or one is too large.
+        ValueError: They are not integers, or one is too large for `int64`.
     """
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} needs one whole number a sample, got {values.dtype} of shape {values.shape}")
     if values.size and values.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} holds label {values.max()}, more than int64 can")
+        raise ValueError(f"{name} holds label {values.max()}, which is too large for int64")
     return torch.from_numpy(values.astype(np.int64))
 
 
 def read_text(path: Path) -> str:
-    """A text file.
+    """Return the content of a UTF-8 text file.
 
     Raises:
-        BadFile: It is not there, is none, or is empty.
+        BadFile: It does not exist, is not text, or is empty.
     """
-    with opened(path, "text") as file:
+    with open_file(path, "text") as file:
         if text := file.read().decode():
             return text
     raise BadFile(path, "is empty")
 
 
 def read_json(path: Path, most: int) -> Any:
-    """What a JSON file holds.
+    """Return the content of a JSON file.
 
     Args:
         path: The file.
-        most: The most bytes it may have.
+        most: Maximum size in bytes.
 
     Raises:
-        BadFile: It is not there, is none, is larger, or a mapping in it has one name twice.
+        BadFile: It does not exist, is not JSON, is larger, or a mapping in it has a duplicate key.
     """
-    with opened(path, "JSON file") as file:
+    with open_file(path, "JSON file") as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"its size is {size:,} bytes, more than {most:,}")
-        return json.load(file, object_pairs_hook=_mapping)
+        return json.load(file, object_pairs_hook=_without_duplicates)
 
 
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
-    if len(mapping) < len(pairs):  # the last of them would be taken, and the others lost
+    if len(mapping) < len(pairs):  # json would keep only the last of them
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
     return mapping
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of a folder, by name, without hidden ones.
+    """Return the files of a folder sorted by name, without hidden ones.
 
     Raises:
-        BadFile: There is no such folder, no file in it, or something else than files.
+        BadFile: The folder does not exist, is empty, or contains something that is not a file.
     """
-    if not is_there(folder, folder=True):
+    if not check_exists(folder, folder=True):
         raise BadFile(folder, "no such folder")
-    with told_of(folder, "folder"), os.scandir(folder) as entries:
+    with naming_file(folder, "folder"), os.scandir(folder) as entries:
         shown = (entry for entry in entries if not entry.name.startswith("."))  # .DS_Store and the like
         plain = {Path(entry.path): entry.is_file(follow_symlinks=False) for entry in shown}
     for path in plain:
-        if not plain[path] and not is_there(path):  # which is slower
+        if not plain[path] and not check_exists(path):  # slower: follows links
             raise BadFile(path, "is a link to nothing")
     if not plain:
-        raise BadFile(folder, "holds no files")
+        raise BadFile(folder, "contains no files")
     return sorted(plain)

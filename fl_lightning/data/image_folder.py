@@ -1,0 +1,415 @@
+"""Custom images: a folder with one subfolder per class, and the decoding of images to one size.
+
+Decoded images are held in memory, or in a cache file that is memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from io import BytesIO
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
+from fl_lightning.core.files import replacing
+from fl_lightning.core.gate import check_writable
+from fl_lightning.data.custom_data import KEY, check_share, existing_path, hold_out, split_rows
+from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.files import (
+    BadFile,
+    check_exists,
+    files_in,
+    has_valid_checksum,
+    naming_file,
+    open_file,
+    read_mapped,
+)
+from fl_lightning.data.images import Augment
+from fl_lightning.data.transforms import CropFlip, Normalize
+
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
+"""Formats that are opened. Pillow's reader of another one, EPS, would start a program."""
+
+GREY = ("1", "L", "LA")
+COLOUR = ("RGB", "RGBA", "RGBX", "P", "PA", "CMYK", "YCbCr")
+ORIENTATION = 0x0112
+"""EXIF tag of the camera's orientation; values from 5 on swap width and height."""
+
+CHUNK_IMAGES = 1024
+"""Images whose encoded bytes are in memory at a time."""
+CHUNK_BYTES = 1 << 24
+"""Bytes of images whose statistics are computed at a time."""
+
+
+class EncodedImage(NamedTuple):
+    """An encoded image.
+
+    Attributes:
+        name: How messages name it: a file's path, or a row.
+        source: The file, or its bytes.
+    """
+
+    name: str
+    source: Path | bytes
+
+
+class ImageHeader(NamedTuple):
+    """Size and colour of an image, read without decoding it."""
+
+    width: int
+    height: int
+    grey: bool
+
+
+class ImageShape(NamedTuple):
+    """Shape that all images are converted to."""
+
+    channels: int
+    height: int
+    width: int
+
+
+class ImageOptions:
+    """Options of custom images: size, colour, normalization and augmentation.
+
+    Args:
+        size: Height and width, or one number for both.
+        channels: 1 for grey, 3 for colour.
+        mean: Mean of each channel, of pixels in [0, 1].
+        std: Standard deviation of each channel.
+        augment: Random crop and flip of training batches.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        size: int | tuple[int, int] | None,
+        channels: Literal[1, 3] | None,
+        mean: list[float] | None,
+        std: list[float] | None,
+        augment: Augment,
+    ) -> None:
+        self.size = (size, size) if isinstance(size, int) else size
+        for side in self.size or ():
+            check_positive(f"{KEY}.", size=side)
+        if (mean is None) != (std is None):
+            raise ConfigError(f"{KEY}.{'mean' if std is None else 'std'}: give both mean and std, or neither")
+        for name, values, within in (("mean", mean, "(-inf, inf)"), ("std", std, "(0, inf)")):
+            for value in values or ():
+                check_number(f"{KEY}.{name}", value, within)
+        self.channels, self.mean, self.std, self.augment = channels, mean, std, augment
+
+    def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
+        """Return the shape that all of these images are converted to. Reads their headers.
+
+        Raises:
+            BadFile: One of them is not a readable image.
+            ConfigError: The images differ in size, and no size is given.
+        """
+        with ThreadPoolExecutor() as pool:
+            headers = [header for chunk in chunks(images) for header in pool.map(read_header, chunk)]
+        channels = self.channels or (1 if all(header.grey for header in headers) else 3)
+        if self.size:
+            return ImageShape(channels, *self.size)
+        first = headers[0]
+        for image, header in zip(images, headers, strict=True):
+            if (header.width, header.height) != (first.width, first.height):
+                raise ConfigError(
+                    f"{KEY}.size: the images differ in size: {one_line(images[0].name)} is {first.width}x{first.height}"
+                    f", {one_line(image.name)} is {header.width}x{header.height}. Set scenario.dataset.size, for "
+                    "example 64, to resize all to 64x64"
+                )
+        return ImageShape(channels, first.height, first.width)
+
+    def read(self, images: Sequence[EncodedImage]) -> Tensor:
+        """Decode images into memory, `(n, channels, height, width)`, `uint8`.
+
+        Raises:
+            BadFile: One of them is not a readable image.
+            ConfigError: The images differ in size, and no size is given; or they need more memory than there is.
+        """
+        shape = self.shape(images)
+        check_memory(len(images), shape)
+        x = np.empty((len(images), *shape), np.uint8)
+        for i, image in enumerate(decode_all(images, shape)):
+            x[i] = image
+        return torch.from_numpy(x)
+
+    def normalization(self, x_train: Tensor) -> Normalize:
+        """Return the normalization: by the given mean and std, or by those of the training images.
+
+        Raises:
+            ConfigError: The number of values differs from the number of channels.
+        """
+        if self.mean is None or self.std is None:
+            return Normalize(*channel_statistics(x_train))
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != x_train.shape[1]:
+                raise ConfigError(
+                    f"{KEY}.{name}: {len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
+                )
+        return Normalize(self.mean, self.std)
+
+    def loaded(self, x: Tensor, y: Tensor, train: int, outputs: int, client: np.ndarray | None = None) -> LoadedData:
+        """Return the dataset of decoded images, of which the first `train` are the training set."""
+        augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
+        return split_rows(x, y, train, outputs, self.normalization(x[:train]), augment, client)
+
+
+class ImageFolder(Dataset):
+    """Custom images in one folder per class, below `train` and `test`, or directly below `path`.
+
+    Without `train`, a share of each class is held out for testing. Classes are the folders' names in alphabetical
+    order. `val` is the test set if there is no `test`. Images are rotated as their EXIF orientation says. Pixels are
+    normalized to mean 0 and standard deviation 1 of the training images, channel by channel.
+
+    Args:
+        path: The folder.
+        size: Height and width to resize all images to, or one number for both; not needed if all have one size.
+        channels: 1 converts all images to grey, 3 to colour; by default grey if all of them are grey.
+        test_share: Share of each class to test on if there is no test folder.
+        cache: Folder for a file of the decoded images. They are memory-mapped instead of held in memory, and later
+            runs reuse the file.
+        mean: Mean of each channel, of pixels in [0, 1]; by default that of the training images.
+        std: Standard deviation of each channel; by default that of the training images.
+        augment: Random crop (4 pixels of padding) and horizontal flip of training batches: `none`, drawn
+            `per_sample`, or drawn once `per_batch`.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        size: int | tuple[int, int] | None = None,
+        channels: Literal[1, 3] | None = None,
+        test_share: float = 0.2,
+        cache: str | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        augment: Augment = "none",
+    ) -> None:
+        check_share(test_share)
+        self.path, self.test_share, self.cache = path, test_share, cache
+        self.options = ImageOptions(size, channels, mean, std, augment)
+
+    def load(self) -> LoadedData:
+        """Find the images, and decode them or map them from the cache."""
+        root = existing_path(self.path, folder=True)
+        try:
+            files, y, train, outputs = self._files(root)
+            images = [EncodedImage(str(path), path) for path in files]
+            x = self._mapped(root, images) if self.cache else self.options.read(images)
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
+        return self.options.loaded(x, y, train, outputs)
+
+    def _files(self, root: Path) -> tuple[list[Path], Tensor, int, int]:
+        """Return all images (training images first), their classes, the number of training images and of classes."""
+        if not (root / "train").is_dir() or not subfolders(root / "train"):
+            classes = self._classes(root)
+            files, y = labelled_files(root, classes)
+            test = hold_out(y, self.test_share)
+            order = np.argsort(test, kind="stable")
+            return [files[i] for i in order], y[order], len(order) - int(test.sum()), len(classes)
+        hint = f"or set it to {one_line(str(root / 'train'))}, of which a share is then held out"
+        second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
+        if second is None:
+            raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
+        classes = self._classes(root / "train")
+        if unknown := sorted(set(subfolders(second)) - set(classes)):
+            raise ConfigError(f"{KEY}.path: {one_line(str(second / unknown[0]))}: train has no class of that name")
+        train, y_train = labelled_files(root / "train", classes)
+        test_files, y_test = labelled_files(second, classes)
+        if not test_files:
+            raise ConfigError(f"{KEY}.path: {one_line(str(second))}: has no class folders. Add one per class, {hint}")
+        return train + test_files, torch.cat([y_train, y_test]), len(train), len(classes)
+
+    def _classes(self, folder: Path) -> list[str]:
+        if len(classes := subfolders(folder)) < 2:
+            raise ConfigError(
+                f"{KEY}.path: {one_line(str(folder))}: has {len(classes)} folder(s). It needs one per class"
+            )
+        return classes
+
+    def _mapped(self, root: Path, images: Sequence[EncodedImage]) -> Tensor:
+        """Return the decoded images mapped from the cache file, which is written first if it is missing or damaged."""
+        assert self.cache
+        path = Path(self.cache) / f"pictures-{self._fingerprint(root, images)}.npy"  # the name in earlier versions
+        check_writable(f"{KEY}.cache", path)
+        try:
+            exists = check_exists(path)
+            valid = exists and has_valid_checksum(path)
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.cache: {error}") from error
+        if exists and not valid:
+            what = "is damaged, or of an older version (its checksum does not match). It is built again"
+            warnings.warn(f"{KEY}.cache: {one_line(str(path))} {what}", stacklevel=2)
+        if not valid:
+            self._write_cache(path, images)
+        try:
+            return torch.from_numpy(read_mapped(path))
+        except BadFile as error:
+            raise ConfigError(f"{KEY}.cache: {error}. Leave the cache out to hold the images in memory") from error
+
+    def _write_cache(self, path: Path, images: Sequence[EncodedImage]) -> None:
+        """Write the decoded images as an `.npy` file, followed by the checksum that `has_valid_checksum` verifies."""
+        shape = self.options.shape(images)
+        header, digest = BytesIO(), hashlib.sha256(path.name.encode())
+        described = {"descr": "|u1", "fortran_order": False, "shape": (len(images), *shape)}
+        np.lib.format.write_array_header_1_0(header, described)
+        decoded = (image.tobytes() for image in decode_all(images, shape))
+        try:
+            with replacing(path) as file:
+                for part in chain([header.getvalue()], decoded):
+                    file.write(part)
+                    digest.update(part)
+                file.write(digest.digest())
+        except OSError as error:
+            raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
+
+    def _fingerprint(self, root: Path, images: Sequence[EncodedImage]) -> str:
+        """Return a digest of the files' names, sizes and times and of the options, without opening a file."""
+        files = [(str(path.relative_to(root)), path.stat()) for path in (Path(image.name) for image in images)]
+        known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
+        return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Return the names of a folder's subfolders in alphabetical order, without hidden ones.
+
+    Raises:
+        BadFile: The folder cannot be read.
+    """
+    with naming_file(folder, "folder"), os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
+    """Return the files in a folder's class folders, and the class of each. A class folder may be absent.
+
+    Raises:
+        BadFile: A class folder is empty, or contains something that is not a file.
+    """
+    present = set(subfolders(folder))
+    files = [files_in(folder / name) if name in present else [] for name in classes]
+    labels = [label for label, paths in enumerate(files) for _ in paths]
+    return [path for paths in files for path in paths], torch.tensor(labels, dtype=torch.int64)
+
+
+# --- Decoding --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_image(image: EncodedImage) -> Iterator[Image.Image]:
+    path, source = Path(image.name), image.source
+    context = open_file(source, "image") if isinstance(source, Path) else nullcontext(BytesIO(source))
+    with naming_file(path, "image"), context as file:
+        try:
+            opened = Image.open(file, formats=FORMATS)
+        except UnidentifiedImageError as error:
+            raise BadFile(path, f"not a readable image ({', '.join(FORMATS)})") from error
+        with opened:
+            if opened.mode not in GREY + COLOUR:
+                raise BadFile(path, f"an image of mode {opened.mode}; it needs 8 bits per channel")
+            yield opened
+
+
+def _needs_rotation(image: Image.Image) -> bool:
+    return image.format in ("JPEG", "MPO") and image.getexif().get(ORIENTATION, 1) != 1
+
+
+def read_header(image: EncodedImage) -> ImageHeader:
+    """Return an image's size and colour, after rotation by its EXIF orientation.
+
+    Raises:
+        BadFile: It is not a readable image.
+    """
+    with _open_image(image) as opened:
+        swapped = _needs_rotation(opened) and opened.getexif()[ORIENTATION] >= 5
+        width, height = opened.size[::-1] if swapped else opened.size
+        return ImageHeader(width, height, opened.mode in GREY)
+
+
+def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
+    """Decode an image to `(channels, height, width)`, `uint8`, resizing it if its size differs.
+
+    Raises:
+        BadFile: It is not a readable image.
+    """
+    with _open_image(image) as opened:
+        upright = ImageOps.exif_transpose(opened) if _needs_rotation(opened) else opened
+        if upright.mode in ("P", "PA"):
+            upright = upright.convert("RGBA")  # keeps a palette's transparency
+        converted = upright.convert("L" if shape.channels == 1 else "RGB")
+        if converted.size != (shape.width, shape.height):
+            converted = converted.resize((shape.width, shape.height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(converted)
+    return pixels[None] if shape.channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np.ndarray]:
+    """Decode images in several threads; yields `(channels, height, width)` for each, in order.
+
+    Raises:
+        BadFile: One of them is not a readable image.
+    """
+    with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
+        for chunk in chunks(images):
+            yield from pool.map(lambda image: decode(image, shape), chunk)
+
+
+def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
+    """Yield images in chunks of as many as may be in memory encoded."""
+    return (images[start : start + CHUNK_IMAGES] for start in range(0, len(images), CHUNK_IMAGES))
+
+
+def check_memory(n: int, shape: ImageShape) -> None:
+    """Refuse to decode more than the machine's memory holds: the process would be killed on the way.
+
+    Raises:
+        ConfigError: Says how much memory the images need.
+    """
+    need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > available:
+        raise ConfigError(
+            f"{KEY}.size: {n:,} images of {shape.width}x{shape.height} need {need / 2**30:,.1f} GiB, and this machine "
+            f"has {available / 2**30:,.1f}. Set a smaller size, or scenario.dataset.cache (of ImageFolder)"
+        )
+
+
+def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel of pixels in [0, 1].
+
+    The sums are integers, so that the order of summation changes no bit of the result.
+
+    Args:
+        x: Images, `(n, channels, height, width)`, `uint8`.
+
+    Returns:
+        One number per channel each; a standard deviation is 1 if all pixels are equal.
+    """
+    total = torch.zeros(2, x.shape[1], dtype=torch.int64)
+    for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):
+        pixels = piece.to(torch.int32)
+        total += torch.stack([values.sum(dim=(0, 2, 3), dtype=torch.int64) for values in (pixels, pixels.square())])
+    mean, square = (total.double() / (x.numel() / x.shape[1])).tolist()
+    std = [math.sqrt(max(b - a * a, 0)) for a, b in zip(mean, square, strict=True)]
+    return [value / 255 for value in mean], [value / 255 or 1.0 for value in std]

@@ -1,0 +1,200 @@
+"""Natural partitions: the clients are given, by the data or by a file of index lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.data.files import BadFile, naming_file, read_json, read_npz
+from fl_lightning.data.partitions import ClientSplits, Partition, indices_by_class
+
+if TYPE_CHECKING:
+    from fl_lightning.data.datasets import LoadedData
+
+MOST_BYTES = 2**30
+"""Maximum size of a JSON file of indices; enough for a hundred million samples."""
+
+KINDS = (".npz", ".json")
+PARTS = ("train", "test")
+
+
+class ByClient(Partition):
+    """One client per writer, patient or site in the data.
+
+    The dataset must have client ids (`LoadedData.client_train`, and `client_test` for own test samples). Client k is
+    the k-th id in ascending order; text is sorted as text, so `"10"` comes before `"9"`.
+
+    Args:
+        min_samples: Minimum number of training samples; clients with fewer are left out.
+
+    Raises:
+        ConfigError: `min_samples` is below 1.
+    """
+
+    def __init__(self, min_samples: int = 1) -> None:
+        if min_samples < 1:
+            raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1. A client needs data")
+        self.min_samples = min_samples
+
+    def split_dataset(
+        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
+    ) -> ClientSplits:
+        """Return the samples of all clients, or of `clients` of them drawn at random."""
+        if data.client_train is None:
+            raise ConfigError(
+                f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
+            )
+        known, owner = np.unique(data.client_train, return_inverse=True)
+        sizes = np.bincount(owner)
+        there = int((sizes >= self.min_samples).sum())
+        if not there:
+            raise ConfigError(
+                f"scenario.partition.min_samples: {self.min_samples}, but no client in the data has more than "
+                f"{sizes.max()} training samples. Lower it"
+            )
+        parts = self.split(owner, there if clients is None else clients, rng)
+        ids = known[[owner[part[0]] for part in parts]]
+        tests = None if data.client_test is None else indices_by_owner(ids, data.client_test)
+        return ClientSplits(parts, tests if tests and any(map(len, tests)) else None, ids.tolist())
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Split by client: `labels` holds the client of each sample."""
+        enough = [own for own in indices_by_class(labels) if len(own) >= self.min_samples]
+        return [enough[k] for k in draw_clients(clients, len(enough), "the data", rng)]
+
+
+class PredefinedSplit(Partition):
+    """Index lists from a file, `.npz` or `.json`: a published split, or your own.
+
+    Client k is the k-th list. Indices count the dataset's training samples from 0. Each may be in one list at most, and
+    samples in no list are unused. A client's optional test list counts the test samples from 0.
+
+    Args:
+        path: An `.npz` file with one array per client, with any names, or with `NAME/train` and `NAME/test`; or a
+            `.json` file with one list per client, or `{"train": [...], "test": [...]}`, in a list or a mapping by name.
+
+    Raises:
+        ConfigError: `path` ends in neither `.npz` nor `.json`.
+    """
+
+    needs_whole_dataset = True
+
+    def __init__(self, path: str) -> None:
+        if Path(path).suffix not in KINDS:
+            raise ConfigError(f"scenario.partition.path: {one_line(path)} is neither .npz nor .json")
+        self.path = path
+
+    @property
+    def error_prefix(self) -> str:
+        """Return the beginning of error messages: the config key and the file."""
+        return f"scenario.partition.path: {one_line(self.path)}"
+
+    def split_dataset(
+        self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
+    ) -> ClientSplits:
+        """Return all lists of the file, or `clients` of them drawn at random."""
+        return self._draw(clients, rng)
+
+    def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Return the training lists of `clients` clients; `labels` are ignored."""
+        return self._draw(clients, rng).train
+
+    def _draw(self, clients: int | None, rng: np.random.Generator) -> ClientSplits:
+        try:
+            lists = read_index_lists(Path(self.path))
+        except BadFile as error:
+            raise ConfigError(f"scenario.partition.path: {error}") from error
+        names = list(lists)
+        ids = [names[k] for k in draw_clients(len(names) if clients is None else clients, len(names), self.path, rng)]
+        train, test = ([lists[name][part] for name in ids] for part in PARTS)
+        return ClientSplits(train, test if any(map(len, test)) else None, ids)
+
+
+def draw_clients(clients: int, there: int, where: str, rng: np.random.Generator) -> np.ndarray:
+    """Draw the indices of the clients that take part, ascending.
+
+    Raises:
+        ConfigError: `clients` is above `there`, the number of clients in the data or file.
+    """
+    if clients > there:
+        raise ConfigError(
+            f"scenario.clients: {clients}, but {one_line(where)} has {there} clients. Leave it out (null) to use all"
+        )
+    return np.sort(rng.choice(there, clients, replace=False))
+
+
+def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
+    """Return the ascending indices of each client's samples, possibly none.
+
+    Args:
+        ids: The clients' ids.
+        owners: The client id of each sample, `(n,)`.
+    """
+    order = np.argsort(owners, kind="stable")
+    first, last = (np.searchsorted(owners, ids, side, sorter=order) for side in ("left", "right"))
+    return [order[i:j] for i, j in zip(first, last, strict=True)]
+
+
+# --- Files of index lists --------------------------------------------------------------------------------------------
+
+
+def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
+    """Return each client's `train` and `test` indices by name, in the file's order; `test` may be empty.
+
+    Raises:
+        BadFile: The file does not exist, or its content is not as the class above describes.
+    """
+    with naming_file(path, "file of indices"):
+        content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
+        lists = {name: _indices(name, own) for name, own in content.items()}
+    if not lists:
+        raise BadFile(path, "has no clients")
+    return lists
+
+
+def _read_mapping(path: Path) -> dict[int | str, Any]:
+    content = read_json(path, MOST_BYTES)
+    if isinstance(content, list):
+        return dict(enumerate(content))
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"it holds {type(content).__name__}. It needs one list per client, in a list or in a mapping by name"
+        )
+    return content
+
+
+def _read_arrays(path: Path) -> dict[int | str, Any]:
+    lists: dict[int | str, Any] = {}
+    for name, values in read_npz(path).items():
+        owner, _, part = name.rpartition("/")
+        if owner and part in PARTS:
+            lists.setdefault(owner, {})[part] = values
+        else:
+            lists[name] = values
+    return lists
+
+
+def _indices(name: int | str, own: Any) -> dict[str, np.ndarray]:
+    parts = own if isinstance(own, dict) else {"train": own}
+    if not {"train"} <= parts.keys() <= {*PARTS}:
+        raise ValueError(f"client {name!r} has {', '.join(map(repr, parts))}. It needs 'train', and may have 'test'")
+    found = {part: _integers(f"client {name!r}", parts.get(part, [])) for part in PARTS}
+    if not len(found["train"]):
+        raise ValueError(f"client {name!r} has no training samples. Remove it")
+    return found
+
+
+def _integers(who: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
+    if not isinstance(values, np.ndarray):
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise ValueError(f"{who} is not a list of integers")
+        values = np.array(values, dtype=np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"{who} has {values.dtype} of shape {values.shape}. It needs a one-dimensional array of integers"
+        )
+    return np.sort(values.astype(np.int64))
