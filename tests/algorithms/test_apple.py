@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
-from fl_lightning.algorithms.decentralized.peers import restored, unbundle
+from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.algorithms.personalized import apple
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
@@ -150,7 +150,7 @@ def test_ratios_that_stay_at_the_clients_own_are_local_bit_for_bit(tmp_path, mod
     alone.fit()
     assert own.memory.keys() == alone.memory.keys()
     for k, memory in own.memory.items():
-        model = restored(memory[apple.CORE]).section("model") | memory.get("personal", {})
+        model = tensors_to_message(memory[apple.CORE]).section("model") | memory.get("personal", {})
         assert same_bytes(dict(sorted(model.items())), dict(sorted(alone.memory[k]["personal"].items())))
         assert same_bytes(
             dict(sorted(own.client_module(k).backbone.state_dict().items())),
@@ -213,12 +213,12 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     names = [name for name, _ in backbone.named_parameters()]
     assert len(run.memory) > 3
     for k, memory in run.memory.items():
-        held = restored(memory[apple.CORE]).section("model")
+        held = tensors_to_message(memory[apple.CORE]).section("model")
         torch.testing.assert_close([held[name] for name in names], cores[k], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(memory[apple.RATIOS]["values"], ratios[k], rtol=1e-9, atol=1e-9)
         for j, message in unbundle(run.download(5, k)):
             assert j != k
-            assert same_bytes(message.section("model"), restored(run.memory[j][apple.CORE]).section("model"))
+            assert same_bytes(message.section("model"), tensors_to_message(run.memory[j][apple.CORE]).section("model"))
         own = run.client_module(k).backbone
         for i, p in enumerate(own.parameters()):
             torch.testing.assert_close(
@@ -235,7 +235,7 @@ def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
     sent = result.upload.section("model")
     parameters = dict(module.backbone.named_parameters())
     assert sent.keys() == parameters.keys()  # BatchNorm's statistics stay
-    assert same_bytes(sent, restored(result.memory[apple.CORE]).section("model"))
+    assert same_bytes(sent, tensors_to_message(result.memory[apple.CORE]).section("model"))
     assert all(not torch.equal(sent[name], parameters[name]) for name in sent)
     assert not any("ratios" in name for name in result.upload.tensors)
     assert not torch.equal(result.memory[apple.RATIOS]["values"], run.memory[task.client][apple.RATIOS]["values"])
@@ -248,7 +248,7 @@ def test_loss_terms_and_clipping_see_the_mixture_and_what_is_trained(tmp_path):
     run.fit()
     start = dict(run.worker.template.backbone.named_parameters())
     for memory in run.memory.values():
-        core = restored(memory[apple.CORE]).section("model")
+        core = tensors_to_message(memory[apple.CORE]).section("model")
         assert all(torch.allclose(core[name], start[name].detach(), atol=1e-7) for name in core)
     assert run.csv.rows[0]["client/train_proximal"] < 1e-9
 

@@ -10,7 +10,7 @@ from experiments import NormMLP, experiment, same_bytes
 from fl_lightning.callbacks import ClusterNorms
 
 from fl_lightning.algorithms import CFL, FedAvg, Splits
-from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, nearer, update
+from fl_lightning.algorithms.clustered.cfl import bipartition, cosines, is_nearer_to_second, update
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 
@@ -59,10 +59,10 @@ def test_bipartition_is_complete_linkage(m):
 def test_an_absent_client_goes_with_the_group_whose_least_similar_member_is_nearer():
     updates = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.2]]).double()
     groups = torch.tensor([False, False, True, True])
-    assert not nearer(torch.tensor([1.0, 1.0]), updates, groups)  # 0.7 and 0.8 against 0.7 and -0.6
-    assert nearer(torch.tensor([-0.5, 1.0]), updates, groups)
-    assert not nearer(torch.tensor([0.2, 1.0]), updates, groups)  # 0.2 and 0.3 against 0.98 and 0
-    assert not nearer(torch.zeros(2), updates, groups)
+    assert not is_nearer_to_second(torch.tensor([1.0, 1.0]), updates, groups)  # 0.7 and 0.8 against 0.7 and -0.6
+    assert is_nearer_to_second(torch.tensor([-0.5, 1.0]), updates, groups)
+    assert not is_nearer_to_second(torch.tensor([0.2, 1.0]), updates, groups)  # 0.2 and 0.3 against 0.98 and 0
+    assert not is_nearer_to_second(torch.zeros(2), updates, groups)
 
 
 def finished(aggregator, before, ends, samples=None):

@@ -15,8 +15,8 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     intersection_mean,
     next_mask,
     random_mask,
+    scatter_values,
     search_rate,
-    spread,
 )
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.state import packed, unpacked
@@ -101,7 +101,7 @@ def test_a_mask_travels_as_bits(shape):
     assert bits.numel() == math.ceil(mask.numel() / 8)
     assert torch.equal(unpacked(bits, mask.shape), mask)
     weights = torch.randn(shape) * mask
-    assert torch.equal(spread(weights[mask], mask), weights)
+    assert torch.equal(scatter_values(weights[mask], mask), weights)
 
 
 def laid_out(run, client):
@@ -109,7 +109,7 @@ def laid_out(run, client):
     tensors, _ = published(run, client)
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
     masks = {name: unpacked(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
-    return {name: spread(tensors[f"values/{name}"], mask) for name, mask in masks.items()}, masks
+    return {name: scatter_values(tensors[f"values/{name}"], mask) for name, mask in masks.items()}, masks
 
 
 def searched(run, client):

@@ -31,7 +31,7 @@ def client(method, seed=0, weights=None):
     """A client's module that has received a model and keeps another one's top, and both models."""
     module = method.client_module(SMALL())
     received, local = drawn(seed, module.backbone.state_dict()), drawn(seed + 1, module.backbone.state_dict())
-    kept = {name: local[name] for name in ala.top(module.backbone, method.layers)}
+    kept = {name: local[name] for name in ala.top_names(module.backbone, method.layers)}
     memory = {ala.LOCAL: kept} | ({ala.WEIGHTS: weights} if weights else {})
     method.receive(module, Message.pack({"model": received}), memory)
     return module, received, local
@@ -47,17 +47,17 @@ def data(n, seed=0):
 
 def test_eq6_is_a_clipped_gradient_step_in_the_weights():
     backbone = SMALL()
-    names = ala.top(backbone, 2)
+    names = ala.top_names(backbone, 2)
     local, received = ({n: drawn(seed, backbone.state_dict())[n] for n in names} for seed in (1, 2))
     weights = {n: torch.rand(value.shape, requires_grad=True) for n, value in local.items()}
     x, y = data(7)
-    model = ala.mixed(local, received, weights)
+    model = ala.mix_models(local, received, weights)
     loss = F.cross_entropy(functional_call(backbone, model, (x,)), y)
     by_chain_rule = torch.autograd.grad(loss, list(model.values()), retain_graph=True)
     in_weights = dict(zip(names, torch.autograd.grad(loss, list(weights.values())), strict=True))
     held = {n: w.detach() for n, w in weights.items()}
     for eta in (0.1, 5.0):
-        new = ala.stepped(held, dict(zip(names, by_chain_rule, strict=True)), local, received, eta)
+        new = ala.update_weights(held, dict(zip(names, by_chain_rule, strict=True)), local, received, eta)
         for n in names:
             torch.testing.assert_close(new[n], (held[n] - eta * in_weights[n]).clamp(0, 1))
     assert any((w == 0).any() or (w == 1).any() for w in new.values())
@@ -65,25 +65,25 @@ def test_eq6_is_a_clipped_gradient_step_in_the_weights():
 
 def test_eq5_goes_from_the_local_to_the_received_model():
     one, other = {"w": torch.tensor([1.0, 1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0, 3.0])}
-    assert ala.mixed(one, other, {"w": torch.tensor([0.0, 0.25, 1.0])})["w"].tolist() == [1.0, 1.5, 3.0]
+    assert ala.mix_models(one, other, {"w": torch.tensor([0.0, 0.25, 1.0])})["w"].tolist() == [1.0, 1.5, 3.0]
 
 
 def test_the_weights_have_settled_after_more_than_ten_passes_of_like_losses():
     wild, calm = [5.0, 1.0] * 5, [1.0, 1.01] * 5
-    assert not ala.settled(calm, 0.1)
-    assert ala.settled([9.0, *calm], 0.1)
-    assert not ala.settled([*calm, 9.0], 0.1)
-    assert not ala.settled([1.0, *wild], 0.1)
+    assert not ala.has_converged(calm, 0.1)
+    assert ala.has_converged([9.0, *calm], 0.1)
+    assert not ala.has_converged([*calm, 9.0], 0.1)
+    assert not ala.has_converged([1.0, *wild], 0.1)
     spread = statistics.pstdev(wild)
-    assert ala.settled([0.0, *wild], spread * 1.001)
-    assert not ala.settled([0.0, *wild], spread * 0.999)
+    assert ala.has_converged([0.0, *wild], spread * 1.001)
+    assert not ala.has_converged([0.0, *wild], spread * 0.999)
 
 
 def test_the_top_counts_tensors_and_leaves_the_predictor_out():
     backbone = SMALL(head=Head(hidden=(7,), prediction=8))
-    assert ala.top(backbone, 0) == []
-    assert ala.top(backbone, 3) == ["head.0.bias", "head.2.weight", "head.2.bias"]
-    assert ala.top(backbone, 99) == [n for n, _ in backbone.named_parameters() if not n.startswith("predictor")]
+    assert ala.top_names(backbone, 0) == []
+    assert ala.top_names(backbone, 3) == ["head.0.bias", "head.2.weight", "head.2.bias"]
+    assert ala.top_names(backbone, 99) == [n for n, _ in backbone.named_parameters() if not n.startswith("predictor")]
 
 
 # --- What a client does before it trains ---
@@ -131,7 +131,7 @@ def test_it_learns_on_a_sample_in_batches_for_so_many_passes(threshold, first):
 
 def test_the_loss_of_a_pass_is_that_of_its_last_batch(monkeypatch):
     asked, outputs = [], []
-    monkeypatch.setattr(ala, "settled", lambda losses, threshold: asked.append((list(losses), threshold)))
+    monkeypatch.setattr(ala, "has_converged", lambda losses, threshold: asked.append((list(losses), threshold)))
     method = FedALA(rand_percent=50, threshold=0.3, max_epochs=4)
     module, _, _ = client(method)
     module.batch_size = 8
@@ -189,7 +189,7 @@ def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(t
     for k in (trained[0], fresh[0]):  # who has not trained yet mixes with the initial model
         task = task_of_round(run, 2, k)
         module, received = run.worker.received(task), task.download.section("model")
-        start, names = module.backbone.state_dict(), ala.top(module.backbone, 3)
+        start, names = module.backbone.state_dict(), ala.top_names(module.backbone, 3)
         initial = run.worker.template.backbone.state_dict()
         own = run.memory[k][ala.LOCAL] if k in trained else {n: initial[n] for n in names}
         assert list(own) == names or sorted(own) == sorted(names)

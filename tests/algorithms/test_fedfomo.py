@@ -39,7 +39,10 @@ def prepared(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
     method = FedFomo()
     module = method.client_module(SMALL())
     download = fomo.bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
-    memory = {fomo.UPLOADED: fomo.stored(Message.pack({"model": own}, n_samples=3)), fomo.PREVIOUS: previous}
+    memory = {
+        fomo.UPLOADED: fomo.message_to_tensors(Message.pack({"model": own}, n_samples=3)),
+        fomo.PREVIOUS: previous,
+    }
     method.receive(module, download, memory)
     module.eval()
     method.prepare(module, list(training), list(validation))
@@ -106,7 +109,7 @@ def test_a_model_that_is_the_previous_one_is_worth_nothing():
     module = prepared(own, own, {3: own})
     assert module.notes[fomo.AFFINITY]["worth"].tolist() == [0.0]
     assert same_bytes(dict(module.backbone.state_dict()), own)
-    assert fomo.worth(1.0, 0.5, 0.0) == pytest.approx(5e4)
+    assert fomo.model_benefit(1.0, 0.5, 0.0) == pytest.approx(5e4)
 
 
 def test_the_held_back_data_decide_and_the_training_data_where_there_are_none():
@@ -120,8 +123,8 @@ def test_the_held_back_data_decide_and_the_training_data_where_there_are_none():
 
 
 def test_eq4_shares_what_is_above_zero():
-    assert fomo.shares(torch.tensor([3.0, -2.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
-    assert fomo.shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
+    assert fomo.mixing_shares(torch.tensor([3.0, -2.0, 1.0])).tolist() == [0.75, 0.0, 0.25]
+    assert fomo.mixing_shares(torch.tensor([-1.0, 0.0])).tolist() == [0.0, 0.0]
 
 
 # --- Who is sent what ---
@@ -130,12 +133,12 @@ def test_eq4_shares_what_is_above_zero():
 def test_the_models_that_were_worth_most_are_chosen_and_ties_are_drawn():
     row = torch.tensor([9.0, -1.0, 3.0, 0.0, 0.0, 0.0])
     rngs = [np.random.default_rng(seed) for seed in range(40)]
-    picks = [fomo.chosen(row, [1, 2, 3, 4, 5], 2, False, rng) for rng in rngs]
+    picks = [fomo.choose_models(row, [1, 2, 3, 4, 5], 2, False, rng) for rng in rngs]
     assert all(2 in pick and 1 not in pick for pick in picks)
     assert {j for pick in picks for j in pick} == {2, 3, 4, 5}
-    assert fomo.chosen(row, [1, 3], 5, False, rngs[0]) == [1, 3]
-    assert fomo.chosen(row, [], 5, True, rngs[0]) == []
-    explored = {j for rng in rngs for j in fomo.chosen(row, [1, 2, 3, 4, 5], 2, True, rng)}
+    assert fomo.choose_models(row, [1, 3], 5, False, rngs[0]) == [1, 3]
+    assert fomo.choose_models(row, [], 5, True, rngs[0]) == []
+    explored = {j for rng in rngs for j in fomo.choose_models(row, [1, 2, 3, 4, 5], 2, True, rng)}
     assert explored == {1, 2, 3, 4, 5}
 
 
@@ -175,7 +178,7 @@ def test_the_chance_to_explore_falls_each_round(monkeypatch, rounds, chance):
     method, seen = FedFomo(), []
     state = method.initial_state(SMALL(), 4, 4, np.random.default_rng(0))
     state[fomo.AFFINITY] |= {"rounds": torch.tensor(rounds)}
-    monkeypatch.setattr(fomo, "chosen", lambda row, others, models, explores, rng: seen.append(explores) or [])
+    monkeypatch.setattr(fomo, "choose_models", lambda row, others, models, explores, rng: seen.append(explores) or [])
     for number in (chance - 1e-6, chance + 1e-6):
         method.download(state, 0, Draws(max(number, 0.0)))
     assert seen == [chance > 0, False]
@@ -192,7 +195,7 @@ def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path)
         assert {j for j, _ in sent} <= trained - {client}
         for j, message in sent:
             last = run.worker.algorithm.public
-            held = fomo.restored(run.memory[j][last]).section("model")
+            held = fomo.tensors_to_message(run.memory[j][last]).section("model")
             assert same_bytes(message.section("model"), held)
     assert "model" not in [name.split("/")[0] for name in run.download(3, 0).tensors]
 
@@ -216,7 +219,7 @@ def test_no_peers_is_local_with_less_data_bit_for_bit(tmp_path, shape):
     alone.fit()
     assert none.memory.keys() == alone.memory.keys()
     for k, memory in none.memory.items():
-        own = fomo.restored(memory[fomo.UPLOADED]).section("model")
+        own = fomo.tensors_to_message(memory[fomo.UPLOADED]).section("model")
         assert same_bytes(dict(sorted(own.items())), dict(sorted(alone.memory[k]["personal"].items())))
     for one, other in zip(none.csv.rows, alone.csv.rows, strict=True):
         assert one["client/acc_mean"] == other["client/acc_mean"]
@@ -232,7 +235,7 @@ def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
     result = run.worker.run(task)
     assert same_bytes(result.memory[fomo.PREVIOUS], start.notes[fomo.PREVIOUS])
     assert same_bytes(result.memory[fomo.PREVIOUS], dict(start.backbone.state_dict()))
-    kept = fomo.restored(result.memory[fomo.UPLOADED])
+    kept = fomo.tensors_to_message(result.memory[fomo.UPLOADED])
     assert same_bytes(kept.section("model"), result.upload.section("model"))
     assert not same_bytes(kept.section("model"), result.memory[fomo.PREVIOUS])
     assert same_bytes(result.upload.section(fomo.AFFINITY), start.notes[fomo.AFFINITY])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedNH, PrototypeAveraging
-from fl_lightning.algorithms.global_model.fednh import class_prototypes, moved_prototypes, uniform_prototypes
+from fl_lightning.algorithms.global_model.fednh import class_prototypes, uniform_prototypes, update_prototypes
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
@@ -83,8 +83,8 @@ def test_the_server_equals_a_loop_over_classes_and_clients(clients, rho, data):
 
 def test_rho_of_one_leaves_the_prototypes_alone_to_the_bit():
     prototypes = unit(50, D)
-    assert torch.equal(moved_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 1.0), prototypes)
-    assert not torch.equal(moved_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 0.999), prototypes)
+    assert torch.equal(update_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 1.0), prototypes)
+    assert not torch.equal(update_prototypes(prototypes, torch.randn(50, D), torch.ones(50), 0.999), prototypes)
 
 
 # --- The layer ---

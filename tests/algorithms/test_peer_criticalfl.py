@@ -8,7 +8,7 @@ import torch
 from experiments import NormMLP, digits, experiment, in_float64, same_bytes, task_of_round
 
 from fl_lightning.algorithms import FedProx, PeerAlgorithm, PeerCriticalFL
-from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, heard
+from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, collected_part
 from fl_lightning.algorithms.decentralized.peers import publication, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
 from fl_lightning.core.errors import ConfigError
@@ -49,14 +49,14 @@ def test_without_partial_models_and_more_peers_it_is_gossip_bit_for_bit(tmp_path
 def test_of_a_peer_in_a_critical_period_what_changed_most_is_heard_and_the_statistics():
     whole = model()
     changed = [True, False, False, True, False, True]
-    message = heard(published(whole, 7, changed, norm=2.5))
+    message = collected_part(published(whole, 7, changed, norm=2.5))
     assert message.numbers == {"n_samples": 7, "gradient_norm": 2.5}
     section = message.section("model")
     assert section.keys() == {"running_mean", MASK, VALUES}
     entries = torch.cat([whole["a"].flatten(), whole["b"]])
     assert torch.equal(section[VALUES], entries[torch.tensor(changed)])
     assert message.nbytes == 4 * 3 + 1 + 4 * 3 + 16
-    calm = heard(published(whole, 7))
+    calm = collected_part(published(whole, 7))
     assert same_bytes(calm.section("model"), whole)
     assert not calm.section("changed")
 
@@ -67,7 +67,8 @@ def test_each_entry_is_the_mean_over_those_it_was_heard_of(partly):
     masks = [[True, False, True, False, False, False], [True, True, False, False, False, False]]
     own = published(models[0], samples[0], [True] * 3 + [False] * 3)  # its own is whole to itself
     peers = [
-        Upload(j, heard(published(models[j + 1], samples[j + 1], masks[j] if j in partly else None))) for j in (0, 1)
+        Upload(j, collected_part(published(models[j + 1], samples[j + 1], masks[j] if j in partly else None)))
+        for j in (0, 1)
     ]
     mixed = PeerCriticalFL().mix(own, peers)
     flat = [torch.cat([m["a"].flatten(), m["b"]]) for m in models]

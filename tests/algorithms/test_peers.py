@@ -25,7 +25,7 @@ from fl_lightning.algorithms import (
     PeerAlgorithm,
     Ring,
 )
-from fl_lightning.algorithms.decentralized.peers import bundle, restored, stored, unbundle
+from fl_lightning.algorithms.decentralized.peers import bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.algorithms.global_model.fedskc import global_knowledge
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
@@ -108,7 +108,7 @@ def test_a_client_alone_keeps_its_weights_bit_for_bit():
 def test_a_publication_survives_the_state_and_the_way():
     messages = dict(zip((2, 10, 1), publications(3), strict=True))
     for message in messages.values():
-        again = restored(stored(message))
+        again = tensors_to_message(message_to_tensors(message))
         assert same_bytes(again.tensors, message.tensors)
         assert again.numbers == message.numbers
     arrived = unbundle(bundle(messages))
@@ -121,7 +121,7 @@ def test_a_publication_survives_the_state_and_the_way():
 
 def test_a_published_number_keeps_its_digits():
     message = Message(numbers={"n_samples": 2**53 + 1, "share": 0.1})
-    assert restored(stored(message)).numbers == message.numbers
+    assert tensors_to_message(message_to_tensors(message)).numbers == message.numbers
 
 
 def test_bytes_of_a_bundle_are_those_of_its_messages():
@@ -287,7 +287,7 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
     kept = 0
     for client, task in engine.of_round(3).items():
         merged, before = (memory["soft_labels"]["values"] for memory in (run.memory[client], task.memory))
-        heard = [restored(task.memory["laid_out"]), *(upload.message for upload in unbundle(task.download))]
+        heard = [tensors_to_message(task.memory["laid_out"]), *(upload.message for upload in unbundle(task.download))]
         sections = [message.section("soft_labels") for message in heard]
         for i in range(10):
             total = sum(float(section["counts"][i]) for section in sections)
@@ -345,7 +345,10 @@ def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
     run.fit()
     initial = run.worker.module().backbone.state_dict()
     for task in engine.of_round(2).values():
-        messages = [restored(task.memory["laid_out"]), *(upload.message for upload in unbundle(task.download))]
+        messages = [
+            tensors_to_message(task.memory["laid_out"]),
+            *(upload.message for upload in unbundle(task.download)),
+        ]
         assert all((message.section("model").keys() >= STATISTICS) == (buffers == "average") for message in messages)
         assert STATISTICS.isdisjoint(messages[0].section("model")) == (buffers != "average")
         module = run.worker.module()

@@ -107,7 +107,7 @@ def test_weights_without_a_gradient_stay_and_get_none():
 @given(st.integers(1, 40), st.sampled_from([2, 3]))
 def test_parts_are_equal_disjoint_and_whole(size, parts):
     x, y = torch.arange(size)[:, None], torch.arange(size)
-    found = per.split((x, y), parts)
+    found = per.split_batch((x, y), parts)
     assert len(found) == parts
     assert all(torch.equal(a[:, 0], b) for a, b in found)
     if size < 2 * parts:

@@ -16,7 +16,7 @@ from scipy.spatial.distance import jensenshannon
 
 from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
-from fl_lightning.algorithms.decentralized.peers import restored, unbundle
+from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
@@ -198,7 +198,7 @@ def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
     run = experiment(tmp_path, UAPDFL(n_com=2, preset=preset), rounds=2, engine=engine, **ALL)
     run.fit()
     for client, task in engine.of_round(2).items():
-        own, peers = restored(task.memory["laid_out"]), [message for _, message in unbundle(task.download)]
+        own, peers = tensors_to_message(task.memory["laid_out"]), [message for _, message in unbundle(task.download)]
         heard = peers if preset == "reference" else [own, *peers]
         weights = [m.numbers["n_samples"] if preset == "reference" else 1 for m in heard]
         expected = sum(n * m.section("unit")["features"] for n, m in zip(weights, heard, strict=True)) / sum(weights)
@@ -278,7 +278,7 @@ def test_the_unit_pass_is_in_eval_mode_and_leaves_no_trace():
 def test_the_modes_are_restored_after_an_error():
     backbone = NormMLP((4,), 3).train()
     with pytest.raises(RuntimeError):
-        ua.in_eval_mode(backbone.encoder, torch.ones(1, 5))
+        ua.run_in_eval_mode(backbone.encoder, torch.ones(1, 5))
     assert all(part.training for part in backbone.modules())
 
 

@@ -51,7 +51,7 @@ def bipartition(similarity: Tensor) -> Tensor:
     return labels != labels[0]
 
 
-def nearer(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
+def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
     """Return which of two groups an update `(P,)` is nearer to, by its least similar member. A tie is False.
 
     Args:
@@ -105,15 +105,19 @@ class Splits(Aggregator):
         clusters, heard, round = assignment["cluster"].clone(), assignment["heard"].clone(), assignment["round"] + 1
         count = existing = int(clusters.max()) + 1
         norms = torch.full((2, existing), torch.nan, dtype=torch.float64)
-        for cluster, members in grouped(folded, clusters):
+        for cluster, members in group_by_cluster(folded, clusters):
             start = before[section(cluster)]
             updates = torch.stack([update(start, upload.message.section("model")) for upload in members])
             norms[:, cluster] = self.norms(updates, members)
-            if round > self.min_rounds and len(members) > self.min_size and self.apart(*norms[:, cluster].tolist()):
-                clusters[leavers(before, cluster, members, updates)] = count
+            if (
+                round > self.min_rounds
+                and len(members) > self.min_size
+                and self.should_split(*norms[:, cluster].tolist())
+            ):
+                clusters[leaving_clients(before, cluster, members, updates)] = count
                 count += 1
         heard[[upload.client for upload in folded]] = True
-        means = {section(cluster): self.mean(members) for cluster, members in grouped(folded, clusters)}
+        means = {section(cluster): self.mean(members) for cluster, members in group_by_cluster(folded, clusters)}
         return means | {
             "model": self.mean(folded),
             "assignment": {"cluster": clusters, "heard": heard, "round": round},
@@ -133,12 +137,12 @@ class Splits(Aggregator):
         weights = torch.tensor(self.weights(members), dtype=torch.float64)
         return torch.stack([(weights / weights.sum() @ updates).norm(), updates.norm(dim=1).max()])
 
-    def apart(self, mean: float, largest: float) -> bool:
+    def should_split(self, mean: float, largest: float) -> bool:
         """Return whether a cluster, but not its members, is at a stationary point: `mean < ε1` and `largest > ε2`."""
         return mean < self.eps1 and largest > self.eps2
 
 
-def grouped(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
+def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list[Upload]]]:
     """Group uploads by the clients' clusters `(N,)`."""
     groups: dict[int, list[Upload]] = {}
     for upload in uploads:
@@ -146,7 +150,7 @@ def grouped(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[int, list
     return sorted(groups.items())
 
 
-def leavers(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
+def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
     """Return the clients that leave a cluster when it is split.
 
     Those who did not take part this round go by their last update; who never did, stays.
@@ -161,7 +165,7 @@ def leavers(state: State, cluster: int, members: Sequence[Upload], updates: Tens
     known = (state["assignment"]["cluster"] == cluster) & state["assignment"]["heard"]
     absent = sorted(set(known.nonzero()[:, 0].tolist()) - set(present))
     leaving = [client for client, leaves in zip(present, groups.tolist(), strict=True) if leaves]
-    return leaving + [k for k in absent if nearer(state[f"peer_{k}"]["update"], updates, groups)]
+    return leaving + [k for k in absent if is_nearer_to_second(state[f"peer_{k}"]["update"], updates, groups)]
 
 
 class CFL(Algorithm):

@@ -90,13 +90,13 @@ class PeerCriticalFL(PeerAlgorithm):
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
         """Return whole models, or the entries that changed most, and the gradient norms."""
-        return {j: heard(message) for j, message in peers.items()}
+        return {j: collected_part(message) for j, message in peers.items()}
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
         """Return the mean of each entry over the client and the peers that sent it."""
         uploads = [Upload(-1, own), *received]
         if any(MASK in upload.message.section("model") for upload in uploads):
-            uploads = [Upload(client, in_entries(message)) for client, message in uploads]
+            uploads = [Upload(client, as_entries(message)) for client, message in uploads]
         mean = EntryMean()
         return mean.finish(mean.fold(uploads), {"model": own.section("model")}, {})["model"]
 
@@ -135,7 +135,7 @@ class PeerCriticalFL(PeerAlgorithm):
         return kept | {DETECTOR: module.notes[DETECTOR]} if module.round else kept
 
 
-def heard(publication: Message) -> Message:
+def collected_part(publication: Message) -> Message:
     """Return the part of a peer's publication that a client collects: in a critical period, the largest changes."""
     numbers = {name: publication.numbers[name] for name in ("n_samples", "gradient_norm")}
     changed = publication.section(CHANGED)
@@ -149,7 +149,7 @@ def heard(publication: Message) -> Message:
     return Message(rest.plus({"model": only_entries(model, names, chosen)}).tensors, numbers)
 
 
-def in_entries(message: Message) -> Message:
+def as_entries(message: Message) -> Message:
     """Return a message with its model as single entries; of a whole model, all entries."""
     model = message.section("model")
     if MASK in model:

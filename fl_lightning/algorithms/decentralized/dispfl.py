@@ -76,7 +76,7 @@ def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tens
     return kept.view(mask.shape)
 
 
-def spread(values: Tensor, mask: Tensor) -> Tensor:
+def scatter_values(values: Tensor, mask: Tensor) -> Tensor:
     """Return weights with the values `(nnz,)` in a mask, and zero elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter_(mask, values)
 
@@ -207,7 +207,9 @@ class DisPFL(PeerAlgorithm):
         mixed: Tensors = {}
         for name in masks[0]:
             theirs = [unpacked(mask[name], shapes[name]) for mask in masks]
-            mixed[name] = intersection_mean([spread(v[name], m) for v, m in zip(values, theirs, strict=True)], theirs)
+            mixed[name] = intersection_mean(
+                [scatter_values(v[name], m) for v, m in zip(values, theirs, strict=True)], theirs
+            )
         statistics = [message.section("model") for message in messages]
         statistics[0] = {name: value for name, value in statistics[0].items() if name not in mixed}
         return mixed | weighted_mean(statistics, [1.0] * len(messages))
@@ -223,7 +225,7 @@ class DisPFL(PeerAlgorithm):
             "values": {name: model[name][mask] for name, mask in masks.items()},
             "masks": {name: packed(mask) for name, mask in masks.items()},
         }
-        module.next_masks = self.searched(module, batches)
+        module.next_masks = self.search_mask(module, batches)
         return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
@@ -232,7 +234,7 @@ class DisPFL(PeerAlgorithm):
         masks = {name: packed(mask) for name, mask in module.next_masks.items()}
         return super().remember(module, upload) | {NEXT: masks}
 
-    def searched(self, module: MaskedModule, batches: Batches) -> Tensors:
+    def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
         """Return the mask of the next round; before round 1 the mask stays."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":

@@ -109,7 +109,7 @@ class PeerAlgorithm(Algorithm):
         if LAID_OUT not in memory:
             return
         untrained = to_cpu({"model": self._shared(module.backbone)})
-        own, received = restored(Message.pack(untrained).tensors | memory[LAID_OUT]), unbundle(download)
+        own, received = tensors_to_message(Message.pack(untrained).tensors | memory[LAID_OUT]), unbundle(download)
         load_weights(module.backbone, own.section("model") | memory.get(OWN, {}))
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
@@ -126,9 +126,9 @@ class PeerAlgorithm(Algorithm):
         The model that all start from is not kept by each: the state holds it once.
         """
         if not module.round:
-            return {LAID_OUT: stored(upload.without("model"))}
+            return {LAID_OUT: message_to_tensors(upload.without("model"))}
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
-        return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: stored(upload)}
+        return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Return the mean of all clients' publications, with the new uploads in place of older ones."""
@@ -150,22 +150,22 @@ def section(peer: int) -> str:
     return f"peer_{peer}"
 
 
-def stored(message: Message) -> Tensors:
+def message_to_tensors(message: Message) -> Tensors:
     """Convert a message to tensors alone, for the state. A number is under `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }
 
 
-def restored(tensors: Tensors) -> Message:
-    """Convert the tensors from `stored` back to the message."""
+def tensors_to_message(tensors: Tensors) -> Message:
+    """Convert the tensors from `message_to_tensors` back to the message."""
     numbers = {k.removeprefix("number/"): v.item() for k, v in tensors.items() if k.startswith("number/")}
     return Message({k: v for k, v in tensors.items() if not k.startswith("number/")}, numbers)
 
 
 def publication(state: State, peer: int) -> Message:
     """Return a peer's publication. Before the peer has trained, its model is the initial one."""
-    return restored(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
+    return tensors_to_message(Message.pack({"model": state["untrained"]}).tensors | state[section(peer)])
 
 
 def bundle(messages: Mapping[int, Message]) -> Message:

@@ -51,19 +51,19 @@ def unit_representation(logits: Tensor) -> Tensor:
 
 def symmetric_kl(one: Tensor, other: Tensor) -> float:
     """Return Eq. 6 as printed: `½ KL(I_i || I_j) + ½ KL(I_j || I_i)`. Probabilities are clamped to 1e-8."""
-    p, q = clamped(one), clamped(other)
+    p, q = clamp_probabilities(one), clamp_probabilities(other)
     return float(((p - q) * (p / q).log()).sum() / 2)
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
     """Return the Jensen-Shannon divergence that the text names; natural logarithm, at most ln 2."""
-    p, q = clamped(one), clamped(other)
+    p, q = clamp_probabilities(one), clamp_probabilities(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
     return max(float(value), 0.0)
 
 
-def clamped(distribution: Tensor) -> Tensor:
+def clamp_probabilities(distribution: Tensor) -> Tensor:
     """Return probabilities of at least 1e-8, in float64."""
     return distribution.double().clamp(min=1e-8)
 
@@ -164,10 +164,10 @@ class UnitAlignment(LossTerm):
             assert step.features is not None
             return self.mu * (at_least_float32(step.features) - average).square().mean()
         encoder = with_encoder(step.backbone).encoder
-        return self.mu * alignment_loss(in_eval_mode(encoder, unit_input(step.inputs, self.unit.value))[0], average)
+        return self.mu * alignment_loss(run_in_eval_mode(encoder, unit_input(step.inputs, self.unit.value))[0], average)
 
 
-def in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
+def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
     """Run a module in eval mode with gradients, then restore the mode of each of its parts."""
     training = [part for part in module.modules() if part.training]
     recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
@@ -254,8 +254,8 @@ class UAPDFL(PeerAlgorithm):
         messages = [own, *(upload.message for upload in received)]
         models = [message.section("model") for message in messages]
         samples = [message.numbers["n_samples"] for message in messages]
-        extractor = weighted_mean((part(model, head=False) for model in models), samples)
-        heads = [(head, n) for model, n in zip(models, samples, strict=True) if (head := part(model, head=True))]
+        extractor = weighted_mean((model_part(model, head=False) for model in models), samples)
+        heads = [(head, n) for model, n in zip(models, samples, strict=True) if (head := model_part(model, head=True))]
         return extractor | weighted_mean(*zip(*heads, strict=True))
 
     def divergences(self, own: Message, peers: Iterable[Message]) -> list[float]:
@@ -276,12 +276,12 @@ class UAPDFL(PeerAlgorithm):
         return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)
 
 
-def part(model: Tensors, head: bool) -> Tensors:
+def model_part(model: Tensors, head: bool) -> Tensors:
     """Return a model's feature extractor `g` (its encoder), or the rest of it, `h`."""
     return {name: value for name, value in model.items() if name.startswith("encoder.") != head}
 
 
 def without_head(message: Message) -> Message:
     """Return a publication without its classifier `h`."""
-    kept = part(message.section("model"), head=False)
+    kept = model_part(message.section("model"), head=False)
     return Message(message.without("model").tensors | {f"model/{name}": v for name, v in kept.items()}, message.numbers)

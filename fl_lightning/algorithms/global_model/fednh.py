@@ -44,7 +44,7 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
     return F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
 
 
-def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
+def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: float) -> Tensor:
     """Return `norm(ρ W_c + (1 - ρ) norm(Σ_k n_kc μ_kc / Σ_k n_kc))`. A class without samples keeps its prototype.
 
     Args:
@@ -59,7 +59,7 @@ def moved_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: floa
     return torch.where(moves[:, None], moved, prototypes)
 
 
-class Seen(NamedTuple):
+class RoundSums(NamedTuple):
     """The sums that the server keeps of a round's uploads.
 
     Attributes:
@@ -92,7 +92,7 @@ class PrototypeAveraging(Aggregator):
         check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")
         self.rho = rho
 
-    def fold(self, uploads: Iterable[Upload]) -> Seen:
+    def fold(self, uploads: Iterable[Upload]) -> RoundSums:
         """Add each client's weights and prototypes to running sums."""
         mean, sums, counts = RunningMean(), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for upload in uploads:
@@ -100,13 +100,13 @@ class PrototypeAveraging(Aggregator):
             own = upload.message.section(PROTOTYPES)
             sums = sums + own["counts"].double()[:, None] * own["values"].double()
             counts = counts + own["counts"].double()
-        return Seen(mean, sums, counts)
+        return RoundSums(mean, sums, counts)
 
-    def finish(self, folded: Seen, before: State, knowledge: State) -> State:
+    def finish(self, folded: RoundSums, before: State, knowledge: State) -> State:
         """Return the mean of the weights and the updated prototypes."""
         model = folded.mean.value()
         (name,) = before["model"].keys() - model.keys()
-        model[name] = moved_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
+        model[name] = update_prototypes(before["model"][name], folded.sums, folded.counts, self.rho)
         return {"model": model}
 
 

@@ -85,17 +85,17 @@ def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[st
     if levels is None:
         encoder = with_encoder(backbone).encoder
         parts = [f"encoder.{name}" for name, _ in encoder.named_children()]
-        levels = [part for part in parts if relus(modules, part)]
+        levels = [part for part in parts if relu_names(modules, part)]
     for level in levels:
         if level not in modules:
             known = ", ".join(name for name in modules if name.count(".") == 1)
             raise ConfigError(f"algorithm.levels: the model has no {level!r}; it has, for example, {known}")
     if not levels:
         raise ConfigError("algorithm.levels: the model has no ReLU layer to find levels by; name its layers")
-    return tuple((relus(modules, level) or [level])[-1] for level in levels)
+    return tuple((relu_names(modules, level) or [level])[-1] for level in levels)
 
 
-def relus(modules: dict[str, nn.Module], part: str) -> list[str]:
+def relu_names(modules: dict[str, nn.Module], part: str) -> list[str]:
     """Return the names of the ReLU layers in a part of a network, in order."""
     return [
         name

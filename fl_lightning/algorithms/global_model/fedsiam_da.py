@@ -73,7 +73,7 @@ class SiameseAlignment(LossTerm):
 
     def __init__(self, mu: float = 0.1, stop_gradient: bool = True) -> None:
         super().__init__()
-        self.mu, self.stop_gradient, self.active = checked(mu), stop_gradient, mu > 0
+        self.mu, self.stop_gradient, self.active = check_mu(mu), stop_gradient, mu > 0
         self._copy: list[Backbone] = []  # in a list: it is no part of the client's module
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -129,7 +129,7 @@ class HistoryContrast(LossTerm):
     def __init__(self, mu: float = 0.1, factor: float = 1.0) -> None:
         super().__init__()
         check_number("algorithm.loss_terms.factor", factor, "[0, inf)", "1, or 0.5 for Eq. 5")
-        self.mu, self.factor, self.active = checked(mu), factor, mu > 0
+        self.mu, self.factor, self.active = check_mu(mu), factor, mu > 0
         self._kept: Tensors = {}
         self._earlier: list[nn.Module] = []  # in a list: it is no part of the client's module
 
@@ -160,7 +160,7 @@ class HistoryContrast(LossTerm):
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
 
 
-def checked(mu: float) -> float:
+def check_mu(mu: float) -> float:
     """μ.
 
     Raises:

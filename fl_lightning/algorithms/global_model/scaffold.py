@@ -88,7 +88,7 @@ class ControlVariates(LossTerm):
         """Keep the received weights, and compute the correction of each step."""
         self.lr = learning_rate(module)
         parameters = dict(trainable(module.backbone))
-        server, self._own = (alike(held, parameters) for held in (self._server, self._own))
+        server, self._own = (complete_control(held, parameters) for held in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
         self._corrections = {name: server[name] - self._own[name] for name in parameters}
         self._server = {}
@@ -121,7 +121,7 @@ def trainable(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
-def alike(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
+def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> Tensors:
     """Return a control variate on the parameters' device, in at least float32; missing entries are zero."""
 
     def value(name: str, p: Tensor) -> Tensor:

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
+from fl_lightning.algorithms.decentralized.peers import (
+    bundle,
+    message_to_tensors,
+    section,
+    tensors_to_message,
+    unbundle,
+)
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import check_number
@@ -223,7 +229,7 @@ class APPLE(Algorithm):
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the other clients' cores, the initial ratios and the shared knowledge."""
         others = [j for j in state[CORES]["trained"].nonzero()[:, 0].tolist() if j != client]
-        cores = bundle({j: restored(state[section(j)]) for j in others})
+        cores = bundle({j: tensors_to_message(state[section(j)]) for j in others})
         first = Message.pack({RATIOS: {"first": state[CORES]["ratios"], "client": torch.tensor(client)}})
         known = super().download(state, client, rng).without("model")
         return Message(known.tensors | first.tensors | cores.tensors, cores.numbers)
@@ -238,7 +244,7 @@ class APPLE(Algorithm):
         trained = {j: message.section("model") for j, message in unbundle(download)}
         zero = {name: torch.zeros_like(value) for name, value in initial.items()}
         cores = [zero if j == client else trained.get(j, initial) for j in range(len(first))]
-        own = restored(memory.get(CORE, {})).section("model") or initial
+        own = tensors_to_message(memory.get(CORE, {})).section("model") or initial
         ratios = memory[RATIOS]["values"] if RATIOS in memory else first
         others = [torch.stack([one[name] for one in cores]) for name in initial]
         module.set_mixture(client, ratios, first, [own[name] for name in initial], others)
@@ -253,5 +259,5 @@ class APPLE(Algorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the core, which the server sends to others, and the ratios, which stay private."""
         assert isinstance(module, MixedModule)
-        core: Tensors = stored(Message.pack({"model": upload.section("model")}, **upload.numbers))
+        core: Tensors = message_to_tensors(Message.pack({"model": upload.section("model")}, **upload.numbers))
         return super().remember(module, upload) | {CORE: core} | to_cpu({RATIOS: {"values": module.ratios}})

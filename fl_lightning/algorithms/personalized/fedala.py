@@ -30,12 +30,12 @@ LAST = 10
 """Passes whose losses tell whether the weights have settled."""
 
 
-def mixed(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
+def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
     """Return Eq. 5's `θ̂ = θ_i + (θ - θ_i) ⊙ W`, entry by entry."""
     return {name: own + (received[name] - own) * weights[name] for name, own in local.items()}
 
 
-def stepped(weights: Tensors, gradients: Tensors, local: Tensors, received: Tensors, eta: float) -> Tensors:
+def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, received: Tensors, eta: float) -> Tensors:
     """Return Eq. 6's `clip(W - η ∇_W L, 0, 1)`, with `∇_W L = g ⊙ (θ - θ_i)` by the chain rule.
 
     Args:
@@ -50,13 +50,13 @@ def stepped(weights: Tensors, gradients: Tensors, local: Tensors, received: Tens
     }
 
 
-def settled(losses: Sequence[float], threshold: float) -> bool:
+def has_converged(losses: Sequence[float], threshold: float) -> bool:
     """Return whether the losses of the last `LAST` passes deviate by less than a threshold."""
     last = torch.tensor(losses[-LAST:], dtype=torch.float64)
     return len(losses) > LAST and float(last.std(correction=0)) < threshold
 
 
-def top(backbone: nn.Module, layers: int) -> list[str]:
+def top_names(backbone: nn.Module, layers: int) -> list[str]:
     """Return the names of the last parameter tensors on the way to the logits, without a siamese predictor."""
     names = [name for name, _ in backbone.named_parameters() if not name.startswith("predictor.")]
     return names[max(0, len(names) - layers) :]
@@ -109,7 +109,7 @@ class FedALA(Algorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Take in the download, and note what is to be mixed with it: the client's last model, or the initial one."""
         initial = dict(module.backbone.named_parameters())
-        names = top(module.backbone, self.layers)
+        names = top_names(module.backbone, self.layers)
         module.notes = {
             LOCAL: memory.get(LOCAL) or {name: initial[name].detach().clone() for name in names},
             WEIGHTS: memory.get(WEIGHTS, {}),
@@ -124,8 +124,8 @@ class FedALA(Algorithm):
         if all(torch.equal(own, received[name]) for name, own in local.items()):
             return
         weights = {name: w.to(parameters[name]) for name, w in module.notes[WEIGHTS].items()}
-        weights = self._learnt(module, batches, local, received, weights)
-        load_weights(module.backbone, mixed(local, received, weights))
+        weights = self._learn_weights(module, batches, local, received, weights)
+        load_weights(module.backbone, mix_models(local, received, weights))
         module.notes[WEIGHTS] = weights
 
     def remember(self, module: ClientModule, upload: Message) -> State:
@@ -134,7 +134,7 @@ class FedALA(Algorithm):
         kept = {LOCAL: {name: model[name] for name in module.notes[LOCAL]}, WEIGHTS: module.notes[WEIGHTS]}
         return super().remember(module, upload) | to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
-    def _learnt(
+    def _learn_weights(
         self, module: ClientModule, batches: Batches, local: Tensors, received: Tensors, weights: Tensors
     ) -> Tensors:
         """Return the mixing weights after this round's passes over a sample of the client's data."""
@@ -143,11 +143,11 @@ class FedALA(Algorithm):
         passes = ONE_ROUND if weights else self.max_epochs
         weights = weights or {name: torch.ones_like(own) for name, own in local.items()}
         losses: list[float] = []
-        while len(losses) < passes and not settled(losses, self.threshold):
+        while len(losses) < passes and not has_converged(losses, self.threshold):
             for chosen in drawn.split(module.batch_size):
-                model = {name: value.requires_grad_() for name, value in mixed(local, received, weights).items()}
+                model = {name: value.requires_grad_() for name, value in mix_models(local, received, weights).items()}
                 loss = module.objective.loss(functional_call(module.backbone, model, (x[chosen],)), y[chosen])
                 gradients = torch.autograd.grad(loss, list(model.values()))
-                weights = stepped(weights, dict(zip(model, gradients, strict=True)), local, received, self.eta)
+                weights = update_weights(weights, dict(zip(model, gradients, strict=True)), local, received, self.eta)
             losses.append(loss.item())
         return weights

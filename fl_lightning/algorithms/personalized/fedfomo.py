@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.algorithms.decentralized.peers import bundle, restored, section, stored, unbundle
+from fl_lightning.algorithms.decentralized.peers import (
+    bundle,
+    message_to_tensors,
+    section,
+    tensors_to_message,
+    unbundle,
+)
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import check_number
@@ -32,7 +38,7 @@ AFFINITY = "affinity"
 """The section of the state that holds what models were worth to whom, and of uploads that holds what they are now."""
 
 
-def worth(previous_loss: float, loss: float, distance: float) -> float:
+def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
     """Return Eq. 3's `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, the benefit of model n; 0 for its own copy.
 
     Args:
@@ -43,14 +49,16 @@ def worth(previous_loss: float, loss: float, distance: float) -> float:
     return (previous_loss - loss) / (distance + 1e-5)
 
 
-def shares(worths: Tensor) -> Tensor:
+def mixing_shares(worths: Tensor) -> Tensor:
     """Return Eq. 4's `max(w, 0)`, normalised to a sum of 1; all 0 if none is positive. `(M,)`."""
     positive = worths.clamp(min=0)
     total = positive.sum()
     return positive / total if total > 0 else positive
 
 
-def chosen(row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator) -> list[int]:
+def choose_models(
+    row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
+) -> list[int]:
     """Choose whose models a client is sent: those with the highest affinity or, when it explores, random ones.
 
     Args:
@@ -134,27 +142,27 @@ class FedFomo(Algorithm):
         affinity = state[AFFINITY]
         others = [j for j in affinity["trained"].nonzero()[:, 0].tolist() if j != client]
         explores = rng.random() < self.epsilon - self.decay * int(affinity["rounds"])
-        peers = chosen(affinity["matrix"][client], others, self.models, explores, rng)
-        models = bundle({j: restored(state[section(j)]) for j in peers})
+        peers = choose_models(affinity["matrix"][client], others, self.models, explores, rng)
+        models = bundle({j: tensors_to_message(state[section(j)]) for j in peers})
         known = super().download(state, client, rng).without("model")
         return Message(known.tensors | models.tensors, models.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Take up the client's own last model, and note those that it was sent."""
-        own = restored(memory.get(UPLOADED, {})).section("model")
+        own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
         super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
-        module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copied(module)}
+        module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
         """Weigh the client's own and the received models by Eq. 3 and 4, and load the mixture."""
-        previous, models = module.notes.pop(PREVIOUS), [self._copied(module), *module.notes.values()]
+        previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
-        worths = self._worths(module, previous, models, list(validation) or list(batches))
-        mixture = weighted_mean(models, shares(worths).tolist()) if (worths > 0).any() else models[0]
+        worths = self._benefits(module, previous, models, list(validation) or list(batches))
+        mixture = weighted_mean(models, mixing_shares(worths).tolist()) if (worths > 0).any() else models[0]
         load_weights(module.backbone, mixture)
         found = {"peer": torch.tensor(peers, dtype=torch.int64), "worth": worths[1:]}
-        module.notes = {AFFINITY: found, PREVIOUS: self._copied(module)}
+        module.notes = {AFFINITY: found, PREVIOUS: self._copy_model(module)}
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained model and the weights of the received ones."""
@@ -164,14 +172,14 @@ class FedFomo(Algorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the trained model, which the server sends to others, and its start."""
         model = Message.pack({"model": upload.section("model")}, n_samples=upload.numbers["n_samples"])
-        own = {UPLOADED: stored(model), PREVIOUS: module.notes[PREVIOUS]}
+        own = {UPLOADED: message_to_tensors(model), PREVIOUS: module.notes[PREVIOUS]}
         return super().remember(module, upload) | own
 
-    def _copied(self, module: ClientModule) -> Tensors:
+    def _copy_model(self, module: ClientModule) -> Tensors:
         """Return a copy of the model without the personal parts."""
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
-    def _worths(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
+    def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
         """Return the benefit of each model to the client, `(M,)`. Afterwards the module holds any of them."""
 
         def loss(model: Tensors) -> float:
@@ -181,6 +189,7 @@ class FedFomo(Algorithm):
         with torch.no_grad():
             before, (start, *ends) = loss(previous), flatten([previous, *models])
             gains = [
-                worth(before, loss(model), float((end - start).norm())) for model, end in zip(models, ends, strict=True)
+                model_benefit(before, loss(model), float((end - start).norm()))
+                for model, end in zip(models, ends, strict=True)
             ]
         return torch.tensor(gains, dtype=torch.float64)

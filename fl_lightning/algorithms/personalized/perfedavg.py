@@ -26,7 +26,7 @@ Order = Literal["first", "hessian_free"]
 Batch = TypeVar("Batch")
 
 
-def stepped(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
+def take_step(weights: Tensors, gradient: Tensors, length: float) -> Tensors:
     """Return `w - length · g`. Weights without a gradient stay."""
     return weights | {name: weights[name] - length * g for name, g in gradient.items()}
 
@@ -50,17 +50,17 @@ def meta_gradient(
         alpha: α.
         delta: δ; without it, the first order.
     """
-    v = gradient(stepped(weights, gradient(weights, batches[0]), alpha), batches[1])
+    v = gradient(take_step(weights, gradient(weights, batches[0]), alpha), batches[1])
     if delta is None:
         return v
     draws = RandomStates(next(iter(v.values())).device)
-    ahead = gradient(stepped(weights, v, -delta), batches[2])
+    ahead = gradient(take_step(weights, v, -delta), batches[2])
     with draws.drawing():  # other dropout masks would make more of a difference than δ does
-        behind = gradient(stepped(weights, v, delta), batches[2])
+        behind = gradient(take_step(weights, v, delta), batches[2])
     return {name: g - alpha / (2 * delta) * (ahead[name] - behind[name]) for name, g in v.items()}
 
 
-def split(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
+def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
     """Split a batch into parts of equal size, up to a sample. A batch too small for that is repeated."""
     x, y = batch
     if len(y) < 2 * parts:
@@ -91,7 +91,7 @@ class MetaStep(ClientModule):
         start = {name: p.detach().clone() for name, p in own.items()}
 
         def gradient(weights: Tensors, batch: tuple[Tensor, Tensor]) -> Tensors:
-            place(weights, own)
+            load_parameters(weights, own)
             statistics = {buffer: buffer.clone() for buffer in self.backbone.buffers()}
             exact = torch.autocast(self.device.type, enabled=False)  # a difference has no digits to spare
             with exact if len(seen) > 1 else nullcontext():
@@ -104,8 +104,10 @@ class MetaStep(ClientModule):
                     buffer.copy_(value)
             return {name: g for name, g in zip(own, found, strict=True) if g is not None}
 
-        found = meta_gradient(gradient, start, split(batch, 2 if self.delta is None else 3), self.alpha, self.delta)
-        place(start, own)
+        found = meta_gradient(
+            gradient, start, split_batch(batch, 2 if self.delta is None else 3), self.alpha, self.delta
+        )
+        load_parameters(start, own)
         self.note(*seen[1])
         leaning = [(g * (own[name] - start[name])).sum() for name, g in found.items()]
         return functools.reduce(torch.add, leaning, total(seen[1][1]).detach())
@@ -116,7 +118,7 @@ def total(losses: dict[str, Tensor]) -> Tensor:
     return functools.reduce(torch.add, losses.values())
 
 
-def place(weights: Tensors, parameters: Tensors) -> None:
+def load_parameters(weights: Tensors, parameters: Tensors) -> None:
     """Write weights into parameters."""
     with torch.no_grad():
         for name, value in weights.items():
