@@ -134,7 +134,7 @@ def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
 
 def publish(run: FederatedOrchestrator) -> None:
     """Have every client lay its untrained model out, as a run without a server begins."""
-    run._aggregate(0, run._untrained(range(run.clients), repeat(Message()), upload=True))
+    run._aggregate(0, run._without_training(range(run.clients), repeat(Message()), upload=True))
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:
