@@ -1,4 +1,4 @@
-"""Who can hear whom among peers: graphs that stay as they are for a whole run."""
+"""Graphs of the peers that each client can collect from. They stay the same during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CFL: one model until clients pull apart, then one for each group of clients whose updates point the same way.
+"""CFL: one model at first, then one for each group of clients whose updates point in the same direction.
 
 Sattler, Müller, Samek: "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
 Constraints", IEEE TNNLS 2020, as the authors' code has it.

@@ -1,4 +1,4 @@
-"""CriticalFL without a server: each client decides how many peers to hear, by its own gradients and theirs.
+"""CriticalFL without a server: each client sets its number of peers from its own and their gradient norms.
 
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
 Federated Learning", KDD 2023, between peers as in the tables of Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for

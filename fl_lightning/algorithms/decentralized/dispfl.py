@@ -1,4 +1,4 @@
-"""DisPFL: peers with sparse models of their own, each on a mask of its own that it searches as it trains.
+"""DisPFL: peers with sparse personalised models, each with a mask that is searched during training.
 
 Dai, Shen, He, Tian, Tao: "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
 Sparse Training", ICML 2022, Algorithms 1 and 2. Densities of layers by ERK: Evci, Gale, Menick, Castro, Elsen:

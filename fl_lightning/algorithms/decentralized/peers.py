@@ -1,4 +1,4 @@
-"""Peer to peer, without a server: what such methods have in common.
+"""The base class of methods without a server, and gossip averaging.
 
 Every client lays out what it has trained (`upload`), and at the start of a round collects from its peers what they laid
 out the round before. All of a round's clients see that same snapshot, so the order they are visited in changes nothing.

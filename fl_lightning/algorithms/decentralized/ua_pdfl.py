@@ -1,4 +1,4 @@
-"""UA-PDFL: peers compare what their models make of one constant input, and share as much as they are alike.
+"""UA-PDFL: peers compare the outputs of their models on one constant input, and share more if they are similar.
 
 Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning", 2024. Equations and algorithms
 below are the paper's.

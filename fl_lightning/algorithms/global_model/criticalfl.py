@@ -1,4 +1,4 @@
-"""CriticalFL: more clients, each sending only its largest changes, while the model is in a critical learning period.
+"""CriticalFL: in a critical learning period more clients take part, and each sends only its largest changes.
 
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
 Federated Learning", KDD 2023.

@@ -1,4 +1,4 @@
-"""FedAvgM: the server keeps a momentum of the rounds' changes.
+"""FedAvgM: FedAvg with server momentum.
 
 Hsu, Qi, Brown: "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
 Section 4.3.

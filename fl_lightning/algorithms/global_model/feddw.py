@@ -1,4 +1,4 @@
-"""FedDW: the classification layer is regularised towards what all clients together know of the classes.
+"""FedDW: the classification layer is regularised towards the average soft labels of all clients.
 
 "FedDW: Distilling Weights through Consistency Optimization in Heterogeneous Federated Learning", 2024. Sections and
 equations below are the paper's.

@@ -1,4 +1,4 @@
-"""FedNH: a classification layer of class prototypes on the unit sphere, which the server moves and no client trains.
+"""FedNH: a classification layer of class prototypes on the unit sphere, which only the server updates.
 
 Dai, Chen, Li, Heinecke, Sun, Xu: "Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023,
 Algorithm 1.

@@ -1,4 +1,4 @@
-"""FedAdagrad, FedAdam and FedYogi: the server is an adaptive optimizer, its gradient what clients changed in a round.
+"""FedAdagrad, FedAdam and FedYogi: adaptive server optimizers, with the mean update of a round as gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive Federated Optimization", ICLR 2021,
 Algorithm 2.

@@ -1,4 +1,4 @@
-"""FedProx: local training is held near the shared model.
+"""FedProx: a proximal term keeps local training near the global model.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
 """

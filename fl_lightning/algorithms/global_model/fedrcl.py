@@ -1,4 +1,4 @@
-"""FedRCL: a contrastive loss on every level of the network, relaxed where samples of a class are alike already.
+"""FedRCL: a contrastive loss on every level of the network, relaxed for similar samples of a class.
 
 Seo, Kim, Kim, Han: "Relaxed Contrastive Learning for Federated Learning", CVPR 2024.
 

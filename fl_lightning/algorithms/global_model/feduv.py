@@ -1,4 +1,4 @@
-"""FedUV: clients keep their predictions as varied, and their features as spread out, as they would be on even data.
+"""FedUV: regularise predictions to be as varied, and features as spread out, as on balanced data.
 
 Son, Kim, Chung, Huang, Liu: "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
 

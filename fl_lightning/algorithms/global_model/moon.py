@@ -1,4 +1,4 @@
-"""MOON: representations are drawn to those of the global model and pushed away from those of the client's last model.
+"""MOON: pull representations towards the global model's and away from those of the client's last model.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates take the drift out of local steps.
+"""SCAFFOLD: control variates correct the client drift of local steps.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
 2020, Algorithm 1 with option II.

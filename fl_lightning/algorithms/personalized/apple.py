@@ -1,4 +1,4 @@
-"""APPLE: every client has a core model, and its own model is a mixture of all cores, in ratios that it learns.
+"""APPLE: every client trains a core model, and its personalised model mixes all cores in learned ratios.
 
 Luo, Wu: "Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning", IJCAI 2022.
 """

@@ -1,4 +1,4 @@
-"""cwFedAVG: a global model a class, of which every client starts from its own mixture; WDR makes the classes visible.
+"""cwFedAVG: a global model for each class, of which every client starts from its own mixture; and WDR.
 
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.

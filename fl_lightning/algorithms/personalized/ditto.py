@@ -1,4 +1,4 @@
-"""Ditto: beside the shared model each client trains one of its own, held near it.
+"""Ditto: each client trains a personalised model near the global one, beside FedAvg.
 
 Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
 """

@@ -1,4 +1,4 @@
-"""FedALA: before it trains, a client mixes its own last model with the received one, entry by entry, as suits its data.
+"""FedALA: before training, a client mixes its last model with the received one element by element.
 
 Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
 2023. Equations below are the paper's.

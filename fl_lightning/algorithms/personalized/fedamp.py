@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP: clients keep their own models, and each is drawn to a mixture of those that are like its own.
+"""FedAMP and HeurFedAMP: each client's personalised model is pulled to a mixture of similar models.
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021,
 Algorithm 1, with `A(x) = 1 - exp(-x/σ)`.

@@ -1,4 +1,4 @@
-"""FedBABU: the body is learnt under a head that nobody trains; clients fine-tune the whole at the end.
+"""FedBABU: train the body under a fixed head, and fine-tune the whole model on each client at the end.
 
 Oh, Kim, Yun: "FedBABU: Towards Enhanced Representation for Federated Image Classification", ICLR 2022, Algorithm 1.
 """

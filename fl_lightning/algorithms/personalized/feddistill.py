@@ -1,4 +1,4 @@
-"""FedDistill: clients share the mean logits of each class, and learn from each other's by distillation.
+"""FedDistill: clients share the mean logits of each class, and learn from them by distillation.
 
 Jeong, Oh, Kim, Park, Bennis, Kim: "Communication-Efficient On-Device Machine Learning: Federated Distillation and
 Augmentation under Non-IID Private Data", 2018, and Seo, Park, Oh, Bennis, Kim: "Federated Knowledge Distillation",

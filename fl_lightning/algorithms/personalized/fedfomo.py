@@ -1,4 +1,4 @@
-"""FedFomo: a client is sent other clients' models, and takes of each as much as it helps on data it has held back.
+"""FedFomo: a client mixes other clients' models, weighted by their benefit on its validation data.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized Federated Learning with First Order Model Optimization", ICLR 2021.
 Equations below are the paper's.

@@ -1,4 +1,4 @@
-"""FedProto: clients share class prototypes and nothing else; each keeps a model of its own.
+"""FedProto: clients share only class prototypes, and each keeps a personalised model.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
 2022. Equations below are the paper's.

@@ -1,4 +1,4 @@
-"""FedRep: clients learn a head of their own on the shared representation first, then the representation under it.
+"""FedRep: clients first train their own head on the shared representation, then the representation.
 
 Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared Representations for Personalized Federated Learning",
 ICML 2021, Algorithm 1.

@@ -1,4 +1,4 @@
-"""Local: no federation at all, which is what any has to beat."""
+"""Local: training without federation, the baseline that every method has to exceed."""
 
 from __future__ import annotations
 

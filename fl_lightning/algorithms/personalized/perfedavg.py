@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared model that one step of a client's own makes a good one for that client.
+"""Per-FedAvg: a global model that each client adapts with one local step.
 
 Fallah, Mokhtari, Ozdaglar: "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
 Approach", NeurIPS 2020, Algorithm 1. Equations below are the paper's.
