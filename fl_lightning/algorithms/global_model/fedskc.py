@@ -220,7 +220,7 @@ def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tenso
 class PaperContrast(NamedTuple):
     """The contrastive loss of the paper, at full weight in every round.
 
-    Args:
+    Attributes:
         spread: What divides the cosines, see `similarity`.
     """
 
