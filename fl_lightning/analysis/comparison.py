@@ -1,4 +1,4 @@
-"""Runs side by side: grouped over their seeds, what each group came to, and how sure its difference to another is."""
+"""Compare runs: group them over seeds, and test whether groups differ from a reference."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better,
 from fl_lightning.runs.reader import Run, is_setting, known_key
 
 LEVELS = (0.05, 0.01, 0.001)
-"""Significance: a star for each of these that p is below."""
+"""Significance levels: one star for each level that p is below."""
 
 UNCOMPARED = FREE_KEYS | {"seed", "evaluation.target_accuracies"}
-"""Settings that tell no groups apart."""
+"""Settings by which runs are not grouped."""
 
 
 class Spread(NamedTuple):
-    """Numbers of several runs: their mean, and the sample's standard deviation (n - 1) where there are two or more."""
+    """Mean and sample standard deviation (n - 1) of several runs' numbers; no deviation for a single run."""
 
     mean: float
     std: float | None
@@ -32,14 +32,14 @@ class Spread(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """When runs reached a target, over those that did.
+    """When runs reached a target value of the metric; the figures are over the runs that did.
 
     Args:
-        rounds: The first evaluated round that reached it.
-        bytes: What had crossed by then, up and down.
-        seconds: What the rounds until then had taken.
-        reached: How many runs did.
-        of: How many have the metric.
+        rounds: The first evaluated round with the target value.
+        bytes: Communication cost until that round, up and down.
+        seconds: Time until the end of that round.
+        reached: Number of runs that reached the target.
+        of: Number of runs that have the metric.
     """
 
     rounds: Spread | None
@@ -50,16 +50,16 @@ class Reach(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How a group's last figures differ from another's, over pairs of runs with the same seed.
+    """The difference between the last values of two groups, over pairs of runs with the same seed.
 
     Args:
-        pairs: How many pairs there are.
+        pairs: Number of pairs.
         mean: Mean of the differences.
-        std: The sample's standard deviation of them; None for a single pair.
+        std: Sample standard deviation of the differences; None for a single pair.
         effect: Cohen's d for paired samples, `mean / std`; None where the differences do not vary.
-        p: Of the paired t-test, two-sided; None where the differences do not vary: nothing then tells chance from
-            effect. Equal differences are common where a test set is small.
-        p_holm: `p` after Holm's correction for all groups that were tested.
+        p: p value of the two-sided paired t-test; None where the differences do not vary, since the test is undefined
+            then. Equal differences are common with small test sets.
+        p_holm: `p` after Holm's correction over all tested groups.
     """
 
     pairs: int
@@ -71,24 +71,24 @@ class Difference(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """A star for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
+        """One star for each of the levels 0.05, 0.01 and 0.001 that `p_holm` is below."""
         return "*" * sum(self.p_holm < level for level in LEVELS) if self.p_holm is not None else ""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same values of a comparison's keys, and what they came to.
+    """Runs with the same values of a comparison's keys, and their results.
 
     Args:
-        values: Their values of the keys; a key that they do not have is left out.
-        names: The same to be read: the column's key to the value, with what lies below it.
+        values: Their values of the keys; keys that they do not have are left out.
+        names: The values as text by column; a class is followed by the arguments that vary.
         runs: The runs.
-        last: The metric in its last evaluated round; None where no run has the metric.
-        best: The metric where it is best.
-        bytes: All that crossed, up and down; None where it was not counted.
-        reach: By target, when it was reached.
-        reference: Whether other groups are compared with it.
-        difference: How it differs from its reference; None where it has none, or shares no seed with it.
+        last: The metric in the last evaluated round; None if no run has the metric.
+        best: The metric in its best round.
+        bytes: Communication cost, up and down; None if it was not recorded.
+        reach: When each target was reached, by target.
+        reference: Whether other groups are compared with this one.
+        difference: Its difference from its reference; None if it has none, or no seed in common with it.
     """
 
     values: dict[str, Any]
@@ -103,11 +103,11 @@ class Group:
 
     @property
     def seeds(self) -> list[Any]:
-        """The seeds that it has, each once."""
+        """The distinct seeds of its runs."""
         return _seeds(self.runs)
 
     def among(self, groups: Sequence[Group]) -> str:
-        """What to call it among others: its first value, or all of them where another has that one, too."""
+        """Return its name: its first value, or all values if another group has the same first one."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         alone = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
         return first if alone else " ".join(filter(None, names))
@@ -115,16 +115,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs side by side.
+    """A comparison of groups of runs.
 
     Args:
-        keys: The settings that tell groups apart.
-        metric: What is compared.
-        lower: Whether the lowest is the best.
-        targets: Values of the metric for which it is told when they were reached.
-        groups: The groups, in the order of their values, reference groups first among their like.
-        reference: What groups are compared with, in words; empty for nothing.
-        remarks: What a reader should know about these groups.
+        keys: The settings in which the groups differ.
+        metric: The metric that is compared.
+        lower: Whether lower values are better.
+        targets: Values of the metric for which to report when they were reached.
+        groups: The groups, sorted by their values; a reference comes before the groups that are compared with it.
+        reference: The name of the reference; empty if there is none.
+        remarks: Warnings about how comparable the groups are.
     """
 
     keys: list[str]
@@ -137,37 +137,40 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """The keys less those below others of them: `algorithm.mu` is told beside `algorithm`."""
+        """The keys without those below another key: `algorithm.mu` is shown with `algorithm`."""
         return [key for key in self.keys if not below(key, self.keys)]
 
     @property
     def seeds(self) -> list[Any]:
-        """All seeds of all groups, each once."""
+        """The distinct seeds of all groups."""
         return _seeds(run for group in self.groups for run in group.runs)
 
 
 def comparable(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
-    """The runs that can be compared: finished, with a config, and each setting and seed once; others are told of.
+    """Return the runs that can be compared, and warn about the others.
 
-    Of several runs with the same settings and seed the newest finished one counts.
+    They are finished, have a config, and differ in settings or seed. Of several runs with the same settings and seed,
+    the newest finished one is kept.
 
     Args:
         runs: Any runs.
-        unfinished: Take unfinished runs, too, by the rounds that they have.
+        unfinished: Include unfinished runs, with the rounds that they have.
 
     Raises:
-        ConfigError: None is left.
+        ConfigError: No run is left.
     """
     runs = list(runs)
     known = [run for run in runs if run.config]
-    _tell(set(runs) - set(known), "no config.yaml says what they ran; left out")
+    _warn(set(runs) - set(known), "no config.yaml, left out")
     ended = [run for run in known if run.finished or unfinished]
-    _tell(set(known) - set(ended), "not finished; left out (--unfinished takes them by the rounds they have)")
+    _warn(set(known) - set(ended), "not finished, left out (--unfinished includes them)")
     newest: dict[Any, Run] = {}
-    for run in sorted(ended, key=lambda run: (run.finished, _written(run))):
-        newest[repr(run.settings.get("seed")), tuple(sorted(_words(run).items()))] = run
+    for run in sorted(ended, key=lambda run: (run.finished, _modified(run))):
+        newest[repr(run.settings.get("seed")), tuple(sorted(_compared_settings(run).items()))] = run
     kept = [run for run in ended if run in set(newest.values())]
-    _tell(set(ended) - set(kept), "the same settings and seed as another run; the newest finished one counts")
+    _warn(
+        set(ended) - set(kept), "the same settings and seed as another run, left out (the newest finished run is kept)"
+    )
     if not kept:
         raise ConfigError("no run is left to compare")
     return kept
@@ -181,26 +184,26 @@ def compare(
     reference: Mapping[str, Any] | None = None,
     targets: Sequence[float] = (),
 ) -> Comparison:
-    """Group runs over their seeds and set the groups side by side.
+    """Group runs over their seeds and compare the groups.
 
     Args:
-        runs: What `comparable` leaves of them.
-        by: Settings that tell groups apart, by key or the end of one; by default all in which runs differ, but for
-            the seed and what does not alter the maths.
-        metric: What to compare; `global/acc` if any run has it, else `client/acc_mean`.
-        lower: Whether the lowest is the best; by default as the metric has it.
-        reference: Settings, among those that tell groups apart, of the groups to compare with: each group with the
-            one that has these and is otherwise like it. By default `algorithm: FedAvg`, if that is one group.
-        targets: Values of the metric for which it is told when they were reached.
+        runs: The runs, as `comparable` returns them.
+        by: Settings to group by: keys, or ends of keys. By default all in which the runs differ, except the seed and
+            settings that do not affect results.
+        metric: The metric to compare; by default `global/acc` if any run has it, else `client/acc_mean`.
+        lower: Whether lower values are better; by default the metric's own direction.
+        reference: Settings of the reference groups, among those that are grouped by. Each group is compared with the
+            one that has these settings and otherwise the same. By default `algorithm: FedAvg`, if that is one group.
+        targets: Values of the metric for which to report when they were reached.
 
     Raises:
-        ConfigError: No run has the metric or a key, or the reference fits no group, or several.
+        ConfigError: No run has the metric or a key, or the reference matches no group, or several.
     """
-    words = {run: _words(run) for run in runs}
+    words = {run: _compared_settings(run) for run in runs}
     varied = _varied(words)
     keys = list(dict.fromkeys(known_key(name, runs, "--by") for name in by)) or list(varied)
-    if same := [key for key in keys if _uncompared(key)]:
-        raise ConfigError(f"--by: {same[0]} tells no groups apart: they are over seeds, and what alters no figure")
+    if same := [key for key in keys if _is_uncompared(key)]:
+        raise ConfigError(f"--by: {same[0]} cannot group runs: it does not affect results, or is the seed")
     metric = _metric(runs, metric)
     lower = is_lower_better(metric) if lower is None else lower
     wanted = {known_key(key, runs, "--reference"): value for key, value in (reference or {}).items()}
@@ -209,44 +212,47 @@ def compare(
     if wanted and not keys and reference is not None:
         raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if unknown := wanted.keys() - set(keys):
-        raise ConfigError(f"--reference: {unknown.pop()} does not tell these groups apart; {_listed(keys)} would")
+        raise ConfigError(
+            f"--reference: {unknown.pop()} is not among the settings that differ. Use one of {_join(keys)}"
+        )
 
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(words[run].get(key) for key in keys)].append(run)
     groups = [_group(alike, keys, varied, words[alike[0]], metric, lower, targets) for alike in members.values()]
-    groups.sort(key=lambda group: [_place(group.values.get(key), wanted.get(key)) for key in keys])
+    groups.sort(key=lambda group: [_sort_key(group.values.get(key), wanted.get(key)) for key in keys])
     remarks = _remarks(groups, keys, varied, words, metric)
 
     own = [key for key in keys if key not in wanted and not below(key, wanted)]
-    likes = [_alike(group, groups, own, wanted) for group in groups] if wanted else []
+    likes = [_matching(group, groups, own, wanted) for group in groups] if wanted else []
     if several := next((found for found in likes if len(found) > 1), None):
-        fit = f"{_told(wanted)} fits {len(several)} groups that are otherwise alike, {_named(several, groups)}"
+        names = _names_of(several, groups)
+        fit = f"{_describe(wanted)} matches {len(several)} groups with otherwise equal settings, {names}"
         if reference is not None:
-            raise ConfigError(f"--reference: {fit}; add another KEY=VALUE")
-        remarks.append(f"nothing is compared with FedAvg: {fit}; --reference algorithm=FedAvg KEY=VALUE chooses one")
+            raise ConfigError(f"--reference: {fit}. Add another KEY=VALUE")
+        remarks.append(f"no comparison with FedAvg: {fit}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
         likes = []
     if reference and not any(likes):
-        raise ConfigError(f"--reference: no group has {_told(wanted)}; there are {_named(groups, groups)}")
+        raise ConfigError(f"--reference: no group has {_describe(wanted)}; there are {_names_of(groups, groups)}")
     base = {id(group): found[0] for group, found in zip(groups, likes, strict=False) if found}
-    compared = _holm([_compared(group, base.get(id(group)), keys, words, metric) for group in groups])
-    return Comparison(keys, metric, lower, list(targets), compared, _told(wanted) if base else "", remarks)
+    compared = _with_holm([_with_difference(group, base.get(id(group)), keys, words, metric) for group in groups])
+    return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if base else "", remarks)
 
 
 # --- Statistics ---
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Mean and the sample's standard deviation; None of nothing."""
+    """Return the mean and the sample standard deviation; None without values."""
     array = np.array(list(values), dtype=float)
     if not len(array):
         return None
-    with np.errstate(all="ignore"):  # of what is not finite comes what is none
+    with np.errstate(all="ignore"):  # values may be infinite or NaN
         return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else None, len(array))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
-    """How paired figures differ, and the paired t-test of it; None without a pair."""
+    """Return the difference of paired values with its paired t-test; None without a pair."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
     found = spread(deltas)
@@ -256,14 +262,14 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
     rounding = 1e-12 * np.abs([*ours, *theirs]).max()
     if std is None or not std > rounding:
         return Difference(n, mean, std, None, None)
-    from scipy.special import stdtr  # a tenth of what scipy.stats takes to import
+    from scipy.special import stdtr  # imports ten times faster than scipy.stats
 
     t = mean / (std / math.sqrt(n))
     return Difference(n, mean, std, mean / std, float(2 * stdtr(n - 1, -abs(t))))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P values corrected for their number by Holm's step-down procedure."""
+    """Return p values corrected by Holm's step-down procedure."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(np.argsort(p_values, kind="stable")):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
@@ -271,7 +277,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _holm(groups: list[Group]) -> list[Group]:
+def _with_holm(groups: list[Group]) -> list[Group]:
     tested = [i for i, group in enumerate(groups) if group.difference and group.difference.p is not None]
     corrected = holm([groups[i].difference.p for i in tested])  # type: ignore[union-attr, misc]
     for i, p in zip(tested, corrected, strict=True):
@@ -279,17 +285,17 @@ def _holm(groups: list[Group]) -> list[Group]:
     return groups
 
 
-def _compared(
+def _with_difference(
     group: Group, base: Group | None, keys: list[str], words: dict[Run, dict[str, str]], metric: str
 ) -> Group:
-    """A group with its difference to another. Runs are paired by seed and by what else varies in either group."""
+    """Return a group with its difference from another. Runs are paired by seed and other settings that vary inside."""
     if base is None or base is group:
         return replace(group, reference=base is group)
     ours, theirs = ({run: words[run] for run in each.runs} for each in (group, base))
     within = [key for key in _varied(ours) | _varied(theirs) if key not in keys and not below(key, keys)]
 
     def units(runs: list[Run]) -> dict[Any, float]:
-        """The last figures by seed and the settings within; a mean where there are several such runs."""
+        """Return the last values by seed and inner settings; the mean over runs that have both in common."""
         found: dict[Any, list[float]] = defaultdict(list)
         for run in runs:
             unit = repr(run.settings.get("seed")), *(words[run].get(key) for key in within)
@@ -321,7 +327,7 @@ def _group(
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
-        spread(crossed for crossed in (_crossed(run.rounds) for run in runs) if crossed is not None),
+        spread(crossed for crossed in (_bytes(run.rounds) for run in runs) if crossed is not None),
         {target: _reach(runs, target, metric, lower, len(figures)) for target in targets},
     )
 
@@ -331,22 +337,20 @@ def _reach(runs: list[Run], target: float, metric: str, lower: bool, of: int) ->
     until = [rows[:round] for rows, round in ends if round is not None]
     return Reach(
         spread(len(rows) for rows in until),
-        spread(crossed for crossed in map(_crossed, until) if crossed is not None),
-        spread(
-            sum(row["time/round_s"] for row in rows) for rows in until if all("time/round_s" in row for row in rows)
-        ),
+        spread(crossed for crossed in map(_bytes, until) if crossed is not None),
+        spread(seconds for seconds in map(_seconds, until) if seconds is not None),
         len(until),
         of,
     )
 
 
 def _seconds(rows: Sequence[Row]) -> float | None:
-    """What these rounds took; None where that was not measured."""
+    """Return the duration of these rounds; None if it was not recorded."""
     return sum(row["time/round_s"] for row in rows) if all("time/round_s" in row for row in rows) else None
 
 
-def _crossed(rows: Sequence[Row]) -> float | None:
-    """Bytes up and down over these rounds; None where they were not counted."""
+def _bytes(rows: Sequence[Row]) -> float | None:
+    """Return the bytes of these rounds, up and down; None if they were not recorded."""
     counted = [row[name] for row in rows for name in ("comm/up_bytes", "comm/down_bytes") if name in row]
     return sum(counted) if counted else None
 
@@ -360,8 +364,8 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
     return metric
 
 
-def _alike(group: Group, groups: list[Group], own: list[str], wanted: dict[str, Any]) -> list[Group]:
-    """The groups with the settings that are wanted and, of other keys, the group's own."""
+def _matching(group: Group, groups: list[Group], own: list[str], wanted: dict[str, Any]) -> list[Group]:
+    """Return the groups with the reference's settings that otherwise have the same settings as a group."""
     return [
         other
         for other in groups
@@ -379,35 +383,41 @@ def _remarks(
 ) -> list[str]:
     remarks = []
     if without := [group for group in groups if group.last is None]:
-        mend = "methods without a global model; --metric client/acc_mean has them" if metric == "global/acc" else ""
-        remarks.append(f"no {metric} in {_named(without, groups)}" + (f": {mend}" if mend else ""))
+        mend = (
+            "methods without a global model. Use --metric client/acc_mean to include them"
+            if metric == "global/acc"
+            else ""
+        )
+        remarks.append(f"no {metric} in {_names_of(without, groups)}" + (f": {mend}" if mend else ""))
     if some := [group for group in groups if group.last and group.last.n < len(group.runs)]:
-        remarks.append(f"not all runs of {_named(some, groups)} have {metric}; the figures are of those that do")
+        remarks.append(f"not all runs of {_names_of(some, groups)} have {metric}; the figures cover those that do")
     mixed = {key for group in groups for key in _varied({run: words[run] for run in group.runs})} - set(keys)
     if mixed:
         told = ", ".join(key for key in varied if key in mixed)
-        remarks.append(f"runs of one group differ in {told}, too: ± is not over seeds alone; --by or --where part them")
+        remarks.append(
+            f"runs of one group differ in {told}, too: ± is not over seeds alone. Use --by or --where to separate them"
+        )
     if others := [key for key in varied if key not in mixed and key not in keys]:
         remarks.append(f"groups differ in {', '.join(others)}, too")
     return remarks
 
 
-def _words(run: Run) -> dict[str, str]:
-    """The settings that alter the maths, as text that is equal where they are; a NaN is equal to a NaN so."""
-    return {key: repr(value) for key, value in run.settings.items() if not _uncompared(key)}
+def _compared_settings(run: Run) -> dict[str, str]:
+    """Return the settings that affect results, as text, so that NaN equals NaN."""
+    return {key: repr(value) for key, value in run.settings.items() if not _is_uncompared(key)}
 
 
-def _uncompared(key: str) -> bool:
+def _is_uncompared(key: str) -> bool:
     return key in UNCOMPARED or below(key, UNCOMPARED)
 
 
 def _varied(words: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
-    """The settings that differ among runs which are alike in the classes above them, the algorithm's first.
+    """Return the settings that differ between runs with the same classes above them, the algorithm's first.
 
-    FedSKC's tau is no difference to FedAvg beside the algorithm itself: it counts where two FedSKC runs differ in it.
+    Example: FedSKC's `tau` counts only if two FedSKC runs differ in it, not because FedAvg has no `tau`.
 
     Returns:
-        By key, the classes above, as text, for which it differs.
+        For each key the classes above it, as text, for which it differs.
     """
     found = {}
     for key in dict.fromkeys(key for each in words.values() for key in each):
@@ -428,7 +438,7 @@ def _above(key: str, words: dict[str, str]) -> tuple[str | None, ...]:
 
 
 def text(value: Any) -> str:
-    """A setting's value to be read: as in YAML, classes with their arguments."""
+    """Return a setting's value as text: as in YAML, and classes with their arguments."""
     if isinstance(value, dict) and "class_path" in value:
         arguments = (f"{name}={text(each)}" for name, each in (value.get("init_args") or {}).items())
         return " ".join([str(value["class_path"]).rpartition(".")[2], *arguments])
@@ -442,7 +452,7 @@ def text(value: Any) -> str:
 def _name(
     key: str, keys: list[str], varied: dict[str, set[Any]], settings: dict[str, Any], words: dict[str, str]
 ) -> str:
-    """A group's value of a key, and those below it that tell it from others with that value."""
+    """Return a group's value of a key, followed by the keys below it that vary."""
     inner = [
         f"{each.removeprefix(f'{key}.')}={text(settings[each])}"
         for each in keys
@@ -451,41 +461,41 @@ def _name(
     return " ".join([text(settings[key]) if key in settings else "", *inner]).strip()
 
 
-def _listed(things: Iterable[Any]) -> str:
+def _join(things: Iterable[Any]) -> str:
     names = list(map(str, things))
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
-def _named(some: Iterable[Group], groups: Sequence[Group]) -> str:
-    return _listed(group.among(groups) for group in some)
+def _names_of(some: Iterable[Group], groups: Sequence[Group]) -> str:
+    return _join(group.among(groups) for group in some)
 
 
-def _told(wanted: Mapping[str, Any]) -> str:
+def _describe(wanted: Mapping[str, Any]) -> str:
     ends = ((key.rpartition(".")[2], text(value)) for key, value in wanted.items())
     return " ".join(value if end == "algorithm" else f"{end}={value}" for end, value in ends)
 
 
-def rank(value: Any) -> tuple[int, float, str]:
-    """Where a value stands among others of a key: none, then numbers, then words."""
+def sort_key(value: Any) -> tuple[int, float, str]:
+    """Return the sort key of a setting's value: missing values first, then numbers, then words."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1, float(value), ""
     return 0 if value is None else 2, 0.0, text(value)
 
 
-def _place(value: Any, wanted: Any) -> tuple[bool, tuple[int, float, str]]:
-    return not is_setting(value, wanted), rank(value)
+def _sort_key(value: Any, wanted: Any) -> tuple[bool, tuple[int, float, str]]:
+    return not is_setting(value, wanted), sort_key(value)
 
 
 def _seeds(runs: Iterable[Run]) -> list[Any]:
     seeds = {repr(seed): seed for seed in (run.settings.get("seed") for run in runs)}
-    return sorted(seeds.values(), key=rank)
+    return sorted(seeds.values(), key=sort_key)
 
 
-def _written(run: Run) -> float:
+def _modified(run: Run) -> float:
     return (run.run_dir / "metrics.csv").stat().st_mtime
 
 
-def _tell(runs: set[Run], why: str) -> None:
+def _warn(runs: set[Run], why: str) -> None:
     if runs:
-        folders = _listed(sorted(str(run.run_dir) for run in runs))
+        folders = _join(sorted(str(run.run_dir) for run in runs))
         warnings.warn(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {folders}: {why}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""A trained network as a file that other programs open: `fl-lightning export`."""
+"""Export a trained network to a file that other programs can open."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-"""What an `.onnx` file is written, and tried, with."""
+"""Packages that are needed to write and check an `.onnx` file."""
 
 SAMPLES, SHOWN = 5, 2
-"""How many samples an exported network is compared on, and how many of them whoever traces it is shown."""
+"""Number of samples for the comparison of an exported network, and for tracing it."""
 
 NEAR = 1e-3
-"""How far outputs may be apart, as a share of the largest: other programs sum in another order."""
+"""Relative tolerance of outputs: other programs sum in another order."""
 
 Call = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class Network:
-    """A network to be written to a file.
+    """A network to export.
 
     Args:
-        backbone: The network, trained; a copy of it is written, in float32.
-        model: What a run's config says of it: its `class_path` and `init_args`.
-        in_shape: Shape of one input, without the batch, as the network was built for it.
-        num_classes: As the network was built for it.
-        samples: What the network is given, `(n, ...)`, n being 2 or more.
-        objective: What its outputs are for.
-        schema: The table's columns, where it was trained on a table.
+        backbone: The trained network; a copy in float32 is exported.
+        model: The network in the run's config: its `class_path` and `init_args`.
+        in_shape: Shape of one input, without the batch dimension.
+        num_classes: Number of classes that the network was built for.
+        samples: Example inputs, `(n, ...)` with n >= 2.
+        objective: The objective of its training.
+        schema: The table's columns, if it was trained on a table.
     """
 
     backbone: nn.Module
@@ -76,7 +76,7 @@ class Network:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The network in plain data, of which `rebuilt` makes one of the same kind."""
+        """The network as plain data, from which `rebuilt` builds it again."""
         return {**self.model, "in_shape": list(self.in_shape), "num_classes": self.num_classes}
 
 
@@ -85,7 +85,7 @@ class Prepared(nn.Module):
 
     Args:
         backbone: The network.
-        prepare: Turns a batch of them into what the network takes.
+        prepare: Turns a batch of them into inputs of the network.
     """
 
     def __init__(self, backbone: nn.Module, prepare: Call) -> None:
@@ -93,23 +93,23 @@ class Prepared(nn.Module):
         self.backbone, self.prepare = backbone, prepare
 
     def forward(self, x: Tensor) -> Tensor:
-        """The network's outputs for a stored batch."""
+        """Return the network's outputs for a stored batch."""
         return self.backbone(self.prepare(x))
 
 
 def network_of(
     run: FederatedOrchestrator, model: Mapping[str, Any], client: int | None = None, prepare: bool = False
 ) -> Network:
-    """The network of a run that was opened: the global one, or a client's as it stands.
+    """Return a run's network: the global model, or a client's personalised model.
 
     Args:
         run: The run.
-        model: What its config says of the model.
-        client: Whose.
-        prepare: Have it take samples as they are stored, or a table's raw rows.
+        model: The model in its config.
+        client: The client; None for the global model.
+        prepare: Whether the network takes samples as they are stored, or a table's raw rows.
 
     Raises:
-        ConfigError: There is no global one, or no such client.
+        ConfigError: The method has no global model, or the client does not exist.
     """
     run.worker.compile = False
     if client is not None:
@@ -118,7 +118,7 @@ def network_of(
         module = run.worker.shared_module(run.state["model"])
     else:
         method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
-        raise ConfigError(f"client: {method} has no global model; say whose is wanted with --client, 0 to {last}")
+        raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")
     loaded = run.data.data
     backbone, schema = original_of(module.backbone.cpu()), loaded.schema
     samples = schema.examples(SAMPLES) if schema else loaded.x_test[:SAMPLES]
@@ -202,7 +202,7 @@ def _from_onnx(content: bytes, network: Network) -> Call:
 
 
 class Format(NamedTuple):
-    """How a network becomes a file's content, and how that is called again."""
+    """A file format: functions that write a network to bytes, and read them as a callable."""
 
     name: str
     write: Callable[[Network], bytes]
@@ -218,43 +218,43 @@ FORMATS = {
 
 
 WEIGHTS_ONLY = (".pt", ".ckpt")
-"""Formats that hold no code, and so cannot prepare samples."""
+"""Formats without code, which therefore cannot prepare samples."""
 
 
 def refuse_target(path: Path, prepare: bool = False) -> None:
-    """Refuse a file that cannot be written, before there is anything to be written.
+    """Refuse a file that cannot be written, before the run is opened.
 
     Args:
         path: The file.
-        prepare: Whether the network is to take samples as they are stored.
+        prepare: Whether the network takes samples as they are stored.
 
     Raises:
-        ConfigError: Its name tells of no format, it is there already, packages are missing, or it holds weights alone.
+        ConfigError: The suffix is unknown, the file exists, packages are missing, or the format cannot prepare samples.
     """
     if path.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
         raise ConfigError(f"-o: {path} does not end in one of {known}")
     for file in (path, schema_path(path)) if path.suffix == ".pt" else (path,):
         if os.path.lexists(file):
-            raise ConfigError(f"-o: {file} is there already; name another file, or remove it")
+            raise ConfigError(f"-o: {file} already exists. Name another file, or remove it")
     if prepare and path.suffix in WEIGHTS_ONLY:
-        raise ConfigError(f"--prepare: a {FORMATS[path.suffix].name} holds weights alone; take .onnx or .ts")
+        raise ConfigError(f"--prepare: a {FORMATS[path.suffix].name} holds only weights. Use .onnx or .ts")
     if path.suffix == ".onnx":
         for package in NEEDED:
             try:
                 import_module(package)
             except ImportError as error:
-                mend = "pip install 'fl-lightning[onnx]'"
-                raise ConfigError(f"-o: an .onnx file needs {package}, which is not there; {mend}") from error
+                fix = "pip install 'fl-lightning[onnx]'"
+                raise ConfigError(f"-o: an .onnx file needs {package}, which is not installed. {fix}") from error
 
 
 def schema_path(path: Path) -> Path:
-    """Return the JSON file beside a state dict that holds its table's schema: `model.schema.json` of `model.pt`."""
+    """Return the path of a state dict's table schema: `model.schema.json` for `model.pt`."""
     return path.with_suffix(".schema.json")
 
 
 def write(network: Network, path: Path) -> None:
-    """Write a network to a file in the format of its suffix, once what would be written gives the same outputs.
+    """Write a network to a file in the format of its suffix, after checking that the result gives the same outputs.
 
     Raises:
         ConfigError: The format cannot hold this network, or the file cannot be written.
@@ -263,14 +263,14 @@ def write(network: Network, path: Path) -> None:
     model = network.model["class_path"].rpartition(".")[2]
     others = ", ".join(suffix for suffix in FORMATS if suffix != path.suffix)
     try:
-        with _hushed(), torch.no_grad():
+        with _without_warnings(), torch.no_grad():
             content = form.write(network)
             outputs = form.read(content, network)(network.samples)
     except Exception as error:
         why = f"{type(error).__name__}; --debug shows more"
-        raise ConfigError(f"-o: {model} cannot be written as {form.name} ({why}); take one of {others}") from error
+        raise ConfigError(f"-o: {model} cannot be written as {form.name} ({why}). Use one of {others}") from error
     if not same_outputs(outputs, network.outputs):
-        raise ConfigError(f"-o: {model} gives other outputs as {form.name}; take one of {others}")
+        raise ConfigError(f"-o: {model} gives other outputs as {form.name}. Use one of {others}")
     try:
         if network.schema and path.suffix == ".pt":
             write_atomically(schema_path(path), network.schema.to_json())
@@ -280,15 +280,15 @@ def write(network: Network, path: Path) -> None:
 
 
 def same_outputs(one: Tensor, other: Tensor) -> bool:
-    """Whether two networks' outputs are the same but for how sums round."""
+    """Return whether two networks' outputs are equal up to rounding."""
     if one.shape != other.shape:
         return False
     return bool((one - other).abs().max() <= NEAR * other.abs().max().clamp(min=1e-6))
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
-    """Without the warnings of torch's exporters, which are for who writes networks."""
+def _without_warnings() -> Iterator[None]:
+    """Suppress the warnings of torch's exporters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""A paper's table: its file, and the run that stands behind each of its numbers.
+"""Read a paper's table from its file, and list the run behind each of its numbers.
 
-A file of `papers/` holds rows (methods), columns (scenarios), seeds, which figure of `final/summary.json` is read, the
-paper's own numbers and what it claims of them. What a row or a column sets is a mapping of what would stand on the
-command line of `fit`; a `metric` among it is another figure for that row or column, a row's before a column's.
+A file of `papers/` holds rows (methods), columns (scenarios), seeds, the metric (an entry of `final/summary.json`),
+the paper's numbers, and its claims. A row or a column is a mapping from options of `fit` to values. With the key
+`metric` it has a metric of its own; a row's takes precedence over a column's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fl_lightning.core.errors import ConfigError
 
 Unit = Literal["percent", "rounds"]
 Settings = Mapping[str, Any]
-"""What would stand on a command line, by key."""
+"""Options of a command line, by key."""
 
 REQUIRED = {"paper", "title", "metric", "unit", "seeds", "columns", "rows", "paper_values"}
 OPTIONAL = {"claims"}
@@ -42,9 +42,9 @@ OPTIONAL = {"claims"}
 SCALED = ("rounds", "trainer.max_epochs")
 READINGS = ("_best", "_last", "_last10")
 RULE = "rounds, local epochs (trainer.max_epochs) and training samples times {:g}, rounded up; nothing else"
-"""How a table is shrunk. A method's own numbers of rounds and epochs stay as they are."""
+"""How `--scale` changes a table. A method's own numbers of rounds and epochs stay as they are."""
 
-TOLD_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}
+SET_ELSEWHERE = {"config": "columns", "algorithm": "rows", "seed": "--seeds", "run_dir": "--out"}
 
 
 class PaperValue(NamedTuple):
@@ -52,7 +52,7 @@ class PaperValue(NamedTuple):
 
     Args:
         mean: The number.
-        std: Its standard deviation, where the paper prints one.
+        std: Its standard deviation, if the paper prints one.
     """
 
     mean: float
@@ -60,12 +60,12 @@ class PaperValue(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a paper says of two of its rows.
+    """A paper's claim that one row is better than another.
 
     Args:
-        better: The row that does better: has more percent, or needs fewer rounds.
+        better: The better row: a higher percentage, or fewer rounds.
         than: The other row.
-        columns: In which columns.
+        columns: The columns for which the claim is made.
     """
 
     better: str
@@ -75,18 +75,18 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper, or the part of one that is wanted.
+    """A paper's table, or a part of it.
 
     Args:
-        name: The file's name, less its ending.
-        title: What it is called.
-        metric: The figure of `final/summary.json` that is read, unless a row or a column has its own.
-        unit: `percent`, where our figures are shares, or `rounds`, of which fewer are better.
-        seeds: A run each.
-        columns: By name, what a column sets; a `config` at least.
-        rows: By name, what a row sets.
-        paper_values: The paper's numbers by column and row, where there is one.
-        claims: What the paper says of them.
+        name: The name of the file, without its suffix.
+        title: The table's title.
+        metric: The entry of `final/summary.json` to read, unless a row or a column has its own.
+        unit: `percent` (our metric is a fraction), or `rounds` (fewer are better).
+        seeds: The seeds; each cell has one run per seed.
+        columns: The options of each column, by name; at least a `config`.
+        rows: The options of each row, by name.
+        paper_values: The paper's numbers by column and row, where it has one.
+        claims: The paper's claims about its rows.
     """
 
     name: str
@@ -100,19 +100,19 @@ class PaperTable:
     claims: tuple[Claim, ...]
 
     def part(self, rows: Sequence[str] = (), columns: Sequence[str] = (), seeds: Sequence[int] = ()) -> PaperTable:
-        """Those rows, columns and seeds alone, in the table's order; all of them where none are named.
+        """Return the table with only these rows, columns and seeds, in the table's order; all if none are given.
 
         Args:
-            rows: Names, or fragments that one name alone has.
-            columns: The same.
-            seeds: Any; the table's own are no limit.
+            rows: Names, or parts of names that occur in a single one.
+            columns: The same for columns.
+            seeds: Any seeds; they need not be the table's.
 
         Raises:
-            ConfigError: A name is unknown, or may mean several; or a seed is below 0.
+            ConfigError: A name is unknown or ambiguous, or a seed is negative.
         """
         if low := [seed for seed in seeds if seed < 0]:
             raise ConfigError(f"--seeds: {low[0]} is below 0")
-        wanted_rows, wanted_columns = _named(rows, self.rows, "row"), _named(columns, self.columns, "column")
+        wanted_rows, wanted_columns = _select(rows, self.rows, "row"), _select(columns, self.columns, "column")
         left = (c._replace(columns=tuple(one for one in c.columns if one in wanted_columns)) for c in self.claims)
         return replace(
             self,
@@ -123,15 +123,15 @@ class PaperTable:
         )
 
     def figure(self, column: str, row: str) -> str:
-        """The figure of `final/summary.json` that stands in a cell."""
+        """Return the entry of `final/summary.json` that a cell shows."""
         return self.rows[row].get("metric") or self.columns[column].get("metric") or self.metric
 
     def series(self, column: str, row: str) -> str:
-        """Return the metric in `metrics.csv` that a cell's figure is of: the figure without its reading."""
+        """Return the column of `metrics.csv` behind a cell: its entry without `_best`, `_last` or `_last10`."""
         return re.sub(f"({'|'.join(READINGS)})$", "", self.figure(column, row))
 
     def words(self, column: str, row: str) -> list[str]:
-        """The command line of `fit` behind a cell, less the seed: what the column says, then what the row says."""
+        """Return the command line of `fit` behind a cell, without the seed: the column's options, then the row's."""
         method = dict(self.rows[row])
         first = {"algorithm": method.pop("algorithm")} if "algorithm" in method else {}
         pairs = [*self.columns[column].items(), *first.items(), *method.items()]
@@ -142,55 +142,55 @@ class PaperTable:
 
 
 def read_table(name: str) -> PaperTable:
-    """A table, by the path of its file or by the name of a shipped one.
+    """Return a table, given the path of its file or the name of a shipped one.
 
     Raises:
-        ConfigError: There is none, or it does not hold what a table needs; the message says what.
+        ConfigError: The file does not exist, or is not a valid table; the message says why.
     """
     path = named_file(name, "papers")
     if path is None:
         near = nearest_file(name, "papers")
-        mend = f"did you mean {near}?" if near else "`fl-lightning list papers` names those"
-        raise ConfigError(f"there is neither a file {name} nor a shipped table of that name; {mend}")
+        fix = f"did you mean {near}?" if near else "`fl-lightning list papers` lists the shipped tables"
+        raise ConfigError(f"{name}: neither a file nor a shipped table; {fix}")
     content = read_yaml(path, path.name)
     try:
         return _table(path.stem, content)
-    except _Flaw as flaw:
+    except _TableError as flaw:
         raise ConfigError(f"{path.name}: {flaw}") from flaw
 
 
-class _Flaw(Exception):
-    """What is wrong with a table's file."""
+class _TableError(Exception):
+    """An error in a table's file."""
 
 
 def _require(met: bool, message: str) -> None:
     if not met:
-        raise _Flaw(message)
+        raise _TableError(message)
 
 
 def _table(name: str, content: Any) -> PaperTable:
     _require(isinstance(content, dict), "it needs lines `key: value`")
     keys = set(content)
     _require(keys >= REQUIRED, f"it lacks {', '.join(sorted(REQUIRED - keys))}")
-    _require(keys <= REQUIRED | OPTIONAL, f"a table has no key {', '.join(map(str, keys - REQUIRED - OPTIONAL))}")
+    _require(keys <= REQUIRED | OPTIONAL, f"unknown key {', '.join(map(str, keys - REQUIRED - OPTIONAL))}")
     units, seeds = get_args(Unit), content["seeds"]
     _require(content["unit"] in units, f"unit: {content['unit']!r} is not {' or '.join(units)}")
     whole = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
-    _require(bool(whole), f"seeds: {seeds} is no list of whole numbers")
-    columns, rows = (_lines(content, key) for key in ("columns", "rows"))
+    _require(bool(whole), f"seeds: {seeds} is not a list of whole numbers >= 0")
+    columns, rows = (_read_mapping(content, key) for key in ("columns", "rows"))
     for column, settings in columns.items():
-        _require("config" in settings, f"columns: {column} names no config")
+        _require("config" in settings, f"columns: {column} has no config")
     if content["unit"] == "percent":
         for figure in [content, *columns.values(), *rows.values()]:
             metric = str(figure.get("metric", READINGS[0]))
-            _require(metric.endswith(READINGS), f"metric: {metric} has no reading. Append one of {', '.join(READINGS)}")
+            _require(metric.endswith(READINGS), f"metric: {metric} has no suffix. Append one of {', '.join(READINGS)}")
     return PaperTable(
         name,
         title=str(content["title"]),
         metric=str(content["metric"]),
         unit=content["unit"],
         seeds=tuple(seeds),
-        # A config comes first: what it says is overridden by what follows it.
+        # The config comes first, so that the other options override it.
         columns={name: {"config": settings["config"], **settings} for name, settings in columns.items()},
         rows=rows,
         paper_values=_paper_values(content["paper_values"], columns, rows),
@@ -198,11 +198,11 @@ def _table(name: str, content: Any) -> PaperTable:
     )
 
 
-def _lines(content: dict[str, Any], key: str) -> dict[str, Settings]:
+def _read_mapping(content: dict[str, Any], key: str) -> dict[str, Settings]:
     lines = content[key]
     _require(isinstance(lines, dict) and bool(lines), f"{key}: it needs lines `NAME: {{key: value, ...}}`")
     for name, settings in lines.items():
-        _require(isinstance(settings, dict), f"{key}: {name} is no mapping {{key: value, ...}}")
+        _require(isinstance(settings, dict), f"{key}: {name} is not a mapping {{key: value, ...}}")
     return {str(name): settings for name, settings in lines.items()}
 
 
@@ -212,11 +212,13 @@ def _paper_values(
     _require(isinstance(lines, dict), "paper_values: it needs lines `ROW: [number, ...]`")
     lines = {str(row): values for row, values in lines.items()}
     for row in lines.keys() ^ rows.keys():
-        raise _Flaw(f"paper_values: {row} " + ("has no line" if row in rows else "is no row"))
+        raise _TableError(f"paper_values: {row} " + ("has no line" if row in rows else "is not a row"))
     found = {}
     for row, values in lines.items():
         fits = isinstance(values, list) and len(values) == len(columns)
-        _require(fits, f"paper_values: {row} needs {len(columns)} numbers, one a column; null where there is none")
+        _require(
+            fits, f"paper_values: {row} needs {len(columns)} numbers, one per column. Use null where the paper has none"
+        )
         for column, value in zip(columns, values, strict=True):
             numbers = value if isinstance(value, list) else [value]
             if value is not None:
@@ -229,25 +231,25 @@ def _paper_values(
 def _claim(claim: Any, columns: Mapping[str, Settings], rows: Mapping[str, Settings]) -> Claim:
     form = "{better: ROW, than: ROW, columns: [COLUMN, ...]}"
     proper = isinstance(claim, dict) and {"better", "than"} <= claim.keys() <= {"better", "than", "columns"}
-    _require(proper, f"claims: {claim} is not of the form {form}, of which columns may be left out")
+    _require(proper, f"claims: {claim} is not of the form {form} (columns is optional)")
     better, than, where = str(claim["better"]), str(claim["than"]), tuple(map(str, claim.get("columns", columns)))
     for name, there, what in [(better, rows, "row"), (than, rows, "row"), *((one, columns, "column") for one in where)]:
-        _require(name in there, f"claims: {name} is no {what}")
+        _require(name in there, f"claims: {name} is not a {what}")
     return Claim(better, than, where)
 
 
-def _named(asked: Sequence[str], there: Mapping[str, Any], what: str) -> list[str]:
-    """The names that are meant, in their own order; all of them where none is."""
-    meant = {_one_named(name, there, what) for name in asked}
+def _select(asked: Sequence[str], there: Mapping[str, Any], what: str) -> list[str]:
+    """Return the requested names in the table's order; all names if none is requested."""
+    meant = {_find_name(name, there, what) for name in asked}
     return [name for name in there if name in meant or not asked]
 
 
-def _one_named(asked: str, there: Mapping[str, Any], what: str) -> str:
+def _find_name(asked: str, there: Mapping[str, Any], what: str) -> str:
     if asked in there:
         return asked
     found = [name for name in there if asked.lower() in name.lower()]
     if len(found) > 1:
-        raise ConfigError(f"--{what}s: {asked!r} is in {' | '.join(found)}; give one's whole name, or more of it")
+        raise ConfigError(f"--{what}s: {asked!r} is in {' | '.join(found)}. Give the whole name")
     if not found:
         raise ConfigError(f"--{what}s: there is no {what} {asked!r}; there are {' | '.join(there)}")
     return found[0]
@@ -259,19 +261,19 @@ def _one_named(asked: str, there: Mapping[str, Any], what: str) -> str:
 def table_jobs(
     table: PaperTable, out: Path, scale: float = 1.0, overrides: Sequence[str] = ()
 ) -> dict[tuple[str, str, int], Job]:
-    """The run behind each of a table's numbers, by column, row and seed.
+    """Return the run behind each number of a table, by column, row and seed.
 
-    Its folder is called after what it runs and after a digest of all its settings, so that another scale or another
-    override makes it another run. Columns that differ in their figure alone have their runs in common.
+    The name of a run's folder ends in a digest of all its settings, so that another scale or another override is
+    another run. Columns that differ only in the metric share their runs.
 
     Args:
-        table: The table, or the part of it that is wanted.
-        out: The folder of all the runs.
-        scale: How much smaller each experiment is made, see `RULE`.
-        overrides: Words KEY=VALUE that have the last say in every experiment, about what is scaled too.
+        table: The table, or a part of it.
+        out: The folder of all runs.
+        scale: The factor by which each experiment is made smaller, see `RULE`.
+        overrides: Words KEY=VALUE that override settings of every experiment, also scaled ones.
 
     Raises:
-        ConfigError: A word is not of that form or sets what rows and columns do, the scale is out of range, or a
+        ConfigError: A word is not of that form or sets what rows and columns set, the scale is out of range, or a
             config cannot be read.
     """
     last = [word for pair in overrides for word in _option(pair)]
@@ -281,7 +283,7 @@ def table_jobs(
         settings = settings_of(words)
         extra = [*scaling(settings, scale), *last]
         settings |= settings_of(extra)
-        place = out / _scenario(table.columns[column]) / _plain(row)
+        place = out / _column_folder(table.columns[column]) / _folder_name(row)
         told = json.dumps(settings, sort_keys=True, default=str)
         digest = hashlib.sha256(told.encode()).hexdigest()[:10]
         for seed in table.seeds:
@@ -290,33 +292,35 @@ def table_jobs(
 
 
 def scaling(settings: Settings, scale: float) -> list[str]:
-    """The words that make an experiment smaller, as `RULE` says; none for a scale of 1.
+    """Return the options that make an experiment smaller, as `RULE` says; none for a scale of 1.
 
     Args:
-        settings: What its command line says, by dotted key.
-        scale: A share, in (0, 1].
+        settings: The experiment's settings, by dotted key.
+        scale: The factor, in (0, 1].
 
     Raises:
-        ConfigError: The scale is out of range, or the experiment does not say how many rounds it has.
+        ConfigError: The scale is out of range, or the settings lack the number of rounds.
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale: {scale:g} is not above 0 and at most 1")
     if scale == 1:
         return []
     if "rounds" not in settings:
-        raise ConfigError("--scale: a config of this table does not say how many rounds it has")
+        raise ConfigError("--scale: a config of this table does not set rounds. Add rounds to it")
     numbers = {key: settings[key] for key in SCALED if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
-    smaller: dict[str, Any] = {key: _shrunk(number, scale) for key, number in numbers.items()}
+    smaller: dict[str, Any] = {key: _scale_number(number, scale) for key, number in numbers.items()}
     samples = settings.get("scenario.train_samples")
-    smaller["scenario.train_samples"] = _shrunk(samples, scale) if isinstance(samples, int) else (samples or 1) * scale
+    smaller["scenario.train_samples"] = (
+        _scale_number(samples, scale) if isinstance(samples, int) else (samples or 1) * scale
+    )
     return [word for key, value in smaller.items() for word in (f"--{key}", to_word(value))]
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """What a command line of `fit` says, its configs and baselines read, by dotted key.
+    """Return the settings of a command line of `fit`, with its configs and baselines, by dotted key.
 
     Args:
-        words: Options and their values in turns; later ones win.
+        words: Options and values, alternating; later ones win.
 
     Raises:
         ConfigError: A config or its baselines cannot be read.
@@ -333,16 +337,16 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _shrunk(number: int, scale: float) -> int:
-    return max(math.ceil(round(number * scale, 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
+def _scale_number(number: int, scale: float) -> int:
+    return max(math.ceil(round(number * scale, 9)), 1)  # 0.07 * 100 > 7 in floating point
 
 
 def _option(pair: str) -> tuple[str, str]:
     key, sign, value = pair.partition("=")
     if not sign or not key:
         raise ConfigError(f"--set: {pair!r} is not of the form KEY=VALUE")
-    if key in TOLD_ELSEWHERE:
-        raise ConfigError(f"--set: {key} is not for it to say, but for {TOLD_ELSEWHERE[key]}")
+    if key in SET_ELSEWHERE:
+        raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
     return f"--{key}", value
 
 
@@ -353,12 +357,14 @@ def _value(word: str) -> Any:
         return word
 
 
-def _scenario(column: Settings) -> str:
-    """A column's folder: its config, and what it sets beside."""
+def _column_folder(column: Settings) -> str:
+    """Return the folder name of a column: its config and its other options."""
     keys = {key: value for key, value in column.items() if key not in ("config", "metric")}
-    return _plain("-".join([Path(column["config"]).stem, *(f"{key}-{to_word(value)}" for key, value in keys.items())]))
+    return _folder_name(
+        "-".join([Path(column["config"]).stem, *(f"{key}-{to_word(value)}" for key, value in keys.items())])
+    )
 
 
-def _plain(name: str) -> str:
-    """A name as a folder may have it."""
+def _folder_name(name: str) -> str:
+    """Return a name with only characters that a folder name may have."""
     return re.sub(r"[^\w.+]+", "-", name).strip("-.")[:80]

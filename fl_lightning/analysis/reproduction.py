@@ -1,4 +1,4 @@
-"""Ours beside a paper's: a table's cells as they were run, whether its order holds, and whether its claims do."""
+"""Compare our results with a paper's table: its cells, the order of its rows, and its claims."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
 
 class Reading(NamedTuple):
-    """What one run says.
+    """The result of one run in a cell.
 
     Args:
-        value: The number in the table's unit; None where there is none.
-        reached: False where `value` stands for an accuracy that was not reached: then it is one more than the rounds.
-        reason: Why there is no number; empty where the run has not come to its end.
+        value: The result in the table's unit; None if there is none.
+        reached: False if the run did not reach the accuracy; `value` is then its number of rounds plus one.
+        reason: Why there is no result; empty if the run has not finished.
         last10: Mean over the last ten evaluated rounds, in percent; None in tables of rounds.
     """
 
@@ -37,11 +37,11 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: our runs by seed, and the paper's number.
+    """A cell of the table: our results by seed, and the paper's number.
 
     Args:
-        readings: What the runs say, by seed.
-        paper: The paper's number, where it has one.
+        readings: The results of our runs, by seed.
+        paper: The paper's number, if it has one.
     """
 
     readings: Mapping[int, Reading]
@@ -49,43 +49,43 @@ class Cell:
 
     @cached_property
     def values(self) -> dict[int, float]:
-        """The numbers there are, by seed."""
+        """The results of finished runs, by seed."""
         return {seed: one.value for seed, one in self.readings.items() if one.value is not None}
 
     @cached_property
     def mean(self) -> float | None:
-        """Their mean."""
+        """The mean over seeds."""
         return fmean(self.values.values()) if self.values else None
 
     @cached_property
     def std(self) -> float | None:
-        """Their standard deviation, of a sample; None for less than two."""
+        """The sample standard deviation over seeds; None for fewer than two."""
         return stdev(self.values.values()) if len(self.values) > 1 else None
 
     @cached_property
     def last10(self) -> float | None:
-        """Mean over seeds of the mean of the last ten evaluated rounds."""
+        """The mean over seeds of the mean of the last ten evaluated rounds."""
         means = [one.last10 for one in self.readings.values() if one.last10 is not None]
         return fmean(means) if means else None
 
     @cached_property
     def reached(self) -> bool:
-        """Whether all of them are what they say, and not a bound."""
+        """Whether all runs reached the accuracy; otherwise the mean is a lower bound."""
         return all(one.reached for one in self.readings.values())
 
     @cached_property
     def difference(self) -> float | None:
-        """Our mean less the paper's number."""
+        """Our mean minus the paper's number."""
         return None if self.mean is None or self.paper is None else self.mean - self.paper.mean
 
 
 class Order(NamedTuple):
-    """How far our order of a column's rows is the paper's.
+    """The rank correlation between our and the paper's order of a column's rows.
 
     Args:
-        spearman: Spearman's rank correlation; None where either side has all rows alike.
-        kendall: Kendall's tau-b; likewise.
-        rows: How many rows have a number on both sides.
+        spearman: Spearman's rank correlation; None if all rows are equal on one side.
+        kendall: Kendall's tau-b; None likewise.
+        rows: Number of rows that have a number on both sides.
     """
 
     spearman: float | None
@@ -95,13 +95,13 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim in one column.
+    """The result for a claim in one column.
 
     Args:
         claim: The claim.
         column: The column.
-        paper: How far ahead the better row is in the paper, in the table's unit; None where a number is missing.
-        margins: How far ahead it is in ours, by seed; those seeds that both rows have, and one of them reached.
+        paper: The better row's margin in the paper, in the table's unit; None if a number is missing.
+        margins: Its margin in our runs, by seed; only seeds that both rows have, and that at least one reached.
     """
 
     claim: Claim
@@ -116,35 +116,35 @@ class Verdict:
 
     @cached_property
     def std(self) -> float | None:
-        """The margins' standard deviation, of a sample; None for less than two."""
+        """The margins' sample standard deviation; None for fewer than two."""
         return stdev(self.margins.values()) if len(self.margins) > 1 else None
 
     @cached_property
     def ahead(self) -> int:
-        """With how many seeds the better row is better."""
+        """The number of seeds for which the better row is better."""
         return sum(margin > 0 for margin in self.margins.values())
 
     @cached_property
     def p(self) -> float | None:
-        """Of a paired t-test over seeds, two-sided: see `paired_p`."""
+        """The p value of a two-sided paired t-test over seeds; see `paired_p`."""
         return paired_p(list(self.margins.values()))
 
     @cached_property
     def holds(self) -> bool | None:
-        """Whether the better row is better on average; None where there is nothing to compare."""
+        """Whether the better row is better on average; None if no margin is known."""
         return None if self.mean is None else self.mean > 0
 
 
 class Reproduction:
-    """A table as far as it was run.
+    """The results of a table, as far as its runs have finished.
 
     Args:
-        table: The table, or the part of it that is wanted.
+        table: The table, or a part of it.
         jobs: The run behind each of its numbers, by column, row and seed; see `paper_table.table_jobs`.
-        failures: Why runs have no end, by their folders; what is in neither list has not been run.
+        failures: Why runs failed, by their folders.
 
     Attributes:
-        cells: By column and row.
+        cells: The cells, by column and row.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class Reproduction:
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
-        """Whether a column's rows stand in the paper's order."""
+        """Return how well a column's rows agree with the paper's order."""
         cells = [self.cells[column, row] for row in self.table.rows]
         both = [(cell.mean, cell.paper.mean) for cell in cells if cell.mean is not None and cell.paper]
         return rank_correlations([ours for ours, _ in both], [papers for _, papers in both])
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """What became of each claim in each of its columns."""
+        """The result for each claim in each of its columns."""
         return [self._verdict(claim, column) for claim in self.table.claims for column in claim.columns]
 
     def _verdict(self, claim: Claim, column: str) -> Verdict:
@@ -186,7 +186,7 @@ class Reproduction:
 
 
 def read(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
-    """Read a figure of a finished run, in a table's unit, and the mean of the last ten rounds of its series."""
+    """Return a finished run's result in a table's unit, and its mean over the last ten evaluated rounds."""
     if not is_finished(folder):
         return Reading()
     try:
@@ -205,25 +205,25 @@ def read(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
 
 
 def rank_correlations(ours: Sequence[float], papers: Sequence[float]) -> Order:
-    """Spearman's and Kendall's rank correlation of two columns of numbers; ties count as such."""
+    """Return Spearman's and Kendall's rank correlation of two columns of numbers, with ties."""
     if len(set(ours)) < 2 or len(set(papers)) < 2:
         return Order(None, None, len(ours))
     return Order(float(stats.spearmanr(ours, papers)[0]), float(stats.kendalltau(ours, papers)[0]), len(ours))
 
 
 def paired_p(margins: Sequence[float]) -> float | None:
-    """How likely a mean as far from zero is if there is no difference: a paired t-test, two-sided.
+    """Return the p value of a two-sided paired t-test.
 
     Args:
-        margins: One side's number less the other's, seed by seed.
+        margins: The difference between both sides, by seed.
 
     Returns:
-        None where it cannot tell: for less than two seeds, or where all margins are the same.
+        None where the test is undefined: for fewer than two seeds, or equal margins.
     """
     found = paired(margins, [0.0] * len(margins))
     return found.p if found else None
 
 
 def margin_needed(seeds: int, p: float = 0.05) -> float:
-    """How many of its standard deviations a mean margin must be for `paired_p` to be below p; for two seeds or more."""
+    """Return the mean margin, in standard deviations, at which `paired_p` is p; for two seeds or more."""
     return float(stats.t.isf(p / 2, seeds - 1)) / math.sqrt(seeds)

@@ -1,4 +1,4 @@
-"""A paper's table as it was run here, beside the paper's numbers: for the terminal, as Markdown and as CSV."""
+"""Format a reproduced table beside the paper's numbers: for the terminal, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, marg
 from fl_lightning.analysis.result_table import escape_markdown, to_csv
 
 Grid = list[list[str]]
-"""Lines of cells, the first the heading; a cell may have lines of its own."""
+"""Rows of cells; the first is the header. A cell may have several lines."""
 
 MISSING = "-"
 LABELS = {
@@ -39,7 +39,7 @@ COLUMNS = [
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
-    """What a table is of, and how its experiments differ from the paper's."""
+    """Return the title of a table, and how its experiments differ from the paper's."""
     unit = "Percent" if table.unit == "percent" else "Rounds, fewer are better"
     lines = [table.title, f"{unit}; mean ± standard deviation over seeds {', '.join(map(str, table.seeds))}."]
     if scale != 1:
@@ -50,7 +50,7 @@ def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[s
 
 
 def grid(reproduction: Reproduction) -> Grid:
-    """Rows by columns, ours above the paper's, and below them how far the order of rows is the paper's."""
+    """Return the table: in each cell our number above the paper's; in the last row the rank correlations."""
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
@@ -71,7 +71,7 @@ def beside(cell: Cell) -> str:
 
 
 def ours(cell: Cell) -> str:
-    """Our mean and deviation, `>` before a bound; where runs are missing how many there are, and how many failed."""
+    """Return our mean and deviation, with `>` before a lower bound, and the number of missing and failed runs."""
     failed = sum(bool(one.reason) for one in cell.readings.values())
     what = f"{failed} failed" if failed else ""
     if cell.mean is None:
@@ -85,7 +85,7 @@ def ours(cell: Cell) -> str:
 
 
 def claims_grid(verdicts: Iterable[Verdict]) -> Grid:
-    """A line a claim and column that was run: the paper's margin, ours, and whether the claim holds."""
+    """Return a row for each claim and column with results: the paper's margin, ours, and whether the claim holds."""
     return [CLAIMS, *(_claim_line(verdict) for verdict in verdicts if verdict.margins)]
 
 
@@ -99,7 +99,7 @@ def _claim_line(verdict: Verdict) -> list[str]:
 
 
 def verdict_line(verdicts: Sequence[Verdict]) -> str:
-    """How many claims hold, how many do not, and what p is worth."""
+    """Return a line with the number of claims that hold and that do not, and what p means."""
     counted = []
     for holds, what in ((True, "hold"), (False, "do not")):
         those = [verdict for verdict in verdicts if verdict.holds is holds]
@@ -117,7 +117,7 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
 
 
 def failures(reproduction: Reproduction) -> list[str]:
-    """A line for each reason why runs failed, with the cells that it left without a number."""
+    """Return a line for each reason why runs failed, with the affected cells."""
     where: dict[str, list[str]] = {}
     for (column, row), cell in reproduction.cells.items():
         for seed, reading in cell.readings.items():
@@ -127,7 +127,7 @@ def failures(reproduction: Reproduction) -> list[str]:
 
 
 def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
-    """The table and what became of the claims, for a terminal."""
+    """Return the table and the results for its claims, for a terminal."""
     told: list[Table | Text] = [Text(line) for line in heading(reproduction.table, scale, overrides)]
     told.append(_rich(grid(reproduction)))
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -136,7 +136,7 @@ def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[
 
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
-    """The same as Markdown."""
+    """Return the same as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
     told = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
@@ -145,7 +145,7 @@ def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Seque
 
 
 def as_csv(reproduction: Reproduction) -> str:
-    """A line a cell, in full precision; claims and order can be worked out from it."""
+    """Return a CSV line for each cell, in full precision."""
     table, lines = reproduction.table, list[Sequence[object]]([COLUMNS])
     for (column, row), cell in reproduction.cells.items():
         counts = [len(cell.values), len(cell.readings) - len(cell.values)]

@@ -1,4 +1,4 @@
-"""A table of text in the forms that it is asked for: on the screen, as CSV, as LaTeX and as Markdown."""
+"""Format a table of text for the terminal, as CSV, as LaTeX and as Markdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATEX = {
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 FIGURE = re.compile(rf"-|-inf|{_NUMBER}( ± {_NUMBER})?( \*+)?", re.ASCII)
-"""Cells that begin like a formula and are none: a number, a mean with its deviation, or a dash for nothing."""
+"""Cells that begin like a formula and are not: a number, a mean with its deviation, or a dash for a missing value."""
 
 
 def to_csv(rows: Iterable[Sequence[Any]]) -> str:
@@ -47,9 +47,9 @@ class ResultTable:
     Args:
         header: The columns' names.
         rows: A cell for each of them.
-        words: How many columns, from the left, hold words; the others hold figures.
-        bold: Cells to stand out, by row and column.
-        notes: What is said below.
+        words: Number of columns with words, from the left; the others hold numbers.
+        bold: Bold cells, by row and column.
+        notes: Lines below the table.
     """
 
     header: list[str]
@@ -59,7 +59,7 @@ class ResultTable:
     notes: list[str] = field(default_factory=list)
 
     def plain(self) -> str:
-        """For the screen: columns in line, the notes below."""
+        """Return the table for the terminal: aligned columns, then the notes."""
         lines = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         told = ["  ".join(self._aligned(cell, i, widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
@@ -70,11 +70,11 @@ class ResultTable:
         return cell.ljust(width) if column < self.words else cell.rjust(width)
 
     def csv(self) -> str:
-        """Comma-separated, without notes."""
+        """Return the table as CSV, without notes."""
         return to_csv([self.header, *self.rows]).rstrip("\n")
 
     def latex(self) -> str:
-        """A `tabular` with booktabs' rules; notes as comments."""
+        """Return a LaTeX `tabular` with rules of booktabs; notes are comments."""
 
         def line(cells: list[str]) -> str:
             return "  " + " & ".join(cells) + r" \\"
@@ -98,7 +98,7 @@ class ResultTable:
         )
 
     def markdown(self) -> str:
-        """A table as GitHub shows it, the notes below."""
+        """Return the table in GitHub's Markdown, then the notes."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
         body = [
             [
@@ -117,5 +117,5 @@ def _latex(cell: str) -> str:
 
 
 def escape_markdown(cell: str) -> str:
-    """Return text as one line that Markdown shows as it is."""
+    """Return text as one line in which Markdown finds no markup."""
     return re.sub(r"([\\|*`<\[])", r"\\\1", one_line(cell))

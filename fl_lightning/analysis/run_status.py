@@ -1,4 +1,4 @@
-"""A run's folder, looked at again and again while the run may be under way; it is only read, and nothing stays open."""
+"""Poll a run's folder while the run may be in progress. Files are only read, and none is kept open."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fl_lightning.evaluation.metrics import Row, parse_rows
 from fl_lightning.runs.reader import DamagedRun, Run, read_config, read_final, whole_rounds
 
 TAIL = 2**16
-"""So much of a file's end is read first, in bytes; a round of more clients than fit takes more."""
+"""Bytes at the end of a file that are read first; more if a round has more clients than fit."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a run's folder held at one moment.
+class RunStatus:
+    """The state of a run at one moment.
 
     Args:
-        run: The run as far as it had come; no round may have ended yet.
-        clients: `clients.csv` of the last round in which clients' accuracies were measured.
+        run: The run so far; it may have no round yet.
+        clients: The rows of `clients.csv` for the last round in which the clients were evaluated.
         warnings: The last lines of `warnings.txt`.
-        ended: Whether the run has come to its end.
+        ended: Whether the run has finished.
         silence: Seconds since anything in the folder changed.
         since_round: Seconds since the last round ended or, before the first, since the run began.
     """
@@ -41,13 +41,13 @@ class Look:
 
     @property
     def total(self) -> int | None:
-        """Rounds the run is to have, if its config says so."""
+        """The number of rounds of the whole run, if its config has it."""
         rounds = self.run.config.get("rounds")
         return rounds if isinstance(rounds, int) and rounds > 0 else None
 
     @property
     def round_seconds(self) -> float | None:
-        """How long a round takes: the mean of the last ten, or of as many as lie between evaluations."""
+        """The duration of a round: the mean over the last ten, or over one evaluation interval if that is longer."""
         every = (self.run.config.get("evaluation") or {}).get("every")
         last = self.run.rounds[-max(10, every if isinstance(every, int) else 1) :]
         times = [row["time/round_s"] for row in last if math.isfinite(row.get("time/round_s", math.nan))]
@@ -55,15 +55,15 @@ class Look:
 
     @property
     def seconds_left(self) -> float | None:
-        """What the rounds to come take if they take as long as the last ones, less what the one under way has had."""
+        """The estimated time left: remaining rounds times `round_seconds`, minus the current round's time so far."""
         if self.total is None or self.round_seconds is None or self.ended:
             return None
         left = max(self.total - len(self.run.rounds), 0)
         return left * self.round_seconds - min(self.since_round, self.round_seconds) if left else 0.0
 
 
-class Follower:
-    """Looks at a run's folder; what has not changed since the last look is not read again.
+class RunMonitor:
+    """Polls a run's folder; files that have not changed since the last poll are not read again.
 
     Args:
         folder: The run's folder.
@@ -76,11 +76,11 @@ class Follower:
         self._clients: list[Row] = []
         self._seen: dict[str, object] = {}
 
-    def look(self) -> Look:
-        """The folder as it is.
+    def poll(self) -> RunStatus:
+        """Return the present state of the run.
 
         Raises:
-            DamagedRun: It holds no run, or one that cannot be read; the message says what and why.
+            DamagedRun: The folder is not a run, or cannot be read.
         """
         try:
             rows = whole_rounds(self._metrics.read())
@@ -95,7 +95,7 @@ class Follower:
         if self._is_new("clients.csv", len(rows)):
             self._clients = last_measured(self.folder / "clients.csv", len(rows))
         run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
-        return Look(
+        return RunStatus(
             run,
             self._clients,
             last_lines(self.folder / "warnings.txt", 3),
@@ -105,14 +105,14 @@ class Follower:
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:
-        """Whether the summary is of all the rounds there are: one of a run that goes on is left from its first end."""
+        """Return whether the summary covers all rounds; a resumed run still has the summary of its first end."""
         if not run.final or run.final["rounds"] != len(run.rounds):
             return False
         stopped_early = (self.folder / "final" / "summary.json").stat().st_mtime >= last_round
         return stopped_early or run.config.get("rounds") == len(run.rounds)
 
     def _is_new(self, name: str, beside: object = None) -> bool:
-        """Whether a file, or what is looked at with it, is another than at the last look."""
+        """Return whether a file, or a value that is compared with it, changed since the last poll."""
         try:
             file = (self.folder / name).stat()
             now: object = file.st_ino, file.st_size, file.st_mtime_ns, beside
@@ -124,13 +124,13 @@ class Follower:
     def _last_change(self) -> float:
         times = [0.0]
         for entry in os.scandir(self.folder):
-            with suppress(OSError):  # a file that is written beside its place has gone there
+            with suppress(OSError):  # a temporary file was renamed meanwhile
                 times.append(entry.stat().st_mtime)
         return max(times)
 
 
 class GrowingCsv:
-    """The rows of a CSV file that grows: a read takes up what was added since the last, or all if the file is another.
+    """Reads a growing CSV file: each read parses only new lines, or all of them if the file was replaced.
 
     Args:
         path: The file.
@@ -146,11 +146,11 @@ class GrowingCsv:
         self._end = 0
 
     def read(self) -> list[Row]:
-        """All rows so far; a line that is half written is left for the next read.
+        """Return all rows so far; an incomplete last line is left for the next read.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is no CSV.
+            ValueError: The file is not CSV.
         """
         with open_file(self.path) as file:
             file.seek(self._end - len(self._last))
@@ -169,7 +169,7 @@ class GrowingCsv:
 
 
 def last_measured(path: Path, round: int) -> list[Row]:
-    """The lines of a `clients.csv` for the last round, up to a given one, in which accuracies were measured."""
+    """Return the rows of a `clients.csv` for the last evaluated round, up to a given round."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size
@@ -184,7 +184,7 @@ def last_measured(path: Path, round: int) -> list[Row]:
 
 
 def last_lines(path: Path, number: int) -> list[str]:
-    """The last lines of a text file; none where there is no file."""
+    """Return the last lines of a text file; none if the file does not exist."""
     with suppress(OSError), open_file(path) as file:
         text = _lines_from(file, os.fstat(file.fileno()).st_size - TAIL)
         return text[: text.rfind(b"\n") + 1].decode(errors="replace").splitlines()[-number:]
@@ -192,7 +192,7 @@ def last_lines(path: Path, number: int) -> list[str]:
 
 
 def _lines_from(file: BinaryIO, start: int) -> bytes:
-    """What follows a place in a file, from the first line that begins there or later."""
+    """Return the rest of a file from the first line that begins at a position or after it."""
     file.seek(max(start - 1, 0))
     text = file.read()
     return text[text.find(b"\n") + 1 :] if start > 0 else text

@@ -1,4 +1,4 @@
-"""What a run and a scenario come to, as tables on the screen and as CSV."""
+"""Tables for the terminal: a run's results, a test, and a partition."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fl_lightning.evaluation.metrics import Row, human_bytes
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20
-"""Up to how many clients a table shows them all, and how many at either end otherwise."""
+"""The most clients that a table shows in full, and how many it shows at either end otherwise."""
 
 
 def summary_table(summary: dict[str, Any], clients: Literal["trained", "received"] = "trained") -> Table:
-    """The table a run ends with: what was measured last and at best, R_acc, and bytes; below it, whose that is.
+    """Return the table that a run ends with: last and best metrics, R_acc and bytes, and which models were evaluated.
 
     Args:
-        summary: The run's figures, as `summarize` gives them.
-        clients: Which model stood for a client, as in `Evaluation`.
+        summary: The run's summary, as `summarize` returns it.
+        clients: Which model was evaluated for a client, as in `Evaluation`.
     """
     headers = ("", "last", "best", "best\nround")  # the break keeps the table within 40 columns
     table = Table(*headers, title=f"{summary['rounds']} rounds", caption_justify="left")
@@ -43,7 +43,7 @@ def summary_table(summary: dict[str, Any], clients: Literal["trained", "received
 
 
 def label_of(name: str) -> str:
-    """What a series of models' figures is called on a screen: `client acc, weighted` of `client/acc_weighted`."""
+    """Return the label of a metric in a table: `client acc, weighted` for `client/acc_weighted`."""
     whose, _, metric = name.partition("/")
     metric = metric.removesuffix("_mean")
     if weighted := metric.endswith("_weighted"):
@@ -52,10 +52,10 @@ def label_of(name: str) -> str:
 
 
 def test_table(metrics: Row, server: bool) -> Table:
-    """What `test` prints: the global model and the clients' figures; below it, which models were measured.
+    """Return the table that `test` prints: the metrics, and which models were evaluated.
 
     Args:
-        metrics: What `FederatedOrchestrator.test` gives.
+        metrics: The metrics, as `FederatedOrchestrator.test` returns them.
         server: Whether the method has a server that clients receive models from.
     """
     table = Table("metric", "value", title=f"after round {int(metrics['round'])}", caption_justify="left")
@@ -68,7 +68,7 @@ def test_table(metrics: Row, server: bool) -> Table:
 
 
 def _caption(families: set[str], model: str) -> str:
-    """Which models were measured, and on what, a line for each family of metrics that there is."""
+    """Return a line for each family of metrics: which models were evaluated, and on what data."""
     lines = {
         "global": "global: the global model, on the global test set",
         "client": f"client: each client's model {model}, on its own test split",
@@ -80,10 +80,10 @@ def _caption(families: set[str], model: str) -> str:
 def partition_table(
     counts: np.ndarray, test_counts: np.ndarray, client_ids: Sequence[int | str] | None = None
 ) -> Table:
-    """Who holds what: training samples a client and class, shaded by their share of the largest cell.
+    """Return the table of a partition: training samples by client and class, shaded relative to the largest cell.
 
-    Beyond 20 classes only the shades are shown, beyond 100 clients only the first and the last 20 of them. Clients that
-    have a name in the data have it at the end of their line.
+    With more than 20 classes it shows only shades; with more than 100 clients only the first and the last 20. A line
+    ends with the client's name if the data have one.
     """
     wide = counts.shape[1] > 20
     table = Table("client", box=None, padding=(0, 0 if wide else 1, 0, 0), title="training samples by client and class")

@@ -32,6 +32,7 @@ from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
 from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import write_atomically
+from fl_lightning.core.renamed import update_config
 from fl_lightning.evaluation.metrics import Row, read_rows
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
@@ -411,6 +412,7 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
             if "rivals" in config:  # the name of `baselines` in earlier versions; the shipped files moved, too
                 now["configs"].get(name, {}).pop("baselines", None)
                 del config["rivals"]
+            before["configs"][name] = update_config(config)
     if before == now:
         return
     if before and (begun or (database.exists() and has_results(database))):

@@ -1,4 +1,4 @@
-"""W&B's sweep files, read to be carried out here: what each point's command line is, and where its values come from."""
+"""Read W&B sweep files: the command line of each trial, and the distributions of its parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fl_lightning.evaluation.metrics import better_goal
 
 METHODS = ("grid", "random", "bayes")
 UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
-"""What says nothing about the points: a sweep goes on whatever becomes of it."""
+"""Keys that do not affect the trials; a sweep continues although they change."""
 KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
 SWEEPS_OWN = {"config", "resume", "run_dir"}
 FORM = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
@@ -34,26 +34,24 @@ class Parameter:
     """A key that a sweep varies.
 
     Args:
-        distribution: Where Optuna draws its value from; of values that are listed, their words.
-        q: Round what was drawn to a multiple of this, within the distribution's bounds.
+        distribution: The distribution that Optuna draws from; categorical over words for listed values.
+        q: Drawn values are rounded to multiples of this, within the distribution's bounds.
     """
 
     distribution: BaseDistribution
     q: float | None = None
 
     def word(self, drawn: Any) -> str:
-        """The value's word on the command line, given what was drawn."""
+        """Return the word on the command line for a drawn value."""
         if self.q is None:
             return to_word(drawn)
         low, high = multiples(self.distribution, self.q)
         number = self.q * min(max(round(drawn / self.q), low), high)
-        return to_word(
-            number if isinstance(self.q, int) else float(f"{number:.12g}")
-        )  # less what float sums leave behind
+        return to_word(number if isinstance(self.q, int) else float(f"{number:.12g}"))  # without rounding errors
 
     @property
     def values(self) -> list[Any] | None:
-        """All it can be, if they can be listed."""
+        """All possible values; None if they cannot be listed."""
         if isinstance(self.distribution, CategoricalDistribution):
             return list(self.distribution.choices)
         if isinstance(self.distribution, IntDistribution):
@@ -63,19 +61,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file asks for.
+    """A sweep, as its file describes it.
 
     Args:
-        name: The file's, less its suffix.
+        name: The name of the file, without its suffix.
         method: `grid`, `random` or `bayes`.
-        words: The command line of `fit` up to the parameters, less that word.
-        after: What follows them there.
-        parameters: What varies, by key.
-        metric: What is compared: a column of `metrics.csv` (its last value), or a figure of `final/summary.json`.
-        maximize: Whether more of it is better.
-        pruner: Says which points to end early; None for none.
-        rounds_to_prune: Points that have come so far are not ended early any more.
-        run_cap: The most points, if the file says so.
+        words: The command line of `fit` up to the parameters, without that word.
+        words_after: The words after the parameters.
+        parameters: The parameters that vary, by key.
+        metric: The metric to optimise: a column of `metrics.csv` (its last value), or an entry of `final/summary.json`.
+        maximize: Whether larger values are better.
+        pruner: Decides which trials end early; None for none.
+        rounds_to_prune: Trials that reached this round are not ended early.
+        run_cap: Maximum number of trials, if the file has one.
     """
 
     name: str
@@ -90,21 +88,21 @@ class Sweep:
     run_cap: int | None
 
     def command(self, drawn: Mapping[str, Any]) -> tuple[str, ...]:
-        """A point's command line, given what was drawn for each parameter."""
+        """Return a trial's command line for the drawn values of its parameters."""
         values = (f"--{key}={parameter.word(drawn[key])}" for key, parameter in self.parameters.items())
         return (*self.words, *values, *self.words_after)
 
     def grid(self) -> list[dict[str, Any]]:
-        """Every point of a grid, the last parameter varying fastest."""
+        """Return all trials of a grid; the last parameter varies fastest."""
         values = [parameter.values or [] for parameter in self.parameters.values()]
         return [dict(zip(self.parameters, chosen, strict=True)) for chosen in product(*values)]
 
 
 def sweep_path(name: str) -> Path:
-    """A sweep file by path, or by the bare name of a shipped one.
+    """Return the path of a sweep file, given its path or the name of a shipped one.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The file does not exist.
     """
     if path := named_file(name, "sweeps"):
         return path
@@ -115,37 +113,37 @@ def sweep_path(name: str) -> Path:
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
-    """A sweep file's content.
+    """Return the content of a sweep file.
 
     Raises:
-        ConfigError: It is no readable YAML, or no mapping.
+        ConfigError: The file is not a readable YAML mapping.
     """
     return read_config(path)
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:
-    """What a sweep file asks for.
+    """Return the sweep that a file describes.
 
     Args:
         content: The file's content.
-        path: Where it lies, for messages and the sweep's name.
-        settings: Words `KEY=VALUE` that every point's command line has too.
+        path: The file's path, for messages and the sweep's name.
+        settings: Words `KEY=VALUE` to add to the command line of every trial.
 
     Raises:
-        ConfigError: It asks for what cannot be done here; the message names the file and the key.
+        ConfigError: The file is wrong, or needs what only W&B's server can do; the message names the key.
     """
     try:
         _known("a sweep", content, KEYS)
         words, after = _command(content.get("command"), content.get("program"))
         method = content.get("method")
         if method not in METHODS:
-            raise ConfigError(f"method: {method!r} is none of {', '.join(METHODS)}")
+            raise ConfigError(f"method: {method!r} is not one of {', '.join(METHODS)}")
         metric, maximize = _metric(content.get("metric"))
         pruner, rounds = _pruner(content.get("early_terminate"))
         parameters = _parameters(content.get("parameters"), method == "grid")
         run_cap = content.get("run_cap")
         if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
-            raise ConfigError(f"run_cap: {run_cap!r} is no number of points")
+            raise ConfigError(f"run_cap: {run_cap!r} is not a number of trials")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     words += tuple(_setting(word, parameters) for word in settings)
@@ -158,26 +156,26 @@ def _known(what: str, given: Any, keys: set[str]) -> None:
     for key in given:
         if key not in keys:
             near = get_close_matches(str(key), sorted(keys), 1)
-            mend = f"did you mean {near[0]}?" if near else f"only {', '.join(sorted(keys))} are taken here"
-            raise ConfigError(f"{what} has no key {key!r} here; {mend}")
+            fix = f"did you mean {near[0]}?" if near else f"only {', '.join(sorted(keys))} are taken here"
+            raise ConfigError(f"{what} has no key {key!r} here; {fix}")
 
 
 # --- The command line --------------------------------------------------------------------------------------------
 
 
 def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The words of `fit` before and after the parameters; a run that would log online is offline here."""
+    """Return the words of `fit` before and after the parameters; W&B logging is switched to offline."""
     words = [_filled(word) for word in given] if isinstance(given, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
     if words[:2] != ["fl-lightning", "fit"] or words.count("${args}") != 1:
-        raise ConfigError(f"command: only {FORM} with program fl-lightning can be carried out here")
+        raise ConfigError(f"command: only {FORM} with program fl-lightning can be run here")
     place = words.index("${args}")
     for word in [*words[:place], *words[place + 1 :]]:
         if "${" in word:
             raise ConfigError(f"command: {word} is not known; there are ${{program}}, ${{args}} and ${{envvar:NAME}}")
         if word.partition("=")[0] in ("--resume", "--run_dir"):
-            raise ConfigError(f"command: {word} is the sweep's own to say; leave it out")
+            raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
     return tuple(_offline(words[2:place])), tuple(_offline(words[place + 1 :]))
 
 
@@ -205,9 +203,9 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
     if not sign or not key:
         raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
     if key in parameters:
-        raise ConfigError(f"--set: {key} is what the sweep varies")
+        raise ConfigError(f"--set: {key} is a parameter of the sweep. Leave it out")
     if key in SWEEPS_OWN:
-        raise ConfigError(f"--set: {key} is the sweep's own to say")
+        raise ConfigError(f"--set: {key} is set by the sweep")
     return f"--{word}"
 
 
@@ -216,7 +214,7 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
 
 def _metric(given: Any) -> tuple[str, bool]:
     if given is None:
-        raise ConfigError("metric: name what points are compared by: {name: global/acc, goal: maximize}")
+        raise ConfigError("metric: name the metric to optimise: {name: global/acc, goal: maximize}")
     _known("metric", given, {"name", "goal"})
     goal = given.get("goal", "minimize")  # as W&B has it
     if not isinstance(given.get("name"), str) or goal not in ("minimize", "maximize"):
@@ -224,22 +222,23 @@ def _metric(given: Any) -> tuple[str, bool]:
     name = given["name"]
     if better_goal(name) not in (goal, None):
         better = better_goal(name)
-        warnings.warn(f"metric: goal {goal} takes the worst {name} for the best. Set goal: {better}.", stacklevel=2)
+        warnings.warn(f"metric: goal {goal} takes the worst {name} as the best. Set goal: {better}.", stacklevel=2)
     return name, goal == "maximize"
 
 
 def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
-    """W&B's hyperband: at rounds min_iter, min_iter * eta, ... the best 1/eta of those that came so far go on.
+    """Return the pruner for W&B's hyperband, and the round from which on it prunes no more.
 
-    That is one bracket of successive halving; Optuna's HyperbandPruner would deal the points out to several.
+    At rounds min_iter, min_iter * eta, ... the best 1/eta of the trials so far continue. This is a single bracket of
+    successive halving; Optuna's HyperbandPruner would distribute the trials over several brackets.
     """
     if given is None:
         return None, 0
     _known("early_terminate", given, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
     if given.get("type") != "hyperband":
-        raise ConfigError(f"early_terminate: type {given.get('type')!r} is not known here; there is hyperband")
+        raise ConfigError(f"early_terminate: type {given.get('type')!r} is not supported. Use hyperband")
     if given.get("strict", True) is not True:
-        raise ConfigError("early_terminate: strict: false cannot be done here; leave it out")
+        raise ConfigError("early_terminate: strict: false is not supported. Leave it out")
     eta, s = _count("eta", given.get("eta", 3), 2), given.get("s")
     if "max_iter" not in given and "min_iter" in given:
         return SuccessiveHalvingPruner(_count("min_iter", given["min_iter"], 1), eta), math.inf
@@ -252,7 +251,7 @@ def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
 
 def _count(name: str, given: Any, least: int) -> int:
     if not isinstance(given, int) or given < least:
-        raise ConfigError(f"early_terminate: {name}: {given!r} is no whole number from {least}")
+        raise ConfigError(f"early_terminate: {name}: {given!r} is not a whole number of at least {least}")
     return given
 
 
@@ -265,7 +264,7 @@ def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
     found = {}
     for key, told in given.items():
         if key in SWEEPS_OWN:
-            raise ConfigError(f"parameters: {key} is the sweep's own to say; put it into the command")
+            raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
         try:
             found[str(key)] = _parameter(told)
         except ConfigError as error:
@@ -279,12 +278,12 @@ def _parameter(told: Any) -> Parameter:
     if not isinstance(told, Mapping):
         raise ConfigError(f"needs values, value, or min and max; it is {told!r}")
     if "parameters" in told:
-        raise ConfigError("nested parameters are not known here; write the key with dots")
+        raise ConfigError("nested parameters are not supported. Write the key with dots")
     if "probabilities" in told:
-        raise ConfigError("probabilities cannot be done here: values are drawn evenly; leave them out")
+        raise ConfigError("probabilities are not supported: values are drawn uniformly. Leave them out")
     name = told.get("distribution") or _inferred(told)
     if name not in DISTRIBUTIONS:
-        raise ConfigError(f"distribution {name!r} cannot be done here; there are {', '.join(DISTRIBUTIONS)}")
+        raise ConfigError(f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
     needs, make = DISTRIBUTIONS[name]
     q = {"q"} if name.startswith("q_") else set()
     for key in told:
@@ -297,7 +296,7 @@ def _parameter(told: Any) -> Parameter:
 
 
 def _inferred(told: Mapping[str, Any]) -> str:
-    """The distribution that W&B takes where none is named."""
+    """Return the distribution that W&B uses if the file names none."""
     for key, name in (("values", "categorical"), ("value", "constant")):
         if key in told:
             return name
@@ -309,12 +308,18 @@ def _inferred(told: Mapping[str, Any]) -> str:
 def _listed(told: Mapping[str, Any]) -> Parameter:
     values = [told["value"]] if "value" in told else told["values"]
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"values: {values!r} is no list of them")
+        raise ConfigError(f"values: {values!r} is not a list of values")
     return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
 
 
 def _numbers(log: bool = False, exponents: bool = False, whole: bool = False) -> Callable[..., Parameter]:
-    """Makes a parameter of numbers between bounds: evenly on a log scale or not; bounds may be natural logarithms."""
+    """Return a function that makes a numeric parameter.
+
+    Args:
+        log: Draw uniformly on a logarithmic scale.
+        exponents: The bounds are natural logarithms.
+        whole: Draw whole numbers.
+    """
 
     def make(told: Mapping[str, Any]) -> Parameter:
         low, high = (_number(key, told[key], whole) for key in ("min", "max"))
@@ -342,12 +347,12 @@ def _numbers(log: bool = False, exponents: bool = False, whole: bool = False) ->
 
 def _number(key: str, given: Any, whole: bool) -> float:
     if isinstance(given, bool) or not isinstance(given, int if whole else (int, float)) or not math.isfinite(given):
-        raise ConfigError(f"{key}: {given!r} is no {'whole ' if whole else ''}number")
+        raise ConfigError(f"{key}: {given!r} is not a {'whole ' if whole else ''}number")
     return given
 
 
 def multiples(numbers: Any, q: float) -> tuple[int, int]:
-    """Which multiples of q, least and most, lie within a distribution's bounds."""
+    """Return the smallest and the largest n for which n * q lies within a distribution's bounds."""
     slack = 1e-9  # of a q: 0.3 is three times 0.1
     return math.ceil(numbers.low / q - slack), math.floor(numbers.high / q + slack)
 

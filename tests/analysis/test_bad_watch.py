@@ -165,6 +165,7 @@ def refusal(words, folder):
     return line
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("words", "told", "env"), KINDS)
 def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, env, tmp_path, monkeypatch):
     (folder := tmp_path / "here").mkdir()
@@ -240,6 +241,7 @@ def seen(one):
     return {name for row in (*one.csv.rows, *single) for name in row} - {"round"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_each_callback_watches_a_method_or_refuses_it_before_there_is_a_folder(tmp_path, name):
     """And the metrics of a run's rounds are those, and all those, that are known beforehand."""

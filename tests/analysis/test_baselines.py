@@ -128,6 +128,12 @@ def test_bad_baselines_are_reported(here, baselines, complaint):
     assert err.count("\n") == 1
 
 
+def test_the_old_name_is_refused_with_the_new_one(here):
+    Path("old.yaml").write_text(TINY + "rivals: {FedProx: {algorithm.mu: 0.5}}\n")
+    code, _, err = run("fit", "--config", "old.yaml", "--algorithm", "FedProx")
+    assert (code, err) == (2, "fl-lightning: error: rivals: renamed to baselines. Use the new name.\n")
+
+
 def shipped():
     """Each baseline of each table, with the first of the configs that have the table."""
     tables = {}
@@ -149,6 +155,7 @@ def baselines_of(config):
     return merge_baselines({}, yaml.safe_load((CONFIGS / config).read_text())["baselines"], CONFIGS / config)
 
 
+@pytest.mark.fast_cases(20)
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
 def test_every_baseline_of_a_shipped_config_is_understood(parser, config, name):
     """And has no option of the config's own method: one of the same name stays when the class changes."""

@@ -260,8 +260,8 @@ def test_each_setting_and_seed_counts_once_by_its_newest_finished_run(tmp_path):
         kept = comparable(open_runs(tmp_path))
     assert {item.run_dir for item in kept} == {new, other}
     assert [str(each.message) for each in caught] == [
-        f"1 run, {newest}: not finished; left out (--unfinished takes them by the rounds they have)",
-        f"1 run, {old}: the same settings and seed as another run; the newest finished one counts",
+        f"1 run, {newest}: not finished, left out (--unfinished includes them)",
+        f"1 run, {old}: the same settings and seed as another run, left out (the newest finished run is kept)",
     ]
     with pytest.warns(UserWarning, match="2 runs, .*: the same settings and seed"):
         assert {item.run_dir for item in comparable(open_runs(tmp_path), unfinished=True)} == {new, other}
@@ -269,7 +269,7 @@ def test_each_setting_and_seed_counts_once_by_its_newest_finished_run(tmp_path):
 
 def test_runs_without_a_config_are_left_out(tmp_path):
     write_run(tmp_path / "a", config=None)
-    told = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml says what they ran; left out")
+    told = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml, left out")
     with told, pytest.raises(ConfigError, match="no run is left to compare"):
         comparable(open_runs(tmp_path))
 
@@ -366,7 +366,7 @@ def test_the_reference_may_be_any_group(tmp_path):
     assert found.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
     with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2; there are 0.08, 0.1"):
         compared(tmp_path, reference={"tau": 0.2})
-    with pytest.raises(ConfigError, match=r"--reference: optimizer.lr does not tell these groups apart; algorithm.tau"):
+    with pytest.raises(ConfigError, match=r"--reference: optimizer.lr is not among the settings that differ. Use"):
         compared(tmp_path, reference={"lr": 0.1})
     with pytest.raises(ConfigError, match="--reference: no run has a setting 'ta'; did you mean tau"):
         compared(tmp_path, reference={"ta": 0.1})
@@ -378,8 +378,10 @@ def test_several_fedavgs_are_none_until_one_is_chosen(tmp_path):
     write(tmp_path, "FedDW", 0, [0.75])
     found = compared(tmp_path)
     assert found.reference == ""
-    assert found.remarks[0].startswith("nothing is compared with FedAvg: FedAvg fits 2 groups that are otherwise alike")
-    with pytest.raises(ConfigError, match=r"--reference: FedAvg fits 2 groups .* weighting=samples, FedAvg weighting="):
+    assert found.remarks[0].startswith(
+        "no comparison with FedAvg: FedAvg matches 2 groups with otherwise equal settings"
+    )
+    with pytest.raises(ConfigError, match=r"--reference: FedAvg matches 2 groups .* weighting=samples, FedAvg wei"):
         compared(tmp_path, reference={"algorithm": "FedAvg"})
     chosen = compared(tmp_path, reference={"algorithm": "FedAvg", "weighting": "uniform"})
     assert [bool(group.difference) for group in chosen.groups] == [False, True, True]
@@ -425,7 +427,7 @@ def test_a_metric_that_some_methods_lack_is_a_dash_and_told_of(tmp_path):
     write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
     out = run("compare", tmp_path, "--target", "0.5").out
     assert re.search(r"^Local +1 +- +- +- +31 B +- +- +-$", out, re.M)
-    assert "no global/acc in Local: methods without a global model; --metric client/acc_mean has them." in out
+    assert "no global/acc in Local: methods without a global model. Use --metric client/acc_mean to" in out
     out = run("compare", tmp_path, "--metric", "client/acc_mean").out
     assert re.search(r"^Local +1 +0.7500 ", out, re.M)
     assert "no client/acc_mean in FedAvg." in out
@@ -451,7 +453,7 @@ def test_a_metric_that_some_runs_of_a_group_lack_is_told_of(tmp_path):
     write(tmp_path, seed=1, accs=[0.75], name="client/acc_mean")
     found = compared(tmp_path)
     assert found.groups[0].last == (0.5, None, 1)
-    assert found.remarks == ["not all runs of all runs have global/acc; the figures are of those that do"]
+    assert found.remarks == ["not all runs of all runs have global/acc; the figures cover those that do"]
 
 
 @pytest.mark.filterwarnings("always")
@@ -462,7 +464,7 @@ def test_unfinished_runs_are_taken_on_demand_and_marked(tmp_path):
     assert code == 0
     assert re.search(r"^all runs +1 +0.5000 ", out, re.M)
     assert "1 run, " in err
-    assert "not finished; left out (--unfinished takes" in err
+    assert "not finished, left out (--unfinished" in err
     code, out, err = run("compare", tmp_path, "--unfinished")
     assert (code, err) == (0, "")
     assert re.search(r"^all runs +2, 1 unfinished +0.6250 ± 0.1768 ", out, re.M)
@@ -605,8 +607,8 @@ def test_values_are_told_as_in_yaml():
     ("words", "why"),
     [
         (["--by", "algoritm"], "--by: no run has a setting 'algoritm'; did you mean algorithm?"),
-        (["--by", "seed"], "--by: seed tells no groups apart"),
-        (["--by", "data_dir"], "--by: scenario.dataset.data_dir tells no groups apart"),
+        (["--by", "seed"], "--by: seed cannot group runs"),
+        (["--by", "data_dir"], "--by: scenario.dataset.data_dir cannot group runs"),
         (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'; there are comm/down_bytes, comm/up_bytes, glob"),
         (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
         (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),

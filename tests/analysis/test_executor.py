@@ -100,6 +100,7 @@ def children():
     return [child.pid for child in multiprocessing.active_children()]
 
 
+@pytest.mark.thorough
 def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
     points = [
         point("nan", "--optimizer.lr=1e30"),
@@ -134,6 +135,7 @@ def test_each_ends_as_it_would_alone_and_the_others_go_on(here):
     assert (here / "points/nan/log.txt").read_text().count(diverged) == 2
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_all_and_is_no_points_failure(here, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(here))
     points = [point(name, "--algorithm.loss_terms+=witness.NoRoom", f"--seed={name}") for name in ("0", "1")]
@@ -218,6 +220,7 @@ def test_an_unwanted_point_stops_at_a_checkpoint_and_goes_on_later(here):
     assert untimed_rows(here / "points/slow") == untimed_rows(here / "alone")
 
 
+@pytest.mark.thorough
 def test_a_killed_point_is_named_and_run_again_by_the_next_call(here):
     slow = point("slow", "--rounds=2", "--algorithm.loss_terms=[witness.Slow]")
 
@@ -234,6 +237,7 @@ def test_a_killed_point_is_named_and_run_again_by_the_next_call(here):
     assert ended == JobResult(slow, 0, "")
 
 
+@pytest.mark.thorough
 def test_a_point_waits_for_another_process_that_is_at_its_folder(here):
     """Such as that of a leader that was killed and has not noticed yet; if that one finishes it, it is finished."""
     one, looks = point("one", "--rounds=1"), []
@@ -311,6 +315,7 @@ def of_session(number):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
     [

@@ -102,6 +102,7 @@ def close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("client", [None, 2])
 def test_what_is_opened_gives_the_modules_outputs(suffix, client, tmp_path):
@@ -256,6 +257,7 @@ def test_samples_as_they_are_stored(suffix, tmp_path, folder):
         close(opened(path, x), whole.worker.shared_module(whole.state["model"]).eval()(normalised))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_other_precisions_are_written_in_float32(suffix, tmp_path, folder):
     needs(suffix)
@@ -292,16 +294,16 @@ def test_a_compiled_network_is_written_as_it_is_without(tmp_path, folder):
         (["run", "-o", "m.h5"], "-o: m.h5 does not end in one of .pt (state dict), .onnx (ONNX), .ts (TorchScript), "
          ".ckpt (Lightning checkpoint)"),
         (["run", "-o", "m"], "-o: m does not end in one of"),
-        (["run", "-o", "taken.pt"], "-o: taken.pt is there already; name another file, or remove it"),
-        (["run", "-o", "dangling.pt"], "-o: dangling.pt is there already"),
+        (["run", "-o", "taken.pt"], "-o: taken.pt already exists. Name another file, or remove it"),
+        (["run", "-o", "dangling.pt"], "-o: dangling.pt already exists"),
         (["run", "-o", "taken.pt/m.pt"], "-o: taken.pt/m.pt cannot be written: "),
-        (["local", "-o", "m.pt"], "client: Local has no global model; say whose is wanted with --client, 0 to 3"),
+        (["local", "-o", "m.pt"], "client: Local has no global model. Choose a client with --client, 0 to 3"),
         (["local", "-o", "m.pt", "--client", "4"], "client: there is no client 4; the run has 0 to 3"),
         (["local", "-o", "m.pt", "--client=-1"], "client: there is no client -1; the run has 0 to 3"),
         (["run", "-o", "m.pt", "--client", "x"], "--client: got 'x', expected int"),
         (["run", "-o", "m.pt", "--checkpoint", "9"], "--checkpoint: no checkpoint '9'; there are last, best"),
         (["nowhere", "-o", "m.pt"], "nowhere"),
-        (["run", "-o", "m.pt", "--prepare"], "--prepare: a state dict holds weights alone; take .onnx or .ts"),
+        (["run", "-o", "m.pt", "--prepare"], "--prepare: a state dict holds only weights. Use .onnx or .ts"),
         (["run", "-o", "m.ckpt", "--prepare"], "--prepare: a Lightning checkpoint holds weights alone"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
@@ -328,7 +330,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     outcome = run("export", "run", "-o", tmp_path / "m.onnx")
     assert outcome.code == 2
-    told = "-o: an .onnx file needs onnx, which is not there; pip install 'fl-lightning[onnx]'"
+    told = "-o: an .onnx file needs onnx, which is not installed. pip install 'fl-lightning[onnx]'"
     assert outcome.err == f"fl-lightning: error: {told}\n"
     assert not list(tmp_path.iterdir())
 
@@ -347,7 +349,7 @@ class Branching(nn.Module):
 def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
     x = torch.ones(5, 4)
     x[-1] = -1
-    with pytest.raises(ConfigError, match=r"-o: Branching gives other outputs as TorchScript; take one of .pt, .onnx"):
+    with pytest.raises(ConfigError, match=r"-o: Branching gives other outputs as TorchScript. Use one of .pt, .onnx"):
         write(Network(Branching(), {"class_path": "a.Branching"}, (4,), 2, x), tmp_path / "m.ts")
     assert not list(tmp_path.iterdir())
 
@@ -357,7 +359,7 @@ def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     needs(".onnx")
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
-    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\); take one of .pt, .ts"):
+    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\). Use one of .pt, .ts"):
         write(network, tmp_path / "m.onnx")
     write(network, tmp_path / "m.ts")
     ids[2, 3:] = 0

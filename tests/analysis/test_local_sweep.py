@@ -153,6 +153,7 @@ def parabola(values):
 # --- What the file asks for ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("agent_at")
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_a_command_line_is_the_one_wandbs_agent_makes(path, monkeypatch):
@@ -257,37 +258,37 @@ def test_a_quantized_number_is_the_nearest_multiple_within_the_bounds():
 # --- What cannot be done ---
 
 BAD = {
-    "method: 'girdle' is none of grid, random, bayes": {"method": "girdle"},
+    "method: 'girdle' is not one of grid, random, bayes": {"method": "girdle"},
     "a sweep has no key 'metod' here; did you mean method?": {"metod": "grid"},
-    r"command: only .* can be carried out here": {"command": ["python", "${program}", "${args}"]},
+    r"command: only .* can be run here": {"command": ["python", "${program}", "${args}"]},
     r"command: only .* with program fl-lightning": {"program": "train.py"},
     r"command: only .* \"\$\{args\}\"\]": {"command": ["${program}", "fit", "--config", "digits_fedskc.yaml"]},
     r"command: \$\{args_json\} is not known": {"command": ["${program}", "fit", "${args_json}", "${args}"]},
     r"command: \$\{envvar:FL_NO\} needs the environment's FL_NO": {
         "command": ["${program}", "fit", "--config", "${envvar:FL_NO}", "${args}"]
     },
-    "command: --run_dir=x is the sweep's own": {"command": ["${program}", "fit", "--run_dir=x", "${args}"]},
-    "metric: name what points are compared by": {"metric": None},
+    "command: --run_dir=x is set by the sweep": {"command": ["${program}", "fit", "--run_dir=x", "${args}"]},
+    "metric: name the metric to optimise": {"metric": None},
     "metric: needs a name": {"metric": {"goal": "maximize"}},
     "metric: needs a name, and goal minimize or maximize": {"metric": {"name": "a", "goal": "max"}},
     "metric has no key 'target' here": {"metric": {"name": "a", "target": 1}},
-    "run_cap: 0 is no number of points": {"run_cap": 0},
-    "early_terminate: type 'median' is not known": {"early_terminate": {"type": "median", "min_iter": 1}},
+    "run_cap: 0 is not a number of trials": {"run_cap": 0},
+    "early_terminate: type 'median' is not supported": {"early_terminate": {"type": "median", "min_iter": 1}},
     "early_terminate: strict: false": {"early_terminate": {"type": "hyperband", "min_iter": 1, "strict": False}},
     "early_terminate: needs min_iter, or max_iter and s": {"early_terminate": {"type": "hyperband", "max_iter": 9}},
-    r"early_terminate: eta: 2.5 is no whole number from 2": {
+    r"early_terminate: eta: 2.5 is not a whole number of at least 2": {
         "early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 2.5}
     },
-    "early_terminate: max_iter: 2 is no whole number from 3": {
+    "early_terminate: max_iter: 2 is not a whole number of at least 3": {
         "early_terminate": {"type": "hyperband", "max_iter": 2, "s": 1}
     },
     "parameters: name at least one key": {"parameters": []},
-    "parameters: run_dir is the sweep's own": {"parameters": {"run_dir": {"values": ["a"]}}},
+    "parameters: run_dir is set by the sweep": {"parameters": {"run_dir": {"values": ["a"]}}},
     "parameters: k: needs values, value, or min and max; it is 3": {"parameters": {"k": 3}},
     "parameters: k: needs values, value, or min and max; it is {'min': 3}": {"parameters": {"k": {"min": 3}}},
-    "parameters: k: nested parameters are not known": {"parameters": {"k": {"parameters": {}}}},
-    "parameters: k: probabilities cannot be done": {"parameters": {"k": {"values": [1], "probabilities": [1]}}},
-    "parameters: k: distribution 'normal' cannot be done here": {"parameters": {"k": {"distribution": "normal"}}},
+    "parameters: k: nested parameters are not supported": {"parameters": {"k": {"parameters": {}}}},
+    "parameters: k: probabilities are not supported": {"parameters": {"k": {"values": [1], "probabilities": [1]}}},
+    "parameters: k: distribution 'normal' is not supported": {"parameters": {"k": {"distribution": "normal"}}},
     "parameters: k: categorical takes values, not min": {"parameters": {"k": {"values": [1], "min": 0}}},
     "parameters: k: uniform takes min, max, not q": {
         "parameters": {"k": {"distribution": "uniform", "min": 0, "max": 1, "q": 1}}
@@ -296,9 +297,9 @@ BAD = {
     r"parameters: k: values: \[\] is no list": {"parameters": {"k": {"values": []}}},
     "parameters: k: values: 3 is no list": {"parameters": {"k": {"values": 3}}},
     "parameters: k: min 2 is above max 1": {"parameters": {"k": {"min": 2, "max": 1}}},
-    "parameters: k: min: 'a' is no number": {"parameters": {"k": {"min": "a", "max": 1}}},
-    "parameters: k: max: True is no whole number": {"parameters": {"k": {"min": 0, "max": True}}},
-    "parameters: k: min: 0.5 is no whole number": {
+    "parameters: k: min: 'a' is not a number": {"parameters": {"k": {"min": "a", "max": 1}}},
+    "parameters: k: max: True is not a whole number": {"parameters": {"k": {"min": 0, "max": True}}},
+    "parameters: k: min: 0.5 is not a whole number": {
         "parameters": {"k": {"distribution": "int_uniform", "min": 0.5, "max": 1}}
     },
     "parameters: k: min 0 is not above 0": {
@@ -314,6 +315,7 @@ BAD = {
 }
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_done_is_refused_in_one_line(message, tmp_path):
     path = tmp_path / "bad.yaml"
@@ -330,8 +332,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(message, tmp_path):
         (["a/nowhere.yaml"], "sweep: a/nowhere.yaml is neither a file here nor a shipped sweep"),
         ([], "sweep: which one? there are cwfedavg_lam, digits_"),
         (["digits_fedskc_tau", "--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
-        (["digits_fedskc_tau", "--set", "seed=1"], "--set: seed is what the sweep varies"),
-        (["digits_fedskc_tau", "--set", "run_dir=a"], "--set: run_dir is the sweep's own to say"),
+        (["digits_fedskc_tau", "--set", "seed=1"], "--set: seed is a parameter of the sweep. Leave it out"),
+        (["digits_fedskc_tau", "--set", "run_dir=a"], "--set: run_dir is set by the sweep"),
         (["digits_fedskc_tau", "--workers", "0"], "--workers: 0 is below 1"),
         (["digits_fedskc_tau", "--count", "0"], "--count: 0 is below 1"),
         (["digits_fedskc_tau", "--threads", "0"], "--threads: 0 is below 1"),
@@ -367,6 +369,7 @@ def test_a_shipped_sweep_goes_by_its_bare_name_and_a_file_here_comes_first(tmp_p
 # --- Which points come next ---
 
 
+@pytest.mark.thorough
 def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
     values = {}
     for method in ("random", "bayes"):
@@ -391,6 +394,7 @@ def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     assert parsed(metric={"name": "loss"}).maximize is False  # W&B's default
 
 
+@pytest.mark.thorough
 def test_random_points_depend_on_the_seed_alone(tmp_path, monkeypatch):
     sweep = parsed("random", NUMBERS)
     one, same, other = (
@@ -401,6 +405,7 @@ def test_random_points_depend_on_the_seed_alone(tmp_path, monkeypatch):
     assert not {r.settings["x"] for r in one} & {r.settings["x"] for r in other}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("count", "cap", "most"), [(None, None, 18), (4, None, 4), (None, 5, 5), (6, 5, 5), (50, None, 18)]
 )
@@ -421,6 +426,7 @@ def test_a_count_may_grow(tmp_path, monkeypatch):
     assert len(many) == len(fake.ran) == 5
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", ["grid", "random", "bayes"])
 def test_a_kill_at_any_moment_loses_no_point_and_repeats_none(method, tmp_path, monkeypatch):
     """Around every run: after the point was drawn, and after it ended but before that was noted."""
@@ -527,12 +533,13 @@ def test_an_accuracy_that_is_never_reached_is_a_failure_and_not_a_zero(tmp_path,
     ],
 )
 def test_a_goal_that_takes_the_worst_for_the_best_is_warned_of(metric, goal, better):
-    line = f"metric: goal {goal} takes the worst {metric} for the best. Set goal: {better}."
+    line = f"metric: goal {goal} takes the worst {metric} as the best. Set goal: {better}."
     with pytest.warns(UserWarning, match=line):
         assert parsed(metric={"name": metric, "goal": goal}).maximize is (goal == "maximize")
     assert parsed(metric={"name": metric, "goal": better}).maximize is (better == "maximize")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("metric", "method", "parameters", "refused"),
     [
@@ -579,6 +586,7 @@ def test_a_metric_that_a_method_never_has_is_refused_before_the_first_run(
     assert not Path("runs").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("metric", ["client/acc_mean", "client/acc_mean_best", "R_0.5", "client/train_loss"])
 def test_a_metric_that_every_point_has_is_let_by(metric):
     goal = "minimize" if metric in ("R_0.5", "client/train_loss") else "maximize"
@@ -620,6 +628,7 @@ def curve(values):
     return (np.cumsum(rng.random(9)) / 9).tolist()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:metric. goal minimize takes the worst")
 @pytest.mark.parametrize(
     ("goal", "early", "options", "last"),
@@ -657,6 +666,7 @@ def test_points_are_ended_early_where_optuna_itself_would(goal, early, options, 
     assert {state for state, _, _ in expected} == {"complete", "ended early"}
 
 
+@pytest.mark.thorough
 def test_ended_points_stay_ended_and_a_kill_forgets_no_round(tmp_path, monkeypatch):
     sweep = parsed(parameters={"x": {"values": list(range(5))}}, early_terminate={"type": "hyperband", "min_iter": 2})
     whole = faked(monkeypatch, tmp_path / "whole", sweep, Fake(curve))
@@ -793,6 +803,7 @@ def test_a_sweeps_table_and_files_are_those_of_its_runs(tmp_path, monkeypatch):
     assert contents(folder / "points") == before
 
 
+@pytest.mark.thorough
 def test_a_sweep_whose_points_all_fail_ends_with_exit_code_1(tmp_path, monkeypatch):
     fake = Fake(lambda _: "diverged")
     monkeypatch.setattr(sweeps, "run_jobs", fake)
@@ -861,6 +872,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_study_is_named_and_left_as_it_is(damage, swept):
     DAMAGE[damage](swept / "study.db")
@@ -908,6 +920,7 @@ def test_a_lost_study_is_named_where_points_are_left(swept):
 # --- A full disk ---
 
 
+@pytest.mark.thorough
 def test_a_study_without_room_ends_the_sweep_and_is_gone_on_with(swept, monkeypatch):
     """SQLite says that the disk is full where its file may not grow."""
     usual = sweeps.storage_at
@@ -935,6 +948,7 @@ def test_a_study_without_room_ends_the_sweep_and_is_gone_on_with(swept, monkeypa
     assert [line["state"] for line in told(swept)] == ["complete"] * 60
 
 
+@pytest.mark.thorough
 def test_two_sweeps_over_one_folder_are_refused(tmp_path, monkeypatch):
     def meddled(points, *_):
         second = run("sweep", "digits_fedskc_tau", "--out", tmp_path / "out")
@@ -975,6 +989,7 @@ def table_of(outcome):
     return outcome.out[outcome.out.index("┏") :].partition("sweep: ")[0]
 
 
+@pytest.mark.thorough
 def test_a_killed_sweep_goes_on_to_the_same_end(tmp_path):
     file = write_sweep(tmp_path, {"algorithm.tau": {"values": [0.05, 0.2]}, "seed": {"values": [0, 1]}})
     words = [file, "--workers", "2", "--threads", "1"]

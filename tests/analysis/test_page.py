@@ -59,19 +59,19 @@ def folder(tmp_path):
 
 @given(st.floats(-1.7976e308, 1.7976e308))
 def test_numbers_keep_five_digits(value):
-    assert page.short(value) == pytest.approx(value, rel=5.001e-5, abs=0)
-    assert len(re.sub(r"e.*|\D", "", repr(page.short(value))).strip("0")) <= 5
-    assert json.loads(json.dumps(page.short(value))) == page.short(value)
+    assert page.rounded(value) == pytest.approx(value, rel=5.001e-5, abs=0)
+    assert len(re.sub(r"e.*|\D", "", repr(page.rounded(value))).strip("0")) <= 5
+    assert json.loads(json.dumps(page.rounded(value))) == page.rounded(value)
 
 
 @pytest.mark.parametrize(("value", "short"), [(0.5, "0.5"), (2.0, "2"), (1e300, "1e+300"), (123456, "123460")])
 def test_numbers_are_written_short(value, short):
-    assert json.dumps(page.short(value)) == short
+    assert json.dumps(page.rounded(value)) == short
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.79765e308])
 def test_what_is_no_number_is_none(value):
-    assert page.short(value) is None
+    assert page.rounded(value) is None
 
 
 def test_a_run_is_drawn_by_round_bytes_and_seconds(folder):
@@ -249,7 +249,7 @@ def test_the_summary_is_of_means_and_sample_deviations(tmp_path):
     assert (second["runs"], second["global/acc_last"], second["MB"], second["seconds"]) == ("1", None, None, None)
 
 
-def test_settings_are_told_apart_and_can_be_put_together_again(tmp_path):
+def test_settings_are_split_settings_and_can_be_put_together_again(tmp_path):
     write_run(tmp_path / "a", config(seed=1, note="x"), METRICS)
     write_run(tmp_path / "b", config(seed=2, flag=None), METRICS)
     write_run(tmp_path / "c", config(seed=1, note="y"), METRICS)
@@ -311,7 +311,7 @@ def test_partitions_beyond_what_a_page_takes_are_left_out_with_a_line(tmp_path, 
         write_counts(write_run(tmp_path / str(i), CONFIG, METRICS), np.full((5, 3), i))
     data = contents(tmp_path)
     assert [each["runs"] for each in data["partitions"]] == [[0], [1]]
-    assert data["left_out"] == ["2/partition.csv: the partitions before it have filled the page"]
+    assert data["left_out"] == ["2/partition.csv: the page is full of earlier partitions"]
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_picture_that_no_reducing_helps_is_left_out_with_a_line(folder):
     write_picture(folder / "figures" / "drift" / "round-1.png", noise(900, 900))
     data = contents(folder)
     assert data["pictures"] == []
-    assert data["left_out"] == ["a/figures/drift/round-1.png: it takes more than 150,000 bytes, however reduced"]
+    assert data["left_out"] == ["a/figures/drift/round-1.png: it takes more than 150,000 bytes even if reduced"]
 
 
 def test_pictures_beyond_what_a_page_takes_are_left_out_with_a_line_each(folder, monkeypatch):
@@ -397,7 +397,7 @@ def test_pictures_beyond_what_a_page_takes_are_left_out_with_a_line_each(folder,
     monkeypatch.setattr(page, "PICTURES_BYTES", 45_000)
     data = contents(folder)
     assert [each["name"] for each in data["pictures"]] == ["a", "c"]
-    assert data["left_out"] == ["a/figures/b/round-1.png: the pictures before it have filled the page"]
+    assert data["left_out"] == ["a/figures/b/round-1.png: the page is full of earlier images"]
 
 
 def header(width, height):
@@ -409,9 +409,9 @@ def header(width, height):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "it is no PNG"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg' onload='steal()'/>", "it is no PNG"),
-        (header(10, 10)[:20], "it is no PNG"),
+        (b"", "it is not a PNG image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg' onload='steal()'/>", "it is not a PNG image"),
+        (header(10, 10)[:20], "it is not a PNG image"),
         (header(10, 10), "it is damaged"),
         (header(100_000, 100_000), "it has more than 25,000,000 pixels"),
     ],
@@ -431,7 +431,7 @@ def test_a_picture_of_another_format_under_the_name_of_a_png_is_left_out(folder)
     place = folder / "figures" / "drift"
     place.mkdir(parents=True)
     Image.fromarray(noise(9, 9).astype(np.uint8)).save(place / "round-1.png", format="JPEG")
-    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is no PNG"]
+    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is not a PNG image"]
 
 
 def test_a_picture_cut_short_is_left_out(folder):
@@ -454,7 +454,7 @@ def test_no_link_is_followed_out_of_a_run(folder, tmp_path, link):
     (folder / link).symlink_to(tmp_path / link.replace("figures", "elsewhere"))
     data = contents(folder)
     assert data["pictures"] == []
-    assert data["left_out"] == ["a/figures/drift/round-1.png: a link, which leads who knows where"]
+    assert data["left_out"] == ["a/figures/drift/round-1.png: it is a link"]
 
 
 @pytest.mark.parametrize("name", ["clients.csv", "partition.csv"])
@@ -462,7 +462,7 @@ def test_no_file_is_read_through_a_link(folder, tmp_path, name):
     (tmp_path / "other").write_text("round,client,acc\n1,0,0.5\n")
     (folder / name).symlink_to(tmp_path / "other")
     data = contents(folder)
-    assert data["left_out"] == [f"a/{name}: a link, which leads who knows where"]
+    assert data["left_out"] == [f"a/{name}: it is a link"]
     assert data["runs"][0]["clients"] == {}
 
 
@@ -470,13 +470,13 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder):
     (folder / "figures" / "drift").mkdir(parents=True)
     for name in ("clients.csv", "partition.csv", "figures/drift/round-1.png"):
         os.mkfifo(folder / name)
-    assert [line.partition(": ")[2] for line in contents(folder)["left_out"]] == ["it is no file"] * 3
+    assert [line.partition(": ")[2] for line in contents(folder)["left_out"]] == ["it is not a regular file"] * 3
 
 
 def test_files_beyond_reason_are_not_opened(folder, monkeypatch):
     write_picture(folder / "figures" / "drift" / "round-1.png", noise(9, 9))
     monkeypatch.setitem(page.MOST_FILE_BYTES, ".png", 100)
-    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is larger than it can be"]
+    assert contents(folder)["left_out"] == ["a/figures/drift/round-1.png: it is too large"]
 
 
 # --- the page ---
@@ -584,7 +584,7 @@ def test_a_report_is_replaced_and_nothing_else_is(folder, tmp_path):
         before = other.read_bytes()
         outcome = command("report", folder, "-o", other)
         assert outcome.code == 2
-        said = f"-o: {other} is there already and is no report; name another file, or remove it"
+        said = f"-o: {other} exists and is not a report. Name another file, or remove it"
         assert outcome.err == f"fl-lightning: error: {said}\n"
         assert other.read_bytes() == before
 

@@ -366,6 +366,7 @@ def check(table, column, row):
     assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
 
 
+@pytest.mark.fast_cases(2)
 def test_a_cell_runs_what_its_column_and_row_say(stem, table):
     for column, row in few().get(stem, []):
         check(table, column, row)

@@ -363,7 +363,7 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
     ("words", "message"),
     [
         (["--rows", "nothing"], "--rows: there is no row 'nothing'; there are Uniform | FedSKC"),
-        (["--columns", "alpha"], "--columns: 'alpha' is in alpha 0.1 | alpha 1; give one's whole name, or more of it"),
+        (["--columns", "alpha"], "--columns: 'alpha' is in alpha 0.1 | alpha 1. Give the whole name"),
         (["--columns", "beta"], "--columns: there is no column 'beta'; there are alpha 0.1 | alpha 1"),
         (["--seeds", "0", "-1"], "--seeds: -1 is below 0"),
         (["--scale", "0"], "--scale: 0 is not above 0 and at most 1"),
@@ -371,8 +371,8 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
         (["--scale", "-0.1"], "--scale: -0.1 is not above 0 and at most 1"),
         (["--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
         (["--set", "=3"], "--set: '=3' is not of the form KEY=VALUE"),
-        (["--set", "seed=3"], "--set: seed is not for it to say, but for --seeds"),
-        (["--set", "algorithm=MOON"], "--set: algorithm is not for it to say, but for rows"),
+        (["--set", "seed=3"], "--set: seed is set by --seeds. Leave it out"),
+        (["--set", "algorithm=MOON"], "--set: algorithm is set by rows. Leave it out"),
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
         (["--workers", "0"], "--workers: 0 is below 1"),
@@ -390,16 +390,20 @@ def test_bad_words_are_one_line(here, words, message):
 BAD = [
     ("paper: tiny", "", "it lacks paper"),
     ("paper: tiny", "[a, b", "is no readable YAML: "),
-    ("paper: tiny", "paper: tiny\nnote: 1", "a table has no key note"),
+    ("paper: tiny", "paper: tiny\nnote: 1", "unknown key note"),
     ("unit: percent", "unit: metres", "unit: 'metres' is not percent or rounds"),
-    ("[0, 3]", "[]", "seeds: [] is no list of whole numbers"),
-    ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is no list of whole numbers"),
-    ("[0, 3]", "3", "seeds: 3 is no list of whole numbers"),
-    ("{config: tiny.yaml}", "{rounds: 3}", "columns: alpha 1 names no config"),
-    ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is no mapping {key: value, ...}"),
-    ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is no mapping {key: value, ...}"),
+    ("[0, 3]", "[]", "seeds: [] is not a list of whole numbers >= 0"),
+    ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is not a list of whole numbers >= 0"),
+    ("[0, 3]", "3", "seeds: 3 is not a list of whole numbers >= 0"),
+    ("{config: tiny.yaml}", "{rounds: 3}", "columns: alpha 1 has no config"),
+    ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is not a mapping {key: value, ...}"),
+    ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is not a mapping {key: value, ...}"),
     ("Uniform: [50,", "Other: [50,", "paper_values: "),
-    ("[50, [60.5, 0.25]]", "[50]", "paper_values: Uniform needs 2 numbers, one a column; null where there is none"),
+    (
+        "[50, [60.5, 0.25]]",
+        "[50]",
+        "paper_values: Uniform needs 2 numbers, one per column. Use null",
+    ),
     ("[50, [60.5, 0.25]]", "50", "paper_values: Uniform needs 2 numbers"),
     (
         "[50, [60.5, 0.25]]",
@@ -412,8 +416,8 @@ BAD = [
         "- {better: FedSKC}",
         "claims: {'better': 'FedSKC'} is not of the form {better",
     ),
-    ("- {better: FedSKC, than: Uniform}", "- {better: FedSKC, than: MOON}", "claims: MOON is no row"),
-    ('columns: ["alpha 1"]', 'columns: ["alpha 2"]', "claims: alpha 2 is no column"),
+    ("- {better: FedSKC, than: Uniform}", "- {better: FedSKC, than: MOON}", "claims: MOON is not a row"),
+    ('columns: ["alpha 1"]', 'columns: ["alpha 2"]', "claims: alpha 2 is not a column"),
     (TABLE, "[]", "it needs lines `key: value`"),
 ]
 
@@ -429,7 +433,7 @@ def test_a_bad_table_is_one_line(here, old, new, message):
 
 
 def test_a_table_that_is_not_there_is_one_line(here):
-    message = "there is neither a file nowhere nor a shipped table of that name; `fl-lightning list papers` names those"
+    message = "nowhere: neither a file nor a shipped table; `fl-lightning list papers` lists the shipped tables"
     assert run("reproduce", "nowhere") == (2, "", f"fl-lightning: error: {message}\n")
 
 
@@ -485,7 +489,7 @@ def test_a_percent_table_names_its_reading(here, metric):
     Path("table.yaml").write_text(TABLE.replace("global/acc_last", metric))
     with pytest.raises(ConfigError) as raised:
         read_table("table.yaml")
-    wanted = f"table.yaml: metric: {metric} has no reading. Append one of _best, _last, _last10"
+    wanted = f"table.yaml: metric: {metric} has no suffix. Append one of _best, _last, _last10"
     assert str(raised.value) == wanted
 
 

@@ -124,6 +124,7 @@ def test_its_first_line_describes_it(sweep):
     assert re.fullmatch(r"# \S.{20,117}[.]", sweep.read_text().splitlines()[0])
 
 
+@pytest.mark.fast_cases(1)
 def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
     """A parameter is a key of the config, and has the point's value in the resolved one."""
     parser = experiment_parser()
@@ -135,6 +136,7 @@ def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
         assert taken["logger.offline"] is False
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), -1], ids=["first", "last"])
 def test_the_agents_command_line_runs(sweep, which, agent_at, monkeypatch):
     """The line that W&B's agent builds for a point, less the program and with overrides that make it small."""

@@ -32,8 +32,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fl_lightning.analysis import run_status as follow
-from fl_lightning.analysis.run_screen import Pen, Screen, hours, legend, rows_of_plots
-from fl_lightning.analysis.run_status import Follower, GrowingCsv, Look, last_lines, last_measured
+from fl_lightning.analysis.run_screen import RunScreen, Terminal, hours, legend, rows_of_plots
+from fl_lightning.analysis.run_status import GrowingCsv, RunMonitor, RunStatus, last_lines, last_measured
 from fl_lightning.evaluation.metrics import read_rows
 from fl_lightning.runs.reader import DamagedRun, Run
 
@@ -87,15 +87,19 @@ def look_at(
     silence: float = 0.0,
     since_round: float = 0.0,
     folder: str = "runs/one",
-) -> Look:
-    return Look(Run(Path(folder), dict(config), list(rows)), list(clients), list(warnings), ended, silence, since_round)
+) -> RunStatus:
+    return RunStatus(
+        Run(Path(folder), dict(config), list(rows)), list(clients), list(warnings), ended, silence, since_round
+    )
 
 
-def shown(look: Look, width: int = 80, height: int | None = None, encoding: str = "utf-8", colors: bool = False) -> str:
+def shown(
+    look: RunStatus, width: int = 80, height: int | None = None, encoding: str = "utf-8", colors: bool = False
+) -> str:
     """What a terminal of so many columns gets, less its colours."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=file, width=width, force_terminal=colors, color_system="truecolor" if colors else None)
-    console.print(Screen(look, height))
+    console.print(RunScreen(look, height))
     file.flush()
     return re.sub(r"\x1b\[[\d;]*m", "", file.buffer.getvalue().decode(encoding))
 
@@ -164,7 +168,7 @@ def test_the_clients_measured_last_are_those_of_the_whole_file(tail, tmp_path, m
 def test_of_a_round_that_is_being_written_nothing_is_shown(tmp_path):
     folder = run_folder(tmp_path, 2)
     write_csv(folder / "clients.csv", [{"round": n, "client": k, "acc": 0.5} for n in (1, 2, 3) for k in (4, 5)])
-    assert [row["round"] for row in Follower(folder).look().clients] == [2, 2]
+    assert [row["round"] for row in RunMonitor(folder).poll().clients] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_a_look_tells_what_the_folder_holds(tmp_path):
     (folder / "warnings.txt").write_text("round 1: a\nround 2: b\nround 3: c\nround 4: d\n")
     for path, age in (("metrics.csv", 100), ("config.yaml", 500), ("clients.csv", 110), ("warnings.txt", 50)):
         os.utime(folder / path, (time.time() - age,) * 2)
-    look = Follower(folder).look()
+    look = RunMonitor(folder).poll()
     assert look.run.rounds == rounds(4)
     assert look.run.config == CONFIG
     assert look.clients == [{"round": 4, "client": 2, "acc": 0.5}]
@@ -214,38 +218,38 @@ def test_a_look_tells_what_the_folder_holds(tmp_path):
 
 def test_a_later_look_tells_what_has_changed(tmp_path):
     folder = run_folder(tmp_path, 4)
-    follower = Follower(folder)
-    before = follower.look()
+    monitor = RunMonitor(folder)
+    before = monitor.poll()
     run_folder(tmp_path, 6, CONFIG | {"rounds": 50})
     write_csv(folder / "clients.csv", [{"round": n, "client": 2, "acc": n / 10} for n in (4, 5, 6, 7)])
-    after = follower.look()
+    after = monitor.poll()
     assert (len(before.run.rounds), before.total, before.clients) == (4, 30, [])
     assert (len(after.run.rounds), after.total) == (6, 50)
     assert after.clients == [{"round": 6, "client": 2, "acc": 0.6}]
     run_folder(tmp_path, 7, CONFIG)
-    assert follower.look().clients == [{"round": 7, "client": 2, "acc": 0.7}]
+    assert monitor.poll().clients == [{"round": 7, "client": 2, "acc": 0.7}]
 
 
 def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
     folder = run_folder(tmp_path, 4)
     write_csv(folder / "clients.csv", [{"round": 4, "client": 2, "acc": 0.5}])
-    follower = Follower(folder)
-    first = follower.look()
+    monitor = RunMonitor(folder)
+    first = monitor.poll()
     monkeypatch.setattr(follow, "read_config", None)
     monkeypatch.setattr(follow, "last_measured", None)
-    again = follower.look()
+    again = monitor.poll()
     assert (again.run.config, again.clients) == (first.run.config, first.clients)
 
 
 def test_a_run_has_ended_when_the_summary_is_of_all_its_rounds(tmp_path):
-    assert not Follower(run_folder(tmp_path / "running", 30)).look().ended
+    assert not RunMonitor(run_folder(tmp_path / "running", 30)).poll().ended
     ended = run_folder(tmp_path / "ended", 30, ended=True)
-    assert Follower(ended).look().ended
+    assert RunMonitor(ended).poll().ended
     os.utime(ended / "metrics.csv")  # a copy's times say nothing
-    assert Follower(ended).look().ended
+    assert RunMonitor(ended).poll().ended
     early = run_folder(tmp_path / "early", 12, ended=True)
-    assert Follower(early).look().ended
-    assert Follower(run_folder(tmp_path / "of python", 12, None, ended=True)).look().ended
+    assert RunMonitor(early).poll().ended
+    assert RunMonitor(run_folder(tmp_path / "of python", 12, None, ended=True)).poll().ended
 
 
 def test_a_run_that_goes_on_has_not_ended_though_the_summary_of_its_first_end_is_there(tmp_path):
@@ -253,11 +257,11 @@ def test_a_run_that_goes_on_has_not_ended_though_the_summary_of_its_first_end_is
     summary = folder / "final" / "summary.json"
     os.utime(summary, (time.time() - 60,) * 2)
     run_folder(tmp_path, 30, CONFIG | {"rounds": 50})  # a resume writes both anew
-    assert not Follower(folder).look().ended
+    assert not RunMonitor(folder).poll().ended
     run_folder(tmp_path, 31, CONFIG | {"rounds": 50})
-    assert not Follower(folder).look().ended
+    assert not RunMonitor(folder).poll().ended
     run_folder(tmp_path, 50, CONFIG | {"rounds": 50}, ended=True)
-    assert Follower(folder).look().ended
+    assert RunMonitor(folder).poll().ended
 
 
 @pytest.mark.parametrize(
@@ -321,11 +325,14 @@ def test_the_bar_is_as_full_as_the_run():
     [
         (look_at([], since_round=90, silence=90), "waits for its first round to end, for 0:02 so far"),
         (look_at(rounds(12), silence=59), "round 13 is under way; a round takes 7.5 s"),
-        (look_at(rounds(12), silence=61), "nothing has changed for 0:02; if it was stopped, go on with: fl-lightning"),
+        (
+            look_at(rounds(12), silence=61),
+            "nothing has changed for 0:02; if it was stopped, resume it with: fl-lightning",
+        ),
         (look_at(rounds(29), silence=70), "round 30 is under way; a round takes 24.5 s"),  # three may pass
         (look_at(rounds(29), silence=74), "nothing has changed for 0:02"),
         (look_at(rounds(3, **{"time/round_s": math.inf})), "round 4 is under way"),
-        (look_at(rounds(30)), "all rounds are done, the rest is being written"),
+        (look_at(rounds(30)), "all rounds are done, final files are being written"),
         (look_at(rounds(12), ended=True, silence=1e6), "ended after round 12"),
     ],
     ids=["waits", "running", "silent", "slow", "slow and silent", "no times", "all done", "ended"],
@@ -363,7 +370,7 @@ def test_one_client_is_one():
     assert "1 client in round 11: acc 0.5000 to 0.5000" in shown(look_at(rounds(12), clients=CLIENTS[:1]))
 
 
-def many(number: int = 40) -> Look:
+def many(number: int = 40) -> RunStatus:
     """A look at a run that has all there is to show."""
     values = {"global/loss": 1.5, "client/loss_mean": 0.5, "personal_on_global/acc_mean": 0.25}
     warnings = [f"round {n}: client 3, round {n}: the loss is NaN " + "and more " * n for n in (2, 30, 300)]
@@ -390,7 +397,7 @@ def test_it_fits_the_height_and_uses_it(width):
     for height in range(34, 70, 3):
         lines = shown(many(), width, height, colors=True).splitlines()
         assert len(lines) <= height
-        assert "".join(lines).endswith("q or Ctrl-C ends the watching, not the run")
+        assert "".join(lines).endswith("q or Ctrl-C closes this view; the run continues")
         plots[height] = sum("│" in line for line in lines)
     assert max(plots.values()) >= 12
     assert all(fewer <= more for fewer, more in zip(plots.values(), list(plots.values())[1:], strict=False))
@@ -409,7 +416,7 @@ def test_what_a_file_holds_is_shown_as_it_is_and_never_obeyed():
         [], {"algorithm": "[red]µ\x1b[2J"}, warnings=["[bold]x[/] \x1b]0;title\x07 \x9b1m"], folder="a\x1b[H"
     )
     raw = io.StringIO()
-    Console(file=raw, width=80, force_terminal=True, color_system=None).print(Screen(look))
+    Console(file=raw, width=80, force_terminal=True, color_system=None).print(RunScreen(look))
     text = raw.getvalue()
     assert not set(text) & set("\x1b\x07\x9b")
     for line in ("a?[H", "[red]µ?[2J", "[bold]x[/] ?]0;title? ?1m"):
@@ -498,11 +505,11 @@ def test_a_legend_names_the_best_where_there_is_room():
     rows = [{"round": n, "global/acc": acc, "global/loss": 1.0} for n, acc in ((1, 0.5), (2, 0.75), (3, 0.625))]
     full = "** global acc 0.6250, best 0.7500 in round 2"
     for width in (80, len(full)):
-        (line,) = legend(rows, {"global/acc": "global acc"}, Pen(width, False, "utf-8"))
+        (line,) = legend(rows, {"global/acc": "global acc"}, Terminal(width, False, "utf-8"))
         assert line.plain == full
-    (line,) = legend(rows, {"global/acc": "global acc"}, Pen(len(full) - 1, False, "utf-8"))
+    (line,) = legend(rows, {"global/acc": "global acc"}, Terminal(len(full) - 1, False, "utf-8"))
     assert line.plain == "** global acc 0.6250"
-    (line,) = legend(rows, {"global/loss": "global loss"}, Pen(80, True, "utf-8"))
+    (line,) = legend(rows, {"global/loss": "global loss"}, Terminal(80, True, "utf-8"))
     assert line.plain == "━━ global loss 1.0000"
 
 
@@ -722,9 +729,9 @@ def test_a_run_that_is_watched_leaves_what_one_that_is_not_leaves(tmp_path):
                 time.sleep(0.3)
 
     def look() -> None:
-        follower = Follower(folder)
+        monitor = RunMonitor(folder)
         while not over.is_set():
-            look = follower.look()
+            look = monitor.poll()
             assert list(read_rows(folder / "metrics.csv"))[: len(look.run.rounds)] == look.run.rounds
             seen.append(len(look.run.rounds))
 
@@ -762,9 +769,9 @@ def test_looking_keeps_no_file_open_and_writes_none(tmp_path):
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o500 if path.is_dir() else 0o400)
     opened = sorted(os.listdir("/proc/self/fd"))
-    follower = Follower(folder)
+    monitor = RunMonitor(folder)
     for _ in range(3):
-        follower.look()
+        monitor.poll()
     assert sorted(os.listdir("/proc/self/fd")) == opened
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o700)
@@ -773,7 +780,7 @@ def test_looking_keeps_no_file_open_and_writes_none(tmp_path):
 
 def test_a_folder_that_is_no_run_cannot_be_looked_at(tmp_path):
     with pytest.raises(DamagedRun, match=r"holds no metrics\.csv"):
-        Follower(tmp_path).look()
+        RunMonitor(tmp_path).poll()
 
 
 # --- Files that would never end ---
@@ -784,6 +791,7 @@ def sparse(path):
     os.truncate(path, 5 * 2**30)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["metrics.csv", "clients.csv", "warnings.txt", "config.yaml", "final/summary.json"])
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), sparse], ids=["pipe", "device", "sparse"]
@@ -798,7 +806,10 @@ def test_a_file_that_never_ends_keeps_nobody_waiting(make, name, tmp_path):
     needed = name not in ("clients.csv", "warnings.txt")
     assert done.returncode == 2 * needed
     if needed:
-        assert re.search(rf"{name} cannot be read: .*(it is no file|larger than it can be)", done.stderr)
+        assert re.search(
+            rf"{name} cannot be read: .*(it is no file|larger than it can be)",
+            done.stderr,
+        )
 
 
 def limit_memory():

@@ -356,7 +356,7 @@
     among(metrics, is.accuracy, (names) => curves(section("accuracy", "Accuracy"), names));
     among(metrics, is.loss, (names) => curves(section("loss", "Loss"), names));
     among(measures, (name) => !is.drift(name) && !is.weight(name), (names) => spread(section("clients", "Clients"), names));
-    if (data.partitions.length) partition(section("partition", "Who holds what"));
+    if (data.partitions.length) partition(section("partition", "Partition"));
     among(measures, is.weight, (names) => spread(section("weights", "Aggregation weights"), names));
     if (metrics.some(is.drift) || measures.some(is.drift)) {
       const place = section("drift", "Drift");
@@ -365,7 +365,7 @@
     }
     among(metrics, rest, (names) => curves(section("other", "Other metrics"), names));
     among(metrics, is.cost, (names) => curves(section("cost", "Time and bytes"), names));
-    if (data.pictures.length) pictures(section("pictures", "Pictures"));
+    if (data.pictures.length) pictures(section("pictures", "Images"));
     settings(section("settings", "Settings"));
     if (data.left_out.length) {
       section("left-out", "Left out").append(make("ul", {}, ...data.left_out.map((text) => make("li", { textContent: text }))));

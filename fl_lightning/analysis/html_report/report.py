@@ -1,6 +1,6 @@
-"""Many runs as one HTML page: figures to look into, from `file://`, with no network and none of the runs' code.
+"""Write runs as one HTML page with interactive figures. It works offline and runs no code of the runs.
 
-The runs' numbers travel once, as JSON; `page.js` makes the figures of them in the browser, by Plotly.
+The page holds the runs' numbers as JSON. `page.js` draws them in the browser with Plotly.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from fl_lightning.runs.partition import MAX_COLUMNS, binned, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
-"""What a page begins with: by it a file is known to be one."""
+"""The line at the start of a page by which a file is recognised as a report."""
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 MOST_ROUNDS = 1000
-"""Rounds of a run that are drawn."""
+"""The most rounds of a run that are drawn."""
 MOST_POINTS = 1000
-"""Clients of a run that have a point each in its last round."""
+"""The most clients of a run that are drawn as points."""
 MOST_CELLS = 300_000
-"""Cells, clients times classes, of all partitions together."""
+"""The most cells, clients times classes, of all partitions together."""
 PICTURE_BYTES, PICTURES_BYTES = 150_000, 2_000_000
-"""What one picture, and all of them, may take; a larger one is reduced."""
+"""The most bytes of one image, and of all images; a larger image is reduced."""
 MOST_FILE_BYTES = {".csv": 2**30, ".png": 20_000_000}
 MOST_PIXELS = 25_000_000
-"""What is larger is not opened."""
+"""Larger files are not opened."""
 SIDES = (1400, 1000, 700)
-"""Pixels of the longer side that a large picture is reduced to, one after another until it is small enough."""
+"""Lengths in pixels to which the longer side of a large image is reduced, tried in turn."""
 MOST_TEXT = 300
-"""Characters of a setting's value."""
+"""The most characters of a setting's value."""
 
 
 def write_report(runs: Sequence[Run], path: Path) -> list[str]:
-    """Write the page of these runs.
+    """Write the report of some runs.
 
     Args:
-        runs: At least one.
-        path: The file; a report that is there already is replaced.
+        runs: At least one run.
+        path: The file; an existing report is replaced.
 
     Returns:
-        What had to be left out, a line each.
+        A line for each part that was left out.
 
     Raises:
-        ConfigError: The file is there and is no report, or cannot be written.
+        ConfigError: The file exists and is not a report, or cannot be written.
     """
     if path.exists() and not is_report(path):
-        raise ConfigError(f"-o: {path} is there already and is no report; name another file, or remove it")
+        raise ConfigError(f"-o: {path} exists and is not a report. Name another file, or remove it")
     data = contents(runs)
     try:
         write_atomically(path, page(data))
@@ -79,7 +79,7 @@ def write_report(runs: Sequence[Run], path: Path) -> list[str]:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a page of ours."""
+    """Return whether a file is a report."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -87,10 +87,9 @@ def is_report(path: Path) -> bool:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page of what `contents` made.
+    """Return the HTML of a page, given its contents.
 
-    Nothing can run in it but its own script and Plotly's, which the page's policy names by their hashes; nothing can
-    be fetched or sent.
+    The page's Content-Security-Policy allows only its own script and Plotly's, by their hashes, and no network access.
     """
     parts = {name: _template(f"page.{name}") for name in ("html", "css", "js")}
     plotly = get_plotlyjs()
@@ -114,18 +113,18 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def escaped(data: Any) -> str:
-    """JSON that no HTML parser can find markup in: of ASCII, and without `<`, `>` and `&`."""
+    """Return JSON in which an HTML parser finds no markup: ASCII without `<`, `>` and `&`."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", plain)
 
 
 def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page shows of these runs, as it travels: numbers with five digits, by column."""
+    """Return what the page shows of these runs; numbers have five digits."""
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = grouped(runs)
     group_of = {run: i for i, group in enumerate(groups) for run in group}
-    common, own = told_apart([setting_texts(run) for run in runs])
+    common, own = split_settings([setting_texts(run) for run in runs])
     shown = []
     for run, name, settings in zip(runs, names, own, strict=True):
         rounds = drawn_rounds(run)
@@ -155,16 +154,16 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 # --- numbers ---
 
 
-def short(value: float) -> float | int | None:
-    """A number with five digits; None for one that is none, which JSON cannot say."""
+def rounded(value: float) -> float | int | None:
+    """Return a number with five digits; None for NaN and infinity, which JSON lacks."""
     rounded = float(f"{value:.5g}")
-    if not math.isfinite(rounded):  # the very largest floats are rounded to what is none
+    if not math.isfinite(rounded):  # the largest floats round to infinity
         return None
     return int(rounded) if abs(rounded) < 1e15 and rounded == int(rounded) else rounded
 
 
 def drawn_rounds(run: Run) -> list[int]:
-    """The rounds to draw: all or, of too many, every second, third, ... of those with an accuracy, and the last."""
+    """Return the rounds to draw: all, or of too many every n-th with an accuracy, and the last."""
     count = len(run.rounds)
     if count <= MOST_ROUNDS:
         return list(range(1, count + 1))
@@ -174,32 +173,32 @@ def drawn_rounds(run: Run) -> list[int]:
 
 
 def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """What a run's curves are drawn against: rounds, bytes and seconds so far; None where that is not known."""
+    """Return the x values of a run's curves: rounds, bytes and seconds so far; None where unknown."""
     seconds = list(accumulate(row.get("time/round_s", math.nan) for row in run.rounds))
     return {
         "round": list(rounds),
-        "bytes": [short(run.rounds[i - 1].get("comm/total_bytes", math.nan)) for i in rounds],
-        "seconds": [short(seconds[i - 1]) for i in rounds],
+        "bytes": [rounded(run.rounds[i - 1].get("comm/total_bytes", math.nan)) for i in rounds],
+        "seconds": [rounded(seconds[i - 1]) for i in rounds],
     }
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
-    """A run's metrics by name, None in rounds without; those that none of these rounds has are left out."""
+    """Return a run's metrics by name; None in rounds without a value. Metrics without any value are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
-    columns = {name: [short(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
+    columns = {name: [rounded(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
-    """How single clients' figures spread: quantiles by round, and each client's own in the last round that has any.
+    """Return the distribution of each client metric: quantiles by round, and all clients in the last evaluated round.
 
     Raises:
-        FileNotFoundError: There is no `clients.csv`.
-        ValueError: It is none.
+        FileNotFoundError: `clients.csv` does not exist.
+        ValueError: The file is not a valid `clients.csv`.
     """
     columns = {name: np.asarray(column) for name, column in read_columns(own_file(run, "clients.csv")).items()}
     if not {"round", "client"} <= columns.keys():
-        raise ValueError("it has no columns round and client")
+        raise ValueError("the columns round and client are missing")
     return {
         name: spread
         for name, values in columns.items()
@@ -221,11 +220,11 @@ def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: S
     chosen = np.linspace(0, len(parts[-1]) - 1, min(len(parts[-1]), MOST_POINTS)).astype(int)
     return {
         "rounds": found.astype(int).tolist(),
-        "quantiles": [[short(value) for value in line] for line in quantiles.tolist()],
+        "quantiles": [[rounded(value) for value in line] for line in quantiles.tolist()],
         "last": {
             "round": int(found[-1]),
             "client": client[last][chosen].astype(int).tolist(),
-            "value": [short(value) for value in values[last][chosen].tolist()],
+            "value": [rounded(value) for value in values[last][chosen].tolist()],
         },
     }
 
@@ -234,27 +233,27 @@ def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: S
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """What to call each run: its folder's path from the folder that holds them all."""
+    """Return the name of each run: the path of its folder relative to the folder that contains all runs."""
     folders = [run.run_dir.absolute() for run in runs]
     base = os.path.commonpath([folder.parent for folder in folders])
     return [str(folder.relative_to(base)) for folder in folders]
 
 
-def told_apart(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """What all have in common, and what each has of the rest."""
+def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return the settings that all runs have in common, and the other settings of each run."""
     first, *others = texts
     common = {key: text for key, text in first.items() if all(other.get(key) == text for other in others)}
     return common, [{key: text for key, text in each.items() if key not in common} for each in texts]
 
 
 def setting_texts(run: Run) -> dict[str, str]:
-    """A run's settings as they are shown."""
+    """Return a run's settings as text."""
     told = {key: text(value) for key, value in run.settings.items()}
     return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in told.items()}
 
 
 def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
-    """Groups of runs as `compare` makes them, and what to call each; a run without a config is alone."""
+    """Return the names and runs of the groups that `compare` makes; a run without a config is a group of its own."""
     known = [run for run in runs if run.config]
     found = compare(known, reference={}).groups if known else []
     names = [group_name(group, found) for group in found]
@@ -265,7 +264,7 @@ def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
 
 
 def group_name(group: Group, groups: Sequence[Group]) -> str:
-    """What to call a group: its method, and what tells it from others of that method."""
+    """Return the name of a group: its method, and the settings in which it differs from others of that method."""
     alike = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
     told = [
         value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
@@ -276,22 +275,22 @@ def group_name(group: Group, groups: Sequence[Group]) -> str:
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """The table at the page's top: means over a group's runs, ± their sample standard deviation."""
+    """Return the summary table: means over each group's runs ± sample standard deviation."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
     columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
     columns.sort(key=lambda name: (name.startswith("R_"), not name.startswith("global/")))
     rows = []
     for group in groups:
-        figures = [_told([run.summary.get(name) for run in group]) for name in columns]
-        rounds = _told([len(run.rounds) for run in group])
-        sent = _told([run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group])
-        seconds = _told([sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group])
+        figures = [_mean_and_deviation([run.summary.get(name) for run in group]) for name in columns]
+        rounds = _mean_and_deviation([len(run.rounds) for run in group])
+        sent = _mean_and_deviation([run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group])
+        seconds = _mean_and_deviation([sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group])
         rows.append([str(len(group)), rounds, *figures, sent, seconds])
     return {"columns": ["runs", "rounds", *columns, "MB", "seconds"], "rows": rows}
 
 
-def _told(values: Sequence[float | None]) -> str | None:
-    """Mean ± standard deviation of those that are known, and of how many where they are not all."""
+def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
+    """Return mean ± standard deviation of the known values, with their number if some are unknown."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     found = spread(known)
     if found is None:
@@ -304,7 +303,7 @@ def _told(values: Sequence[float | None]) -> str | None:
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """Who holds what, each partition once with the runs that have it; beyond 200 clients, means over neighbours."""
+    """Return each distinct partition with its runs; with more than 200 clients, means over neighbours."""
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
@@ -318,15 +317,15 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         drawn = binned(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
-            left_out.append(f"{told}: the partitions before it have filled the page")
+            left_out.append(f"{told}: the page is full of earlier partitions")
             continue
-        rows = [[short(count) for count in row] for row in drawn.tolist()]
+        rows = [[rounded(count) for count in row] for row in drawn.tolist()]
         found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
     return list(found.values())
 
 
 def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
-    """The last picture of each kind that a run's callbacks left, as far as they fit into the page."""
+    """Return the last image of each kind that a run's callbacks wrote, as far as they fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
         for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_pictures, run.run_dir) or []:
@@ -336,7 +335,7 @@ def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> 
                 continue
             size += len(picture["source"])
             if size > PICTURES_BYTES:
-                left_out.append(f"{told}: the pictures before it have filled the page")
+                left_out.append(f"{told}: the page is full of earlier images")
                 size -= len(picture["source"])
                 continue
             found.append({"run": i, "name": name, "round": int(file[6:-4]), **picture})
@@ -344,7 +343,7 @@ def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> 
 
 
 def last_pictures(folder: Path) -> list[tuple[str, str]]:
-    """The kinds of pictures below a run's `figures/`, by name, and of each the last one's file name."""
+    """Return the kinds of images in a run's `figures/`, with the file name of the last of each."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
@@ -354,30 +353,30 @@ def last_pictures(folder: Path) -> list[tuple[str, str]]:
 
 
 def embedded(run: Run, name: str, file: str) -> dict[str, Any]:
-    """A picture as the page carries it: its `source`, and whether it is `reduced`.
+    """Return an image as a data URL (`source`), and whether it was `reduced`.
 
     Raises:
-        ValueError: It is no PNG, or too large.
+        ValueError: The file is not a PNG image, or too large.
     """
     content = own_file(run, "figures", name, file).read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[12:16] != b"IHDR" or len(content) < 24:
-        raise ValueError("it is no PNG")
+        raise ValueError("it is not a PNG image")
     if math.prod(struct.unpack(">II", content[16:24])) > MOST_PIXELS:
         raise ValueError(f"it has more than {MOST_PIXELS:,} pixels")
     try:
         image = Image.open(io.BytesIO(content), formats=["PNG"])
         image.load()
-    except Exception as error:  # a damaged picture can fail in as many ways as there are bytes
+    except Exception as error:  # Pillow raises many kinds of errors for damaged images
         raise ValueError(f"it is damaged: {one_line(error)}") from error
     small = content if len(content) <= PICTURE_BYTES else reduced(image)
     return {"source": f"data:image/png;base64,{base64.b64encode(small).decode()}", "reduced": small is not content}
 
 
 def reduced(image: Image.Image) -> bytes:
-    """A picture with fewer pixels and 128 colours.
+    """Return a PNG with fewer pixels and 128 colours.
 
     Raises:
-        ValueError: Even so it is too large.
+        ValueError: The reduced image is still too large.
     """
     for side in SIDES:
         image = image.convert("RGB")
@@ -386,34 +385,34 @@ def reduced(image: Image.Image) -> bytes:
         few.save(content := io.BytesIO(), format="PNG", optimize=True)
         if content.tell() <= PICTURE_BYTES:
             return content.getvalue()
-    raise ValueError(f"it takes more than {PICTURE_BYTES:,} bytes, however reduced")
+    raise ValueError(f"it takes more than {PICTURE_BYTES:,} bytes even if reduced")
 
 
 # --- files ---
 
 
 def own_file(run: Run, *parts: str) -> Path:
-    """A file of a run: a regular one, in its folder, reached through no link.
+    """Return the path of a regular file in a run's folder, not behind a link.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is something else, or too large.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is a link or no regular file, or too large.
     """
     path = run.run_dir
     for part in parts:
         path = path / part
         about = path.lstat()
         if stat.S_ISLNK(about.st_mode):
-            raise ValueError("a link, which leads who knows where")
+            raise ValueError("it is a link")
     if not stat.S_ISREG(about.st_mode):
-        raise ValueError("it is no file")
+        raise ValueError("it is not a regular file")
     if about.st_size > MOST_FILE_BYTES[path.suffix]:
-        raise ValueError("it is larger than it can be")
+        raise ValueError("it is too large")
     return path
 
 
 def _unless_unreadable(left_out: list[str], what: str, read: Callable[..., Any], *given: Any) -> Any:
-    """What is read; None where there is nothing or, with a line that says so, where it cannot be read."""
+    """Return what `read` returns; None if the file is missing or, with a line in `left_out`, cannot be read."""
     try:
         return read(*given)
     except FileNotFoundError:
@@ -428,5 +427,5 @@ def _template(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """A script as a Content-Security-Policy names it."""
+    """Return the hash of a script for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -17,7 +17,7 @@ from fl_lightning.analysis.comparison import (
     Spread,
     comparable,
     compare,
-    rank,
+    sort_key,
 )
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.core.errors import ConfigError
@@ -76,7 +76,7 @@ def pivot_table(found: Comparison, across: str) -> ResultTable:
     others = [key for key in found.columns if key != fits[0]]
     cells = {(tuple(group.names[key] for key in others), group.names[fits[0]]): group for group in found.groups}
     lines = list(dict.fromkeys(line for line, _ in cells))
-    inner = sorted(found.groups, key=lambda group: rank(group.values.get(fits[0])))
+    inner = sorted(found.groups, key=lambda group: sort_key(group.values.get(fits[0])))
     columns = list(dict.fromkeys(group.names[fits[0]] for group in inner))
     width = max(len(others), 1)
     table = [[cells.get((line, column)) for column in columns] for line in lines]

@@ -17,8 +17,8 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.live import Live
 
-from fl_lightning.analysis.run_screen import Screen
-from fl_lightning.analysis.run_status import Follower
+from fl_lightning.analysis.run_screen import RunScreen
+from fl_lightning.analysis.run_status import RunMonitor
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.runs.reader import DamagedRun, find
 
@@ -26,10 +26,10 @@ from fl_lightning.runs.reader import DamagedRun, find
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Show a run until it ends, or until `q` or Ctrl-C is pressed. The exit code is 0 in each case."""
     check_number("--every", given.every, "[0, 86400]")
-    follower, console = Follower(chosen(Path(given.run))), Console()
+    monitor, console = RunMonitor(chosen(Path(given.run))), Console()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
-        follow(follower, console, given.every)
-    console.print(Screen(follower.look()))
+        follow(monitor, console, given.every)
+    console.print(RunScreen(monitor.poll()))
     return 0
 
 
@@ -45,7 +45,7 @@ def chosen(path: Path) -> Path:
     ended = []
     for folder in sorted(found, key=written, reverse=True):
         try:
-            if not Follower(folder).look().ended:
+            if not RunMonitor(folder).poll().ended:
                 return folder
             ended.append(folder)
         except DamagedRun as error:
@@ -60,13 +60,13 @@ def written(folder: Path) -> float:
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
-def follow(follower: Follower, console: Console, every: float) -> None:
+def follow(monitor: RunMonitor, console: Console, every: float) -> None:
     """Show a run on a full screen until it ends or the user presses `q`."""
     with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
         while True:
-            look = follower.look()
-            live.update(Screen(look, console.height), refresh=True)
-            if look.ended or pressed(every) == "q":
+            status = monitor.poll()
+            live.update(RunScreen(status, console.height), refresh=True)
+            if status.ended or pressed(every) == "q":
                 return
 
 
