@@ -170,7 +170,7 @@ def test_of_very_many_clients_a_thousand_have_a_point(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a,b\n1,2\n", "no columns round and client"),
+        ("a,b\n1,2\n", "the columns round and client are missing"),
         ("round,client,acc\n1,0\n", "line 2 has 2 cells"),
         ("round,client,acc\n1,0,x\n", "could not convert"),
     ],

@@ -52,7 +52,7 @@ model: {class_path: MLP, init_args: {hidden: [8]}}
 algorithm: {class_path: FedSKC, init_args: {tau: 0.5}}
 optimizer: {class_path: SGD, init_args: {lr: 0.5}}
 trainer: {max_epochs: 1, accelerator: cpu}
-evaluation: {targets: [0.05, 1.0]}
+evaluation: {target_accuracies: [0.05, 1.0]}
 logger: null
 baselines: baselines.yaml
 """
@@ -373,7 +373,7 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
         (["--set", "=3"], "--set: '=3' is not of the form KEY=VALUE"),
         (["--set", "seed=3"], "--set: seed is set by --seeds. Leave it out"),
         (["--set", "algorithm=MOON"], "--set: algorithm is set by rows. Leave it out"),
-        (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean rounds?"),
+        (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean --rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
         (["--workers", "0"], "--workers: 0 is below 1"),
         (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),

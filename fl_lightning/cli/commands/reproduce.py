@@ -56,6 +56,7 @@ def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         fit = load("fl_lightning.cli.commands.fit")
         parser = command_parser("fit")
         try:
+            load("fl_lightning.cli.unknown_names").check_names("fit", job.words)
             with readable_errors(parser):
                 parser.parse_args(fit.expand(job.words))
         except ConfigError as error:
