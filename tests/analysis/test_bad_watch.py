@@ -258,6 +258,7 @@ def test_each_callback_watches_a_method_or_refuses_it_before_there_is_a_folder(t
     assert {name for name in known if not any(is_among(one, [name]) for one in found)} == set()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -284,6 +285,7 @@ class Convolved(Backbone):
         super().__init__(nn.Flatten(2), nn.Sequential(nn.Conv1d(1, num_classes, 64), nn.Flatten()), 64)
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_class_layer_is_refused_by_those_that_look_at_it(tmp_path):
     make = partial(experiment, tmp_path, rounds=2, model=Convolved)
     watchers = [RowNorms, ClassRelations, UnitDivergence, ClientDrift, KnowledgeMap]
@@ -332,6 +334,7 @@ class Trained(RoundCallback):
         self.compared += 1
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, FedNH, Local, partial(PeerFedPer, n_com=2)])
 def test_what_is_looked_at_is_the_clients_model_as_it_was_trained(tmp_path, method):
     """A head that stays on the client, or is the same for all, is not the initial one."""

@@ -198,6 +198,7 @@ def test_cores_are_shared_out_among_the_workers(workers, each, monkeypatch):
     assert os.environ == {"NEW": "2", "OMP_NUM_THREADS": str(each)}
 
 
+@pytest.mark.thorough
 def test_an_unwanted_point_stops_at_a_checkpoint_and_goes_on_later(here):
     slow = point("slow", "--rounds=3", "--algorithm.loss_terms=[witness.Slow]")
     looks = []

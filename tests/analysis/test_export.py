@@ -127,6 +127,7 @@ def test_the_state_dict_is_what_the_run_left(tmp_path):
     assert all(torch.equal(ours[name], left[name]) for name in ours)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", [".ts", ".onnx"])
 def test_statistics_and_dropout_are_as_in_evaluation(suffix, tmp_path):
     """A client's own BatchNorm statistics are in it, and Dropout does nothing."""
@@ -239,6 +240,7 @@ def test_a_network_of_torchvisions_is_rebuilt():
 # --- Preparation, precision, layout ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("suffix", [".onnx", ".ts"])
 def test_samples_as_they_are_stored(suffix, tmp_path, folder):
     """Normalised by the file itself, with the dataset's own means."""
@@ -304,7 +306,7 @@ def test_a_compiled_network_is_written_as_it_is_without(tmp_path, folder):
         (["run", "-o", "m.pt", "--checkpoint", "9"], "--checkpoint: no checkpoint '9'; there are last, best"),
         (["nowhere", "-o", "m.pt"], "nowhere"),
         (["run", "-o", "m.pt", "--prepare"], "--prepare: a state dict holds only weights. Use .onnx or .ts"),
-        (["run", "-o", "m.ckpt", "--prepare"], "--prepare: a Lightning checkpoint holds weights alone"),
+        (["run", "-o", "m.ckpt", "--prepare"], "--prepare: a Lightning checkpoint holds only weights"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )  # fmt: skip

@@ -384,6 +384,7 @@ def test_bayes_finds_the_optimum_and_goes_on_near_it(tmp_path, monkeypatch):
     assert mean(values["bayes"][20:]) > mean(values["bayes"][:10]) + 0.15
 
 
+@pytest.mark.thorough
 def test_bayes_minimizes_where_that_is_the_goal(tmp_path, monkeypatch):
     metric = {"name": "global/acc", "goal": "minimize"}
     with pytest.warns(UserWarning, match="takes the worst global/acc"):
@@ -499,6 +500,7 @@ def test_bad_input_ends_the_sweep_only_at_its_first_point_and_both_are_tried_aga
     assert [(one.state, one.value) for one in results] == [("complete", 1.0), ("complete", 2.0), ("complete", 3.0)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("metric", "figures", "value", "reason"),
     [
@@ -799,7 +801,7 @@ def test_a_sweeps_table_and_files_are_those_of_its_runs(tmp_path, monkeypatch):
     assert "runs/sweeps/small holds another sweep: command (fit --config" in refused.err
     assert "--rounds 2 -> fit" in refused.err
     assert "parameters.optimizer.lr.values ([1e+30, 0.5, 1e-05] -> [1e+30, 0.5])" in refused.err
-    assert refused.err.endswith("; leave it as it was, or give another --out\n")
+    assert refused.err.endswith(". Undo the change, or give another --out\n")
     assert contents(folder / "points") == before
 
 
@@ -887,6 +889,7 @@ def test_a_damaged_study_is_named_and_left_as_it_is(damage, swept):
     }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("left", ["study.db", "points"])
 def test_a_sweep_that_lost_its_sweep_yaml_is_not_begun_anew(left, swept):
     (swept / "sweep.yaml").unlink()

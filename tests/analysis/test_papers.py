@@ -421,6 +421,7 @@ def test_fedskcs_fedproto_has_its_term_and_those_of_the_data_set(config):
     assert found["algorithm.loss_terms"] == [*few_shot, "PrototypeAlignment"]
 
 
+@pytest.mark.fast_cases(2)
 def test_its_metric_is_a_figure_of_such_a_run(stem, table):
     """It is in the summary of a run: R_acc where the config asks for it, the global model's where there is one."""
     for column, row in few().get(stem, []):

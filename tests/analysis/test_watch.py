@@ -660,6 +660,7 @@ def watcher(folder: Path, *words: str):
             one.end()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", ["q", "SIGINT", "SIGTERM"])
 def test_it_is_left_at_will_and_leaves_the_terminal_as_it_was(how, tmp_path):
     folder = run_folder(tmp_path / "run", 12)

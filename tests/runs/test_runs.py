@@ -275,7 +275,7 @@ def test_a_file_that_no_run_leaves_is_not_read(tmp_path):
     folder = write_run(tmp_path / "run")
     with (folder / "metrics.csv").open("ab") as file:
         file.truncate(2**27 + 1)
-    with pytest.raises(DamagedRun, match=r"metrics.csv cannot be read: it is too large"):
+    with pytest.raises(DamagedRun, match=r"metrics.csv cannot be read: it is larger than it can be"):
         open_run_folder(folder)
 
 
