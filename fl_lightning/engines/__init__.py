@@ -1,4 +1,4 @@
-"""How a round's client fits are carried out; an engine changes speed, never results."""
+"""Engines carry out the clients' fits of a round. They change the speed, never the results."""
 
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.auto import AutoEngine, EngineName, engine_of

@@ -1,4 +1,4 @@
-"""Whichever engine is fastest for this run on this machine."""
+"""An engine that measures which engine is fastest for this run on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START = 8.0  # seconds that starting processes takes
 
 
 class AutoEngine(Engine):
-    """Times the engines on a few of the run's own fits, in the first round that trains, and takes the fastest.
+    """Times the engines on some of the run's own fits in the first training round, and takes the fastest.
 
     A run of less than ten seconds' fits is left to `sequential`; what an engine refuses is left out; `processes` is
     tried only where starting them is at most 2 % of the run. The choice goes into checkpoints, and a resumed run keeps
@@ -56,7 +56,7 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Choose, if that is still to be done and there is something to train, and hand the tasks on."""
+        """Choose an engine if none is chosen yet and there is something to train, then pass the tasks on."""
         tasks = iter(tasks)
         if self._chosen:
             return self._chosen.run(worker, tasks)
@@ -72,11 +72,11 @@ class AutoEngine(Engine):
             self._chosen.close()
 
     def state_dict(self) -> dict[str, str]:
-        """The choice."""
+        """Return the chosen engine's name."""
         return {"chosen": self.choice} if self.choice else {}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Keep to a choice."""
+        """Use the engine that a checkpoint recorded."""
         if state:
             self.choice = state["chosen"]
             self._chosen = ENGINES[self.choice]()
@@ -111,7 +111,7 @@ class AutoEngine(Engine):
         self.note = f"engine: {best}, by milliseconds a fit: {told}"
 
     def _worth_trying(self, alone: float, tasks: int) -> Iterator[str]:
-        """The engines that can be tried in the time there is.
+        """Return the engines that can be tried in the available time.
 
         Args:
             alone: Seconds of a fit, one after another.
@@ -124,7 +124,7 @@ class AutoEngine(Engine):
 
 
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
-    """Carry tasks out, for the time it takes."""
+    """Carry out tasks and measure the time."""
     started = time.perf_counter()
     for _ in engine.run(worker, tasks):
         pass
@@ -132,11 +132,11 @@ def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> flo
 
 
 EngineName = Literal["auto", "sequential", "stacked", "processes", "ray"]
-"""An engine by a name, where it is taken as it is without arguments."""
+"""The name of an engine with its default arguments."""
 
 
 def engine_of(engine: Engine | EngineName) -> Engine:
-    """An engine by its name, as it is without arguments; an engine stays as it is."""
+    """Return the engine with a name and default arguments; an engine object is returned as it is."""
     if isinstance(engine, Engine):
         return engine
     kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}

@@ -1,4 +1,4 @@
-"""The interface of an engine, and the one thing every engine's results go through."""
+"""The interface of an engine, and the order in which its results are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.engines.worker import Worker
 
 
 class Engine(ABC):
-    """Carries out tasks, in any order and anywhere: `worker.run(task)` is all there is to a task.
+    """Base class of engines, which carry out tasks in any order and on any machine by `worker.run(task)`.
 
     Attributes:
         fits: How many fits the run has, where that is known.
@@ -22,17 +22,17 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield one result a task, as they finish; take tasks from the iterator only when there is room for them."""
+        """Yield one result per task in any order. Take a task from the iterator only when it can be started."""
 
     def check(self, worker: Worker) -> None:  # noqa: B027, most engines take every worker
-        """Refuse, before the first round, what this engine cannot carry out.
+        """Refuse a worker that this engine cannot run, before the first round.
 
         Raises:
             ConfigError: Names the key, and the mend.
         """
 
     def start(self, worker: Worker) -> None:  # noqa: B027, most engines have nothing to start
-        """Have ready what the first tasks would otherwise wait for, such as processes; `run` needs no call of it.
+        """Prepare what the first tasks would otherwise wait for, such as processes. `run` does not require this call.
 
         Args:
             worker: The worker object of the tasks to come.
@@ -42,18 +42,18 @@ class Engine(ABC):
         """
 
     def close(self) -> None:  # noqa: B027, most engines hold nothing
-        """Let go of processes and memory; called when a run ends, however it ends. `run` may follow all the same."""
+        """Release processes and memory. Called at the end of every run; `run` may be called again afterwards."""
 
     def state_dict(self) -> dict[str, str]:
-        """What a resumed run must know to go on in the same way; it travels with checkpoints."""
+        """Return what a resumed run needs to continue in the same way. It is part of checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, str]) -> None:  # noqa: B027, most engines have no choices to keep to
-        """Go on in the way that `state_dict` tells of."""
+        """Restore what `state_dict` returned."""
 
 
 def in_client_order(results: Iterable[Result], clients: Iterable[int]) -> Iterator[Result]:
-    """Hand results on in the order of `clients`, whatever order they arrive in: sums then round the same."""
+    """Yield results in the order of `clients`, whatever order they arrive in, so that sums round the same."""
     waiting: dict[int, Result] = {}
     arriving = iter(results)
     for client in clients:

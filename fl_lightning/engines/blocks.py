@@ -1,4 +1,4 @@
-"""One optimizer for clients whose weights are rows of stacks: rows that step together are one parameter of it."""
+"""One optimizer for clients whose weights are rows of stacked tensors. Rows that step together are one parameter."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_ten
 from fl_lightning.core.message import Tensors
 
 COUNTS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep of a parameter as a whole; all else they keep of each of its numbers."""
+"""Optimizer state that torch keeps once per parameter. All other state has one number per weight."""
 
 
 class Block(NamedTuple):
-    """Consecutive rows, from `start` up to but without `stop`."""
+    """Consecutive rows from `start` to `stop` (exclusive)."""
 
     start: int
     stop: int
 
 
 class BlockOptimizer:
-    """Steps rows of stacked weights as optimizers of their own would.
+    """Steps rows of stacked weights as separate optimizers would.
 
     The optimizers of `StackedEngine` treat each number of a parameter by itself, but for what they count, steps above
     all. So rows that have been in the same steps are one parameter, a view of the stack; one for each client would
@@ -62,11 +62,11 @@ class BlockOptimizer:
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks, in the order of their rows."""
+        """Return all blocks, in the order of their rows."""
         return [Block(*bounds) for bounds in pairwise(self._cuts)]
 
     def hand_out(self, rows: Sequence[int], gradients: Tensors) -> None:
-        """Give the parameters their gradients for the next step.
+        """Set the gradients of the parameters for the next step.
 
         Args:
             rows: Some rows, ascending.
@@ -79,7 +79,7 @@ class BlockOptimizer:
                 self._parameters[name, block].grad = gradient[place]
 
     def state_of(self, row: int) -> Tensors:
-        """What a client's own optimizer would have kept, as `optimizer_tensors` gives it."""
+        """Return the optimizer state of one client, in the format of `optimizer_tensors`."""
         block = next(block for block in self.blocks if block.start <= row < block.stop)
         kept: Tensors = {}
         for number, name in enumerate(self.names):
@@ -90,7 +90,7 @@ class BlockOptimizer:
         return kept
 
     def _stacked(self, started: Sequence[dict[int, Tensors]]) -> Tensors:
-        """What the rows start from, as the optimizer's own tensors."""
+        """Return the initial state of the rows as optimizer tensors."""
         tensors: Tensors = {}
         for number, (name, block) in enumerate(self._parameters):
             rows = [own.get(self.names.index(name), {}) for own in started[slice(*block)]]
@@ -99,7 +99,7 @@ class BlockOptimizer:
         return tensors
 
     def _divide(self, rows: Sequence[int]) -> None:
-        """Have each block lie within these rows or outside of them."""
+        """Split blocks so that each lies within these rows or outside of them."""
         chosen, count = set(rows), self._cuts[-1]
         cuts = {row for row in range(1, count) if (row in chosen) != (row - 1 in chosen)}
         if cuts - set(self._cuts):
@@ -114,7 +114,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make the blocks the optimizer's parameters; a part of an earlier block goes on from that one's state."""
+        """Make the blocks the optimizer's parameters. A part of an earlier block continues with its state."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []
@@ -134,19 +134,19 @@ class BlockOptimizer:
 
 
 def part(key: str, value: object, rows: slice) -> object:
-    """Some rows' part of what an optimizer keeps of a block."""
+    """Return the part of a block's optimizer state that belongs to some rows."""
     if not isinstance(value, Tensor):
         return value
     return (value if key in COUNTS else value[rows]).clone()
 
 
 def counts(started: Tensors) -> dict[str, float]:
-    """The counts among what an optimizer starts from; of the rest, what there is."""
+    """Return the step counts of an initial optimizer state, or all of it if it has none."""
     return {key: float(value) if key.partition("/")[2] in COUNTS else 0.0 for key, value in started.items()}
 
 
 def by_parameter(started: Tensors) -> dict[int, Tensors]:
-    """What an optimizer starts from, by the parameter's number."""
+    """Return an initial optimizer state by the number of the parameter."""
     parts: dict[int, Tensors] = {}
     for key, value in started.items():
         number, _, name = key.partition("/")

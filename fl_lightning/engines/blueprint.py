@@ -1,4 +1,4 @@
-"""A module taken apart once, to be put together anew for every task: `copy.deepcopy` at a fraction of its time."""
+"""Fast copies of a module: its structure is analysed once, which makes each copy faster than `copy.deepcopy`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, 
 
 
 class Blueprint(Generic[M]):
-    """Builds copies of a module that share nothing with it or with one another, as deep copies would.
+    """Builds copies of a module that share nothing with it or with each other, as deep copies do.
 
     The tensors are copied one by one; the objects that hold them come out of a pickle in memory, which is faster than
     walking them in Python. A module that cannot be pickled, or says itself how to be copied, is deep-copied.
@@ -48,7 +48,7 @@ class Blueprint(Generic[M]):
             self._structure = None
 
     def build(self, blank: Iterable[str] = ()) -> M:
-        """A new copy.
+        """Build a new copy.
 
         Args:
             blank: Entries of the state dict that will be written over, and whose numbers may be any until then.
@@ -90,7 +90,7 @@ class Blueprint(Generic[M]):
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """A copy of a parameter or a buffer without its numbers; with them, if it is a tensor of another kind."""
+    """Return an uninitialised copy of a parameter or buffer. A tensor of a subclass is copied with its values."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
     return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -1,4 +1,4 @@
-"""What is tried before round 1, so that no round ends for what could have been known: options, optimizer, schedule."""
+"""Checks of options, optimizer and schedule before round 1."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fl_lightning.core.trainer_options import TRAINER_KEYS, refused
 from fl_lightning.engines.trainer import DEFAULTS
 
 MOST = 10**9
-"""Epochs, steps or batches of a client's fit, at most."""
+"""Maximum of the epochs, steps or batches of a client's fit."""
 
 IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Lightning's short names of precisions."""
 
 OWN_TRAINING = ("training_step", "configure_optimizers")
-"""Methods of a LightningModule that say how it is trained."""
+"""Methods of a LightningModule that define its training."""
 
 ROUNDING = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     "cuda": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 }
-"""Environment variables that have torch multiply float32 in fewer bits, by device."""
+"""Environment variables that make torch multiply float32 with fewer bits, by device."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that are none of a client's fit, and numbers that no fit can be carried out with.
+    """Refuse Trainer options that do not apply to a client's fit, and numbers out of range.
 
     Args:
         options: Keyword arguments of `Trainer`.
@@ -56,7 +56,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_share(trainer: L.Trainer, batches: int) -> None:
-    """Refuse a share of batches that is none for the client with the fewest.
+    """Refuse a fraction of batches that leaves no batch for the client with the fewest.
 
     Raises:
         ConfigError: It is.
@@ -70,7 +70,7 @@ def check_share(trainer: L.Trainer, batches: int) -> None:
 
 
 def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
-    """Refuse a trainer whose fit would take no step, never end, start processes, or compute in another precision.
+    """Refuse a Trainer whose fit takes no step, never ends, starts processes, or computes in another precision.
 
     Args:
         trainer: The trainer.
@@ -99,7 +99,7 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
 
 def warn_of_environment(device: torch.device) -> None:
-    """Tell of environment variables that stand for options of Lightning's, and are not heeded, or change the rounding.
+    """Warn of environment variables that would be Lightning's options, which are ignored, or that change rounding.
 
     Args:
         device: Where clients train.
@@ -116,7 +116,7 @@ def warn_of_environment(device: torch.device) -> None:
 
 
 def warn_of_ignored_training(model: torch.nn.Module) -> None:
-    """Warn of a LightningModule in a model: its forward is used, but neither its training step nor its optimizer.
+    """Warn if the model is a LightningModule: its forward is used, but not its training step or optimizer.
 
     Args:
         model: The model.
@@ -156,7 +156,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
 
 
 def check_schedule(module: ClientModule, epochs: int) -> None:
-    """Refuse a fit's schedule that ends before the fit does, or makes learning rates of other things than numbers.
+    """Refuse a schedule that ends before the fit does, or that sets learning rates to something else than numbers.
 
     Args:
         module: A client's module.
@@ -173,6 +173,6 @@ def check_schedule(module: ClientModule, epochs: int) -> None:
 
 
 def most_epochs(trainer: L.Trainer, batches: int) -> int:
-    """How many epochs a fit has whose epochs have so many batches."""
+    """Return the number of epochs of a fit, given the number of batches per epoch."""
     bounds = [trainer.max_epochs, -1 if trainer.max_steps < 0 else math.ceil(trainer.max_steps / batches)]
     return min(bound for bound in bounds if bound is not None and bound >= 0)

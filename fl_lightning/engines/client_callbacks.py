@@ -1,4 +1,4 @@
-"""Lightning's callbacks in a client's fit: a copy for each, and what it logs."""
+"""Lightning callbacks in a client's fit: each fit gets copies, and what they log is collected."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ INSTEAD = {
     "use EMAWeightAveraging, which averages steps",
     "SpikeDetection": "it leaves files beside the run; use on_client_failure drop for clients whose loss is NaN or Inf",
 }
-"""Lightning's callbacks that make no sense in a client's fit, and what to use instead; so of subclasses."""
+"""Lightning callbacks that do not work in a client's fit, and what to use instead. Subclasses included."""
 
 
 yaml.SafeDumper.add_representer(Interval, lambda dumper, value: dumper.represent_str(value.value))  # Timer's default
 
 
 def refused(kind: type) -> str | None:
-    """What to use in a callback's place in a client's fit; None if it can be had there."""
+    """Return what to use instead of a callback in a client's fit, or None if the callback works there."""
     lightnings = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("lightning.")]
     return next((INSTEAD[name] for name in lightnings if name in INSTEAD), None)
 
 
 def check_client_callbacks(given: Sequence[Callback]) -> None:
-    """Refuse callbacks that a client's fit has no use for, or that there can be no copies of.
+    """Refuse callbacks that do not work in a client's fit or cannot be copied.
 
     Args:
         given: The callbacks, as they were given.
@@ -62,7 +62,7 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
 
 
 def set_up(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Try what callbacks do before a fit begins: what they refuse then is refused before round 1.
+    """Call the set-up of the callbacks, so that what they refuse is refused before round 1.
 
     Args:
         given: The callbacks, as they were given.
@@ -95,7 +95,7 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
 
 
 def fresh(given: Sequence[Callback]) -> dict[str, Any]:
-    """What a trainer is given so that callbacks can watch its fit: copies of them, and a logger that listens.
+    """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log.
 
     Args:
         given: The callbacks, as they were given; nothing that a fit leaves behind reaches them.
@@ -106,7 +106,7 @@ def fresh(given: Sequence[Callback]) -> dict[str, Any]:
 
 
 class Listener(Logger):
-    """A logger that keeps what it was told last of each metric, in memory.
+    """A logger that keeps the last value of each metric in memory.
 
     Attributes:
         heard: The values by name.
@@ -118,22 +118,22 @@ class Listener(Logger):
 
     @property
     def name(self) -> None:
-        """None: it leaves no files."""
+        """None, because it writes no files."""
 
     @property
     def version(self) -> None:
-        """None: it leaves no files."""
+        """None, because it writes no files."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run's loggers have the config."""
+        """Do nothing: the run's loggers have the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Keep the values."""
+        """Store the values."""
         self.heard |= metrics
 
 
 def logged(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
-    """What was logged in a fit that callbacks watched, by name: the last value of each.
+    """Return what callbacks logged in a fit, by name: the last value of each metric.
 
     That is what `log` of the callbacks or of the client's module was given, a mean over the last epoch where it was
     told so (`on_epoch=True`), and what callbacks told the fit's logger.

@@ -1,4 +1,4 @@
-"""A cohort: clients whose weights are rows of one stack, and the LightningModule that trains them together."""
+"""The LightningModule that trains several clients together. The clients' weights are rows of stacked tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fl_lightning.engines.worker import Worker
 
 @dataclass(eq=False)
 class Client:
-    """One client of a cohort.
+    """One of the clients that are trained together.
 
     Args:
         task: What it is to do.
@@ -63,7 +63,7 @@ class Client:
 
     @classmethod
     def begun(cls, worker: Worker, task: Task) -> Client:
-        """A client at the start of its fit.
+        """Prepare a client for the start of its fit.
 
         Args:
             worker: The worker.
@@ -77,18 +77,18 @@ class Client:
         return cls(task, module.train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
-        """Steps that it takes in an epoch; none once it has failed, or been asked to stop."""
+        """Number of steps that the client takes in an epoch; 0 once it has failed or was asked to stop."""
         return 0 if self.error or self.leg.should_stop else self.work.steps_in(epoch)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, random numbers are the client's own, and what goes wrong is its own failure."""
+        """Use the client's own random state in the context; an error in it is the client's failure."""
         with self.at_risk(), self.draws.drawing():
             yield
 
     @contextmanager
     def at_risk(self) -> Iterator[None]:
-        """Inside, what goes wrong is the client's own failure."""
+        """Treat an error in the context as the client's failure."""
         try:
             yield
         except BaseException as error:
@@ -99,7 +99,7 @@ class Client:
 
 @dataclass
 class CohortBatch:
-    """The batches of a step, all of one size.
+    """The batches of one step, all of the same size.
 
     Args:
         rows: Whose they are, ascending.
@@ -112,12 +112,12 @@ class CohortBatch:
     y: Tensor
 
     def to(self, device: torch.device, **options: Any) -> CohortBatch:
-        """The same on a device."""
+        """Return the batches on a device."""
         return CohortBatch(self.rows, self.x.to(device, **options), self.y.to(device, **options))
 
 
 class Cohort(L.LightningModule):
-    """Trains clients together, each as `ClientModule` under a `Trainer` of its own would be.
+    """Trains clients together, each as `ClientModule` under its own `Trainer` would be.
 
     The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
     model on views of the stacks, and one optimizer over the stacks then steps their rows.
@@ -145,31 +145,31 @@ class Cohort(L.LightningModule):
         self.hooked = any(own_epochs(client.module) for client in clients)
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over the parameters of all clients, each with its own state, and one scheduler."""
+        """Build one optimizer with separate state for each client's parameters, and one scheduler."""
         first, started = self.clients[0].module, [client.module.optimizer_state for client in self.clients]
         self.blocks = BlockOptimizer(first, self.stacks, started)
         optimizer = self.blocks.optimizer
         return optimizer if first.scheduler_factory is None else ([optimizer], [first.scheduler_factory(optimizer)])
 
     def optimizer_states(self) -> dict[int, Tensors]:
-        """What each client's optimizer ended with, by client."""
+        """Return the final optimizer state of each client."""
         return {client.task.client: self.blocks.state_of(row) for row, client in enumerate(self.clients)}
 
     # --- What a client's own fit would do around its steps ---
 
     def train_dataloader(self) -> CohortBatches:
-        """The cohort's batches."""
+        """Return the loader of the clients' batches."""
         return CohortBatches(self)
 
     def on_fit_start(self) -> None:
-        """Start each client's fit."""
+        """Start the fit of each client."""
         for client in self.clients:
             client.module.trainer = client.leg = Leg(self.trainer, self.alone, client.work)  # type: ignore[assignment]
             with client.turn():
                 client.module.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
-        """Start an epoch of each client that is still at work, and look at what has changed by that."""
+        """Start an epoch of each active client, and regroup clients if that changed them."""
         self.begun = [client for client in self.clients if client.steps_in(self.current_epoch)]
         if self.hooked:
             for client in self.begun:
@@ -180,7 +180,7 @@ class Cohort(L.LightningModule):
             self._look()
 
     def on_train_epoch_end(self) -> None:
-        """End each client's epoch, and step the scheduler.
+        """End the epoch of each client, and step the scheduler.
 
         Raises:
             ConfigError: A step has changed what it should only read.
@@ -197,7 +197,7 @@ class Cohort(L.LightningModule):
             scheduler.step()  # type: ignore[union-attr]
 
     def _stack(self) -> None:
-        """Have the clients' weights and buffers be rows of the stacks.
+        """Replace the clients' weights and buffers by rows of the stacked tensors.
 
         Raises:
             ConfigError: A hook has put another parameter or buffer in the place of one.
@@ -213,7 +213,7 @@ class Cohort(L.LightningModule):
                     own[name].data = place
 
     def _look(self) -> None:
-        """Find out who can be stacked with whom as the clients are now."""
+        """Group the clients that can be stacked with each other in their present state."""
         kinds: list[tuple[dict[str, Any], list[int], list[Inventory]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.current_epoch):
@@ -234,7 +234,7 @@ class Cohort(L.LightningModule):
     # --- Steps ---
 
     def on_after_batch_transfer(self, batch: CohortBatch, dataloader_idx: int) -> CohortBatch:
-        """Prepare all batches at once, augment each client's with its own random numbers."""
+        """Prepare all batches at once; augment each client's batch with its own random numbers."""
         x = self.data.prepare(batch.x.flatten(0, 1)).unflatten(0, batch.x.shape[:2])
         if self.data.augment:
             x = torch.stack([self._augmented(row, own) for row, own in zip(batch.rows, x, strict=True)])
@@ -246,7 +246,7 @@ class Cohort(L.LightningModule):
             return self.data.augment(x)
 
     def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
-        """The losses of each client that the batch is for, as parts of clients that are alike."""
+        """Compute the losses of the clients of a batch, one group of stackable clients after another."""
         self.parts = []
         for alike, places in self.kinds:
             chosen = [i for i, row in enumerate(batch.rows) if row in places]
@@ -262,7 +262,7 @@ class Cohort(L.LightningModule):
                     self._observe(rows, outcome, x, y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Gradients and the optimizer's step; out of the precision's context, as in a fit of one client."""
+        """Compute gradients and step the optimizer, outside of the precision context as in a single client's fit."""
         optimizer = self.trainer.optimizers[0]
         for rows, tensors, loss in self.parts:
             self.manual_backward(loss.sum())
@@ -273,7 +273,7 @@ class Cohort(L.LightningModule):
         optimizer.zero_grad()
 
     def _of(self, rows: list[int]) -> Tensors:
-        """The clients' weights, views where the rows are consecutive, and copies of their buffers, `(n, ...)`."""
+        """Return the clients' weights, views if their rows are consecutive, and copies of their buffers, `(n, ...)`."""
         own, first = as_rows(rows, self.trainer.strategy.root_device), self.tensors[rows[0]]
         return {
             name: value[own].detach().requires_grad_() if first[name].requires_grad else value[own].clone()
@@ -281,7 +281,7 @@ class Cohort(L.LightningModule):
         }
 
     def _hand_out(self, rows: list[int], tensors: Tensors) -> None:
-        """Give each client its gradients, clipped, and the buffers as the step left them."""
+        """Set the clipped gradients of each client, and its buffers as the step left them."""
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.alone.gradient_clip_val or 0.0, self.alone.gradient_clip_algorithm or "norm")
         self.blocks.hand_out(rows, gradients)
@@ -290,14 +290,14 @@ class Cohort(L.LightningModule):
                 self.stacks[name][as_rows(rows, value.device)] = value
 
     def _record(self, rows: list[int], outcome: Outcome) -> None:
-        """Note each client's losses."""
+        """Record the losses of each client."""
         names = list(outcome.losses)
         values = torch.stack([at_least_float32(value.detach()) for value in outcome.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 
     def _observe(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
-        """Let the shared knowledge of each client see its outputs, and look again at what has changed by that."""
+        """Let each client's shared knowledge observe its outputs, and regroup clients if that changed them."""
         changed = False
         for i, row in enumerate(rows):
             module = self.clients[row].module
@@ -315,7 +315,7 @@ class Cohort(L.LightningModule):
 
 
 class CohortBatches:
-    """One pass over the batches of all clients of a cohort, those of one size together, larger ones first.
+    """One pass over the batches of all clients, batches of the same size together and larger sizes first.
 
     Each client's batches keep their order. Those are together whose next batches have the size of the largest that is
     waiting: full batches step by step, and incomplete last ones, size by size, at the end.
@@ -348,7 +348,7 @@ class CohortBatches:
 
 
 def own_epochs(module: ClientModule) -> bool:
-    """Whether something of its own happens as a client's epochs start or end."""
+    """Return whether a client's module overrides a hook at the start or end of an epoch."""
     kind, hooks = type(module), ("on_train_epoch_start", "on_train_epoch_end")
     if any(getattr(kind, hook) is not getattr(ClientModule, hook) for hook in hooks):
         return True
@@ -356,7 +356,7 @@ def own_epochs(module: ClientModule) -> bool:
 
 
 def clip(gradients: Tensors, bound: float, by: str) -> None:
-    """Clip each client's gradient as Lightning does, in place.
+    """Clip each client's gradient in place, as Lightning does.
 
     Args:
         gradients: By parameter, `(n, ...)`.

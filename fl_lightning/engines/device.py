@@ -1,4 +1,4 @@
-"""What is done once a run so that a GPU does not wait in every step: data that stays there, layouts, compilation."""
+"""Set-up that a GPU needs once per run: data on the device, memory layout, compilation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.models import Backbone
 
 
 def resident(data: LoadedData, device: torch.device, room: int | None = None) -> LoadedData:
-    """The dataset on the device that trains, so that batches are cut and augmented there; as it is if it is too large.
+    """Return the dataset on the training device, or unchanged if it does not fit there.
 
     Args:
         data: The dataset, in the computer's memory.
@@ -31,17 +31,17 @@ def resident(data: LoadedData, device: torch.device, room: int | None = None) ->
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on a GPU; none on devices that do not tell."""
+    """Return the free bytes of a GPU, or 0 for devices that do not report them."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def has_doubles(device: torch.device) -> bool:
-    """Whether a device computes in float64."""
+    """Return whether a device computes in float64."""
     return device.type != "mps"
 
 
 class Sent:
-    """Sends the weights in downloads to a device; what one has in common with the one before is there already.
+    """Copies the weights of downloads to a device. Tensors that the last download had too are not copied again.
 
     Args:
         device: The device.
@@ -53,7 +53,7 @@ class Sent:
         self._last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, download: Message) -> Message:
-        """A download with its weights on the device, where nobody writes into them."""
+        """Return a download with its weights on the device. Nobody writes into them."""
         before, self._last = self._last, {}
         there: Tensors = {}
         for name, value in download.section("model").items():
@@ -64,17 +64,17 @@ class Sent:
 
 
 def times_written(value: Tensor) -> object:
-    """How often a tensor was written into; torch keeps no count of those made in inference mode: each time another."""
+    """Return how often a tensor was written to. Tensors made in inference mode have no count and always differ."""
     return object() if value.is_inference() else value._version
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """A batch of images with its channels side by side in memory, which convolutions in half precision want."""
+    """Return a batch of images in channels-last memory format, which convolutions in half precision prefer."""
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
 def compile_backbone(backbone: nn.Module) -> None:
-    """Compile a network in place: what one client's fit has compiled serves all others and all rounds.
+    """Compile a network in place. What one client's fit compiled is reused for all clients and rounds.
 
     The encoder and the head are compiled apart where the module has them, since loss terms look between the two. A
     second size of batch makes the graph's batch size free, so that ragged last batches do not compile again.

@@ -1,4 +1,4 @@
-"""The other end of a pool's member: what happens in a process that carries tasks out for another one."""
+"""The process side of a worker pool: receive workers and tasks, and send results back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 1.0  # how long a member's fit takes up further clients
 
 @dataclass(frozen=True)
 class Answer:
-    """What a member sends back for each thing it was sent.
+    """The answer of a worker process to one request.
 
     Args:
         result: Of a task; None for a worker object.
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a process's own state decides what comes of a task: torch's and warnings' ways.
+    """Settings of a process that results depend on, such as torch's global flags and warning filters.
 
     Args:
         dtype: Torch's default type.
@@ -58,7 +58,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this process."""
+        """Return the settings of this process."""
         filters = [
             (action, pattern(message), category, pattern(module), line)
             for action, message, category, module, line in warnings.filters
@@ -68,7 +68,7 @@ class Surroundings:
         return cls(torch.get_default_dtype(), precision, mode, filters)
 
     def adopt(self) -> None:
-        """Make this process as the one that they are from."""
+        """Apply the settings to this process."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
         torch.set_deterministic_debug_mode(self.deterministic)
@@ -78,18 +78,18 @@ class Surroundings:
 
 
 def found(category: type) -> bool:
-    """Whether a class is where another process would look for it."""
+    """Return whether another process can import a class."""
     return getattr(sys.modules.get(category.__module__), category.__name__, None) is category
 
 
 def pattern(expression: Any) -> str:
-    """The text of a regular expression of `warnings.filters`; empty for one that fits everything."""
+    """Return the pattern of a regular expression in `warnings.filters`, or "" for one that matches everything."""
     return getattr(expression, "pattern", expression) or ""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A worker object that a host is to take in.
+    """A request to load a worker object.
 
     Args:
         source: Its parcel.
@@ -102,7 +102,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Order:
-    """A task that a host is to carry out.
+    """A request to carry out a task.
 
     Args:
         source: Its parcel.
@@ -117,7 +117,7 @@ Request = Load | Order
 
 
 class Host:
-    """The other end of a member: takes worker objects in and carries tasks out; everything comes and goes as bytes.
+    """Serves requests in a worker process: loads worker objects and carries out tasks. Everything is sent as bytes.
 
     Each task is answered at once, but several that follow one another are carried out in one `Trainer.fit`, as by the
     sequential engine: for about a second, or until another worker object comes.
@@ -128,7 +128,7 @@ class Host:
         self._relays: bool | None = None
 
     def serve(self, receive: Callable[[], Request], answer: Callable[[Parcel], None]) -> None:
-        """Answer requests, in order, until there are no more.
+        """Answer requests in order until there are no more.
 
         Args:
             receive: Waits for the next request; a worker object has to come first.
@@ -156,7 +156,7 @@ class Host:
     def _orders_carried_out(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[Parcel], None]
     ) -> Load | None:
-        """Carry out tasks, in one fit if that may be; the worker object that came then, or None if it was time."""
+        """Carry out tasks, in one shared fit if possible. Return the next worker object, or None if time was up."""
 
         def work(fit: Fit | None = None) -> Load | None:
             requests: Iterator[Request] = iter(receive, None)
@@ -176,7 +176,7 @@ class Host:
 
 
 def relays(worker: Worker) -> bool:
-    """`can_relay`, where it can be told; where not, what is wrong is each client's failure."""
+    """Return whether tasks can share a fit; an error in the check becomes each client's own failure."""
     try:
         return can_relay(worker)
     except BaseException:
@@ -184,7 +184,7 @@ def relays(worker: Worker) -> bool:
 
 
 def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warnings.WarningMessage]) -> Parcel:
-    """Carry out a task; the answer.
+    """Carry out a task and return the answer.
 
     Args:
         worker: The worker.

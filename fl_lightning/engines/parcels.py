@@ -1,4 +1,4 @@
-"""How tasks and results travel between processes and machines: values as one run of bytes.
+"""Serialization of tasks and results that travel between processes and machines.
 
 A parcel is a pickle, and beside it the elements of the tensors in it, so that whoever maps or receives the bytes has
 the tensors too. What several of a round's tasks have in common lies on a `Shelf`, and their parcels only point there.
@@ -25,7 +25,7 @@ HEADER = 8  # bytes that hold the pickle's length
 
 
 class Beside(NamedTuple):
-    """Where a tensor's elements are in its own parcel, counted from the first tensor's."""
+    """The position of a tensor's elements in its own serialized value, counted from the first tensor."""
 
     offset: int
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class Beside(NamedTuple):
 
 
 class OnShelf(NamedTuple):
-    """Where a tensor is on the round's shelf."""
+    """The position of a tensor in the round's shared store."""
 
     block: int
     item: int
 
 
 class Parcel:
-    """A value, ready to be written as bytes.
+    """A serialized value, ready to be written.
 
     Args:
         value: Anything that can be pickled; strides of its CPU tensors, and which of them are one, are kept.
@@ -65,7 +65,7 @@ class Parcel:
         self.nbytes = self._start + pickler.end
 
     def write(self, target: Tensor) -> None:
-        """Write the bytes into a `uint8` tensor of that size."""
+        """Write the bytes into a `uint8` tensor of the same size."""
         head = len(self._pickle).to_bytes(HEADER, "little") + self._pickle
         target[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         for place, tensor in self._tensors:
@@ -75,7 +75,7 @@ class Parcel:
 
 
 def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = None, copy: bool = False) -> Any:
-    """The value whose parcel was written to some bytes.
+    """Return the value that was serialized.
 
     Args:
         source: The bytes, `uint8`; tensors lie in them, and keep them alive, unless they are copied.
@@ -86,7 +86,7 @@ def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = Non
 
 
 class _Pickler(pickle.Pickler):
-    """Takes plain CPU tensors out of the pickle: torch's own way of pickling them copies them several times."""
+    """A pickler that stores plain CPU tensors outside of the pickle, because torch copies them several times."""
 
     def __init__(self, file: io.BytesIO, shelf: Shelf | None) -> None:
         super().__init__(file, protocol=5)
@@ -143,7 +143,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Shelf:
-    """What several of a round's tasks have in common: found as tasks are taken, put down once, block by block.
+    """The tensors that several tasks of a round have in common. Each is stored once, block by block.
 
     Tensors are the same if they are one object. What only one task has is not kept alive.
 
@@ -162,7 +162,7 @@ class Shelf:
         self._held: list[list[Tensor]] = []
 
     def look(self, task: Task) -> None:
-        """See what a task has in common with the ones before it."""
+        """Find the tensors that a task shares with earlier ones."""
         found = {id(tensor): tensor for tensor in tensors_of(task) if is_plain(tensor)}
         new = [t for key, t in found.items() if key not in self._places and self._seen.get(key) is t]
         self._seen.update(found)
@@ -172,19 +172,19 @@ class Shelf:
             self.handles.append(self._put(Parcel(new)))
 
     def place(self, tensor: Tensor) -> OnShelf | None:
-        """Where a tensor is, if it is here."""
+        """Return the position of a tensor in the store, or None."""
         return self._places.get(id(tensor))
 
 
 def tensors_of(task: Task) -> Iterator[Tensor]:
-    """Everything large that a task holds."""
+    """Yield the large tensors of a task."""
     yield from task.download.tensors.values()
     for section in task.memory.values():
         yield from section.values()
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that is nothing but its elements, in this machine's memory."""
+    """Return whether a value is a plain tensor in this machine's memory."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided
@@ -194,11 +194,11 @@ def is_plain(value: Any) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are one run of memory, in whatever order of dimensions."""
+    """Return whether a tensor's elements are contiguous in memory, in any order of dimensions."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
 
 def aligned(offset: int) -> int:
-    """The next offset at which a tensor may start."""
+    """Return the next offset at which a tensor may start."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What engines with several workers have in common: who gets which task, and what happens when a worker is lost."""
+"""Scheduling of tasks on several workers, and recovery when a worker is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRIES = 3  # members that a client may take with it
 
 
 class Lost(FLError):
-    """A member is gone, and what it was at with it; the message says how it ended."""
+    """A worker was lost during a task. The message says how it ended."""
 
     exit_code = 1
 
@@ -32,7 +32,7 @@ class RemoteTraceback(Exception):
 
 
 class Member(ABC):
-    """One worker of a pool, as its engine sees it. It answers each thing it is sent, in order.
+    """One worker of a pool, as the engine sees it. It answers requests in order.
 
     Attributes:
         ready: Whether it has the worker object.
@@ -45,15 +45,15 @@ class Member(ABC):
 
     @abstractmethod
     def load(self, handle: Any) -> None:
-        """Send it the worker object, which lies at a handle."""
+        """Send the worker object, which is stored under a handle."""
 
     @abstractmethod
     def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
-        """Send it a task, and the handles of the shelf's blocks that the task needs."""
+        """Send a task, and the handles of the blocks of shared tensors that it needs."""
 
     @abstractmethod
     def answer(self) -> Answer:
-        """What it answers next.
+        """Return the next answer.
 
         Raises:
             Lost: It will not answer any more.
@@ -61,11 +61,11 @@ class Member(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End it at once, whatever it is at."""
+        """Stop the worker at once."""
 
 
 class PoolEngine(Engine):
-    """Deals tasks out to members: the largest first, each round's common tensors once, a lost member's tasks again.
+    """Distributes tasks to workers: the largest first, common tensors once per round, tasks of a lost worker again.
 
     Members are hired when there is work for them, and kept from round to round.
     """
@@ -77,7 +77,7 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
-        """How many members a worker object's tasks are dealt out to.
+        """Return the number of workers for a worker object.
 
         Raises:
             ConfigError: They cannot be had.
@@ -85,22 +85,22 @@ class PoolEngine(Engine):
 
     @abstractmethod
     def _hire(self) -> Member:
-        """A new member."""
+        """Start a worker."""
 
     @abstractmethod
     def _put(self, parcel: Parcel) -> Any:
-        """Put a parcel down for as long as its handle lives, where every member can get at it."""
+        """Store a serialized value where every worker can read it, as long as its handle exists."""
 
     @abstractmethod
     def _wait(self) -> Sequence[Member]:
-        """Wait until members have answered, or are lost, and tell which."""
+        """Wait until workers have answered or are lost, and return them."""
 
     def _shelf(self) -> Shelf:
-        """A round's shelf."""
+        """Return a new store for the shared tensors of a round."""
         return Shelf(self._put)
 
     def check(self, worker: Worker) -> None:
-        """Try whether the worker object can travel, and whether there are members for it.
+        """Check that the worker object can be serialized and that workers can be started.
 
         Raises:
             ConfigError: It cannot, or there are none.
@@ -109,7 +109,7 @@ class PoolEngine(Engine):
         packed(worker)
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield results as they come; a few tasks a member are taken ahead.
+        """Yield results as they arrive. Each worker has a few tasks queued.
 
         Raises:
             ConfigError: The members cannot take in the worker object.
@@ -136,7 +136,7 @@ class PoolEngine(Engine):
                     yield result
 
     def start(self, worker: Worker) -> None:
-        """Hire all members, and wait until they have the worker object; there must be room for them.
+        """Start all workers, and wait until they have loaded the worker object.
 
         Raises:
             ConfigError: They cannot take it in.
@@ -152,7 +152,7 @@ class PoolEngine(Engine):
                 self._outcome(member, worker.heard, losses)
 
     def close(self) -> None:
-        """End all members."""
+        """Stop all workers."""
         for member in self._members:
             member.end()
         self._members.clear()
@@ -162,7 +162,7 @@ class PoolEngine(Engine):
         return min(self.size(worker), len(worker.data.shards))
 
     def _load(self, worker: Worker) -> None:
-        """Make the worker object the one that members have, and leave none at the tasks of a round broken off."""
+        """Make workers use a worker object, and drop the tasks of an interrupted round."""
         for member in [member for member in self._members if member.tasks]:
             self._dismiss(member)
         if worker is self._loaded:
@@ -183,7 +183,7 @@ class PoolEngine(Engine):
         member.end()
 
     def _deal(self, waiting: list[Task], shelf: Shelf, work: Callable[[Task], int]) -> None:
-        """Give the largest task to whoever has least to do, until nobody has room."""
+        """Give the largest task to the worker with the least to do, until all queues are full."""
 
         def load(member: Member) -> int:
             return sum(work(task) for task in member.tasks)
@@ -197,7 +197,7 @@ class PoolEngine(Engine):
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
 
     def _outcome(self, member: Member, heard: set[str], losses: Losses) -> Result | None:
-        """What came of a task, if a member's answer says so; one that is lost is dismissed, its tasks still its own."""
+        """Return the result in a worker's answer, if any. A lost worker is removed; its tasks are tried again."""
         try:
             return self._answered(member, heard)
         except Lost as loss:
@@ -228,14 +228,14 @@ class PoolEngine(Engine):
 
 
 class Losses:
-    """The members lost in one call of `run`, and who was to blame."""
+    """Workers lost in one call of `run`, and the tasks that were running."""
 
     def __init__(self) -> None:
         self._by_client: Counter[int] = Counter()
         self._unready = 0
 
     def count(self, member: Member, loss: Lost) -> Result | None:
-        """Count a loss; what came of the task the member was at, if that is tried no more and taken from it.
+        """Count a lost worker. Return the failure of the task it was running if that task is not tried again.
 
         Raises:
             Lost: So many were lost before they had begun that there is no use in more.
@@ -258,7 +258,7 @@ class Losses:
 
 
 def packed(worker: Worker) -> Parcel:
-    """A worker object's parcel.
+    """The serialized form of a worker object.
 
     Raises:
         ConfigError: It cannot be sent to another process.

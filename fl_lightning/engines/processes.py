@@ -1,4 +1,4 @@
-"""Several clients at a time, each in one of this machine's processes."""
+"""An engine that trains several clients at a time, each in a process of this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ START = 60.0  # seconds that a process has to start, where `timeout` is less: it
 
 
 class ProcessesEngine(PoolEngine):
-    """Fits several clients at a time, in processes of this machine that last from round to round.
+    """Trains several clients at a time in processes of this machine, which last from round to round.
 
     The same bytes as one after another, on the CPU with as many threads. Processes start when the first round does
     (some seconds: they import torch) and end with the run, or with the process that started them, however that ends.
@@ -79,7 +79,7 @@ class ProcessesEngine(PoolEngine):
         self._at_exit = util.Finalize(self, end_all, args=(self._members,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
-        """Number of processes.
+        """Return the number of processes.
 
         Raises:
             ConfigError: There is no such GPU, or clients do not train on GPUs.
@@ -124,7 +124,7 @@ class ProcessesEngine(PoolEngine):
 
 
 class Process(Member):
-    """A member that is a process of this machine.
+    """A worker that is a process of this machine.
 
     Args:
         context: Starts it.
@@ -144,18 +144,18 @@ class Process(Member):
         theirs.close()
 
     def load(self, handle: Place) -> None:
-        """Send it the worker object."""
+        """Send the worker object."""
         trainer = {} if self.device is None else {"devices": [self.device]}
         self._send(("load", handle.span, trainer), handle.file.fd)
 
     def give(self, parcel: Parcel, blocks: dict[int, Place]) -> None:
-        """Send it a task."""
+        """Send a task."""
         own = MemoryFile().append(parcel)
         files = {block.file.fd for block in blocks.values()}
         self._send(("carry out", own.span, {i: block.span for i, block in blocks.items()}), own.file.fd, *files)
 
     def answer(self) -> Answer:
-        """Copy its answer into this process's own memory."""
+        """Copy the answer into this process's own memory."""
         try:
             span, (fd,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # it went while it was speaking
@@ -165,19 +165,19 @@ class Process(Member):
 
     @property
     def time_left(self) -> float:
-        """Seconds until its next answer is overdue."""
+        """Return the seconds until the next answer is overdue."""
         if self.timeout is None or not self._expected:
             return math.inf
         return self._since + (self.timeout if self.ready else max(self.timeout, START)) - time.monotonic()
 
     def kill_if_overdue(self) -> None:
-        """Kill it if its time is up, which `answer` then reports."""
+        """Kill the process if its answer is overdue; `answer` then reports that."""
         if self.time_left <= 0:
             self._overdue = True
             self._process.kill()
 
     def end(self) -> None:
-        """Hang up: it ends when it notices, which is at once."""
+        """Close the connection. The process ends when it notices, which is at once."""
         self.connection.close()
         self._process.join(GRACE)
         if self._process.is_alive():
@@ -202,7 +202,7 @@ class Process(Member):
 
 
 def time_left(processes: Iterable[Process]) -> float | None:
-    """Seconds until the first of some processes is overdue; None if none ever is."""
+    """Return the seconds until the first of some processes is overdue, or None if none has a limit."""
     least = min(process.time_left for process in processes)
     return None if least == math.inf else max(least, 0.0)
 
@@ -211,7 +211,7 @@ def time_left(processes: Iterable[Process]) -> float | None:
 
 
 def serve(connection: Connection, threads: int) -> None:
-    """A process's life: it ends when the other side hangs up or dies, whatever it is at.
+    """Run a worker process. It ends as soon as the connection is closed or the other side dies.
 
     Signals that ask a run to end are for the process that leads it. Tasks are not in the main thread, so that
     Lightning, which answers signals by leaving, does not hear of them either.
@@ -226,7 +226,7 @@ def serve(connection: Connection, threads: int) -> None:
 
 
 def work(connection: Connection, threads: int) -> None:
-    """Answer what is sent, until there is nobody to answer."""
+    """Answer requests until the connection is closed."""
     try:
         torch.set_num_threads(threads)
         Host().serve(partial(next_request, connection), partial(reply, connection))
@@ -239,7 +239,7 @@ def work(connection: Connection, threads: int) -> None:
 
 
 def next_request(connection: Connection) -> Request:
-    """What the other side asks for next."""
+    """Return the next request."""
     (what, span, rest), fds = receive(connection)
     files = [MemoryFile(fd) for fd in fds]
     source = files[0].read(span)
@@ -253,7 +253,7 @@ def reply(connection: Connection, parcel: Parcel) -> None:
 
 
 def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) -> list[Tensor]:
-    """The tensors of one of a shelf's blocks, in place."""
+    """Return the tensors of one block of shared tensors, without copying."""
     return unpack(file.read(spans[block]))
 
 
@@ -261,14 +261,14 @@ def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) 
 
 
 class Place(NamedTuple):
-    """Where a parcel is: in which file, from which byte, how many."""
+    """The place of a serialized value: file, first byte, number of bytes."""
 
     file: MemoryFile
     span: tuple[int, int]
 
 
 class MemoryFile:
-    """Memory that other processes can map and that is gone with the last of them: it has no name to be left behind.
+    """Memory that other processes can map. It has no name, so nothing is left behind when the last process ends.
 
     Args:
         fd: A file that another process has sent; a new one by default.
@@ -279,7 +279,7 @@ class MemoryFile:
         self._end = 0
 
     def append(self, parcel: Parcel) -> Place:
-        """Write a parcel behind what is there."""
+        """Append a serialized value."""
         start, self._end = self._end, self._end + aligned(parcel.nbytes)
         os.ftruncate(self.fd, self._end)
         memory = np.frombuffer(mmap.mmap(self.fd, self._end), np.uint8)
@@ -287,7 +287,7 @@ class MemoryFile:
         return Place(self, (start, parcel.nbytes))
 
     def read(self, span: tuple[int, int]) -> np.ndarray:
-        """Some of its bytes, in place; what is written to them is seen by nobody else."""
+        """Return some of the bytes without copying. Writes to them are not seen by anybody else."""
         start, nbytes = span
         return np.frombuffer(mmap.mmap(self.fd, start + nbytes, access=mmap.ACCESS_COPY), np.uint8)[start:]
 
@@ -296,7 +296,7 @@ class MemoryFile:
 
 
 def new_file() -> int:
-    """An empty file without a name: in memory where the system has such, else on disk."""
+    """Return an empty file without a name, in memory where the system supports it, otherwise on disk."""
     if sys.platform == "linux":
         return os.memfd_create("fl-lightning")
     with tempfile.TemporaryFile() as file:
@@ -304,25 +304,25 @@ def new_file() -> int:
 
 
 def send(connection: Connection, message: Any, *fds: int) -> None:
-    """Send a small message, and open files with it."""
+    """Send a small message and open files."""
     connection.send((message, len(fds)))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         sendfds(channel, list(fds))
 
 
 def receive(connection: Connection) -> tuple[Any, list[int]]:
-    """What `send` sent."""
+    """Receive what `send` sent."""
     message, number = connection.recv()
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         return message, recvfds(channel, number)
 
 
 def end_all(members: list[Member]) -> None:
-    """End members, for when nobody has closed their engine."""
+    """End worker processes whose engine was not closed."""
     for member in members:
         member.end()
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Several clients at a time, on the machines of a Ray cluster."""
+"""An engine that trains several clients at a time on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fl_lightning.engines.worker import Worker
 
 
 class RayEngine(PoolEngine):
-    """Fits several clients at a time, in actors on the machines of a Ray cluster.
+    """Trains several clients at a time, in actors on the machines of a Ray cluster.
 
     The same bytes as one after another, on the CPU with as many threads and machines of one kind. The data, and what a
     round's clients have in common, go through Ray's object store: to each machine once. The clients of a worker or a
@@ -52,7 +52,7 @@ class RayEngine(PoolEngine):
         self._started = False
 
     def size(self, worker: Worker) -> int:
-        """Number of actors; connects to the cluster.
+        """Connect to the cluster and return the number of actors.
 
         Raises:
             ConfigError: Ray is not installed, its cluster cannot be reached, or no machine has room for one.
@@ -67,7 +67,7 @@ class RayEngine(PoolEngine):
         return self.workers or places
 
     def close(self) -> None:
-        """End all actors, and the cluster or the connection that was opened for them."""
+        """End all actors, and the cluster or connection that was opened for them."""
         super().close()
         if self._started:
             imported().shutdown()
@@ -100,7 +100,7 @@ class RayEngine(PoolEngine):
 
 
 class Actor(Member):
-    """A member that is an actor of a Ray cluster.
+    """A worker that is an actor of a Ray cluster.
 
     Args:
         threads: Torch's threads, and so cores, of it.
@@ -115,15 +115,15 @@ class Actor(Member):
         self._actor = actor.remote(threads, sys.path)
 
     def load(self, handle: Any) -> None:
-        """Send it the worker object."""
+        """Send the worker object."""
         self.expected.append(self._actor.load.remote(handle, self._trainer))
 
     def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
-        """Send it a task."""
+        """Send a task."""
         self.expected.append(self._actor.carry_out.remote(as_bytes(parcel), blocks))
 
     def answer(self) -> Answer:
-        """Fetch its answer and copy it out of the object store."""
+        """Fetch the answer and copy it out of the object store."""
         ray = imported()
         try:
             return unpack(ray.get(self.expected.pop(0)), copy=True)
@@ -131,12 +131,12 @@ class Actor(Member):
             raise Lost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def end(self) -> None:
-        """Kill it, whatever it is at."""
+        """Kill the actor."""
         imported().kill(self._actor)
 
 
 class RemoteHost:
-    """The actor: a host whose parcels lie in the object store, where they cannot be written to.
+    """The actor. Serialized values lie in the object store, where they are read-only.
 
     Calls come one by one, and a host serves many in one `Trainer.fit`: it has a thread of its own.
 
@@ -152,11 +152,11 @@ class RemoteHost:
         threading.Thread(target=self._serve, args=(threads,), daemon=True).start()
 
     def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
-        """Take in the worker object; the data stay where they are."""
+        """Load the worker object; the data stay in the object store."""
         return self._answer(Load(source, trainer))
 
     def carry_out(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
-        """Carry out a task; what it starts from is copied, for methods may change it."""
+        """Carry out a task on copies of its tensors, since methods may change them."""
         return self._answer(Order(source.copy(), fetching(blocks)))
 
     def _serve(self, threads: int) -> None:
@@ -175,20 +175,20 @@ class RemoteHost:
 
 
 def fetching(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
-    """Reads blocks of a shelf by their references."""
+    """Reads blocks of shared tensors by their references."""
     ray = imported()
     return lambda block: unpack(ray.get(blocks[block]), copy=True)
 
 
 def as_bytes(parcel: Parcel) -> np.ndarray:
-    """A parcel in memory of its own."""
+    """Copy a serialized value into memory of its own."""
     memory = torch.empty(parcel.nbytes, dtype=torch.uint8)
     parcel.write(memory)
     return memory.numpy()
 
 
 def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
-    """How many workers a machine of these resources has room for."""
+    """Return how many workers fit on a machine with these resources."""
     rooms = [node.get("CPU", 0.0) // threads]
     if gpus:
         rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
@@ -196,7 +196,7 @@ def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
 
 
 def imported() -> ModuleType:
-    """The package `ray`.
+    """Import and return the package `ray`.
 
     Raises:
         ConfigError: It is not installed.
@@ -210,7 +210,7 @@ def imported() -> ModuleType:
 
 @contextmanager
 def same_handlers() -> Iterator[None]:
-    """Leave signal handlers as they are: Ray's would end a run before it is at a safe point."""
+    """Keep the signal handlers: those of Ray would end a run before it reaches a safe point."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

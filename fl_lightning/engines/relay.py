@@ -1,4 +1,4 @@
-"""Clients one after another in one `Trainer.fit`: what is a batch to the trainer is a client's whole fit."""
+"""Several clients in one `Trainer.fit`, one after another. One batch of the Trainer is the whole fit of a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Outcome = TypeVar("Outcome")
 
 
 def can_relay(worker: Worker) -> bool:
-    """Whether a client's fit in a relay is what a fit of its own would be.
+    """Return whether a client's fit within a shared fit equals a fit of its own.
 
     Not where the trainer or the client's module has something that belongs to one fit: callbacks, say, hooks of its
     own, or a scaler of gradients.
@@ -37,7 +37,7 @@ def can_relay(worker: Worker) -> bool:
 
 
 def relay(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
-    """Carry tasks out in one `Trainer.fit`.
+    """Carry out tasks in one `Trainer.fit`.
 
     Args:
         worker: The worker; `can_relay` says yes to it.
@@ -56,7 +56,7 @@ def relay(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
 
 
 def for_a_while(items: Iterable[Item], seconds: float) -> Iterator[Item]:
-    """Items, until so many seconds after the first has come; that one in any case."""
+    """Yield items until some seconds after the first one. The first is always yielded."""
     until = None
     for item in items:
         until = time.monotonic() + seconds if until is None else until
@@ -67,7 +67,7 @@ def for_a_while(items: Iterable[Item], seconds: float) -> Iterator[Item]:
 
 
 class Relay(L.LightningModule):
-    """Trains clients one after another, each as under a `Trainer` of its own, to the bit.
+    """Trains clients one after another, each bit for bit as under its own `Trainer`.
 
     A fit has a cost of its own, ten steps of a small model, and so has each step that Lightning takes, looking for
     hooks and options that a client's fit has none of.
@@ -87,22 +87,22 @@ class Relay(L.LightningModule):
         self.outcome: Any = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """None: each client has its own."""
+        """Return no optimizer: each client builds its own."""
         return []
 
     def train_dataloader(self) -> Iterable[int]:
-        """One batch, in name."""
+        """Return a loader with one batch per client."""
         return range(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Nothing: the context of the trainer's precision is entered here, and every step of a client needs its own."""
+        """Enter no precision context: each step of a client enters it."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Carry tasks out."""
+        """Carry out tasks."""
         self.outcome = self.work(self.fit)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train a client's module; the optimizer as it ended."""
+        """Train a client's module and return its optimizer."""
         with torch.enable_grad(), warnings.catch_warnings():  # what a client sets is not for those after it
             return self._fit(module, task)
 
@@ -149,10 +149,10 @@ class Relay(L.LightningModule):
 
 
 def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
-    """A client's optimizer and schedulers."""
+    """The optimizer and schedulers of one client."""
     made = module.configure_optimizers()
     return (made[0][0], made[1]) if isinstance(made, tuple) else (made, [])
 
 
 def unheard(*args: Any, **options: Any) -> None:
-    """What `log` is in a client's fit, where nobody listens."""
+    """Replace `log` in a client's fit that has no logger."""

@@ -1,4 +1,4 @@
-"""Clients that are scored without training: where all would be scored with one model, in common batches."""
+"""Evaluation of clients without training. Clients that share one model are evaluated in common batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ half, and a network that looks at its batch is far off."""
 
 
 def untrained(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]) -> Iterator[Result]:
-    """The results of tasks that train nothing, in the order of these clients, whose tasks they are.
+    """Yield the results of tasks without training, in the order of these clients.
 
     Raises:
         ClientFailure: One of them fails.
@@ -33,7 +33,7 @@ def untrained(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: It
 
 
 def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-    """Carry out tasks; of those that only score, those with one and the same model are done together, in this process.
+    """Carry out tasks. Those that only score one and the same model are done together, in this process.
 
     For a thousand small test splits that takes a tenth of the time. Which tasks these are is the same for all engines:
     where the algorithm sends all clients the same and does nothing to it, the tasks of clients that keep no part of the
@@ -68,18 +68,18 @@ def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Re
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Whether clients that keep no part of the network all start from the same one, and are scored with just that."""
+    """Return whether all clients that keep no part of the network are scored with one and the same model."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
 def only_scores(task: Task) -> bool:
-    """Whether a task is for nothing but the score on the client's own test split."""
+    """Return whether a task only asks for the score on the client's own test split."""
     return task.evaluate and not (task.fit or task.upload or task.evaluate_globally)
 
 
 def scored_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
-    """The results of a task for each of these clients; none where the clients must be scored one by one.
+    """Return the results of a task for each of these clients, or nothing if they must be scored one by one.
 
     Args:
         worker: The worker.
@@ -102,7 +102,7 @@ def scored_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[
 
 
 def tells_samples_apart(module: nn.Module, x: Tensor) -> bool:
-    """Whether a network puts out the same for a sample whatever else is in its batch, and draws no random numbers.
+    """Return whether a network's output for a sample depends on that sample alone and draws no random numbers.
 
     Not one with BatchNorm that keeps no statistics, or whose dropout never ends.
     """

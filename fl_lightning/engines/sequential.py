@@ -1,4 +1,4 @@
-"""One client after another, in this process."""
+"""The engine that trains one client after another in this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fl_lightning.engines.relay import can_relay, for_a_while, relay
 from fl_lightning.engines.worker import Fit, Worker
 
 ROOM = 1 << 26
-"""Bytes of results that may wait for their fit to end."""
+"""Bytes of results that may wait until their shared fit ends."""
 
 
 class SequentialEngine(Engine):
-    """Fits clients one after another on the trainer's device; memory for one client's training at a time.
+    """Trains clients one after another on the trainer's device, with memory for one client's training at a time.
 
     One `Trainer.fit` takes up clients for some time, since a fit of Lightning's has a cost of its own, and their
     results, some 64 MB of them at most, follow when it ends. What each of them comes to is the same to the bit as in a
@@ -38,7 +38,7 @@ class SequentialEngine(Engine):
         self._relays = False
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Run tasks when their results are asked for."""
+        """Carry out tasks when their results are asked for."""
         tasks = iter(tasks)
         if self._asked is not worker:
             self._asked, self._relays = worker, self.seconds > 0 and can_relay(worker)
@@ -50,7 +50,7 @@ class SequentialEngine(Engine):
             gc.collect()  # a used Trainer is a cycle that holds its model
 
     def _carried_out(self, worker: Worker, tasks: Iterator[Task], fit: Fit) -> list[Result]:
-        """What comes of tasks: of as many as there is time for, and room for what comes of them."""
+        """Return the results of as many tasks as time and memory for results allow."""
         results: list[Result] = []
         waiting = 0
         for task in for_a_while(tasks, self.seconds):
@@ -62,6 +62,6 @@ class SequentialEngine(Engine):
 
 
 def size(result: Result) -> int:
-    """Bytes of tensors that a result holds."""
+    """Return the bytes of the tensors in a result."""
     sections = [result.upload.tensors] if result.upload else []
     return sum(value.nbytes for section in (*sections, *result.memory.values()) for value in section.values())

@@ -1,4 +1,4 @@
-"""A round's clients as one batched model, trained by one `Trainer.fit` for all of them."""
+"""The engine that trains a round's clients as one batched model in one `Trainer.fit`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_eac
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Torch's optimizers that look at one parameter at a time and leave alone one that has no gradient."""
+"""Optimizers of torch that handle each parameter separately and skip those without a gradient."""
 
 HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end", "loss_names")
-"""What is asked of each client by itself, and so may be overridden."""
+"""Methods that are called for each client separately, and so may be overridden."""
 
 
 class StackedEngine(Engine):
-    """Trains a round's clients at once: one batched model, one `Trainer.fit` for the cohort.
+    """Trains several clients at once, as one batched model in one `Trainer.fit`.
 
     For small models, whose steps cost more in Python than in arithmetic, and for GPUs that one client leaves idle. The
     results are the sequential engine's but for rounding. Each client has its own batches, random numbers, losses,
@@ -79,7 +79,7 @@ class StackedEngine(Engine):
             check_steps(clients, x[:8], y[:8])
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Take as many tasks as are stacked, train, and yield their results, one cohort after another."""
+        """Take as many tasks as are stacked, train them, yield their results, and repeat."""
         arriving = iter(tasks)
         while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
@@ -90,7 +90,7 @@ class StackedEngine(Engine):
 
 
 def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
-    """The results of tasks, trained together.
+    """Return the results of tasks that are trained together.
 
     Args:
         worker: The worker.
@@ -119,7 +119,7 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
 
 
 def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
-    """Train clients together; what their optimizers ended with, where that is kept."""
+    """Train clients together and return their final optimizer states, if those are kept."""
     cohort = Cohort(clients, worker.data.data, worker.setup)
     epochs = max(client.work.epochs for client in clients)
     trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
@@ -132,12 +132,12 @@ def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
 
 
 def refusal(what: str, why: str) -> ConfigError:
-    """The error that says what cannot be stacked."""
+    """Return the error that says what cannot be stacked."""
     return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
 
 
 def check_module(module: ClientModule) -> None:
-    """Refuse a client module with steps or an optimizer of its own kind.
+    """Refuse a client module that overrides training steps or the optimizer.
 
     Raises:
         ConfigError: Names what is in the way.
@@ -156,7 +156,7 @@ def check_module(module: ClientModule) -> None:
 
 
 def own(kind: type, name: str) -> object:
-    """A class's attribute as it is written there."""
+    """Return an attribute of a class without resolving descriptors."""
     return inspect.getattr_static(kind, name)
 
 
@@ -182,7 +182,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """A stacked step of clients that are all as initialised, on one batch.
+    """Run a stacked step of clients with initial weights on one batch.
 
     Raises:
         Exception: It cannot be done.
@@ -204,6 +204,6 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an error."""
+    """Return the first sentence of an error."""
     text = one_line(error) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

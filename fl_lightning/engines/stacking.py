@@ -1,4 +1,4 @@
-"""One client's training step as a function of tensors, and many clients' steps as one call of it by `vmap`.
+"""A client's training step as a function of tensors, and the steps of many clients as one call by `vmap`.
 
 Everything that a step can read is found by walking the client's module: registered parameters and buffers, and
 tensors that its parts hold as plain attributes (a loss term's anchors, say), in lists, tuples and dicts too. Clients
@@ -25,7 +25,7 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 
 Rows = slice | Tensor
-"""Which clients of a stack: a slice, which is a view, or indices, which are a copy."""
+"""Clients of a stack: a slice, which gives a view, or indices, which give a copy."""
 
 BACKBONE = "client.backbone."
 
@@ -38,7 +38,7 @@ _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Mo
 
 
 class Outcome(NamedTuple):
-    """What a training step computes; stacked, each has a first dimension of clients.
+    """What a training step computes. Stacked, each tensor has a first dimension of clients.
 
     Attributes:
         loss: The sum of the losses.
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class ClientStep(nn.Module):
-    """A client's training step: its module, and the modules that the module's parts hold as plain attributes."""
+    """A client's training step: its module, and modules that its parts hold as plain attributes."""
 
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ClientStep(nn.Module):
         return Outcome(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
     def homes(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Every place of a registered tensor, which may have several: its holder, its key there, its name."""
+        """List every place of a registered tensor: holder, key, name. A tensor may have several places."""
         names = {id(value): name for name, value in registered(self).items()}
         return [
             (held, key, names[id(value)])
@@ -84,12 +84,12 @@ class ClientStep(nn.Module):
         ]
 
     def impure(self, path: str) -> ConfigError:
-        """The error that names what a step has changed."""
+        """Return the error that names what a step has changed."""
         return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
 
 
 class Inventory:
-    """What a client's step holds, as found when this is made.
+    """What a client's step holds at the time this is created.
 
     Args:
         step: The step.
@@ -103,12 +103,12 @@ class Inventory:
         self.step, self.registered, self.plain = step, registered(step), plain(step)
 
     def free(self) -> Tensors:
-        """The tensors among `plain` that are not registered ones under another name."""
+        """Return the tensors in `plain` that are not registered under another name."""
         known = {id(value) for value in self.registered.values()}
         return {path: leaf for path, leaf in self.plain.items() if isinstance(leaf, Tensor) and id(leaf) not in known}
 
     def shape(self) -> dict[str, Any]:
-        """What clients must have in common to be stacked, by path."""
+        """Return what clients must have in common to be stacked, by path."""
         names = {id(value): name for name, value in self.registered.items()}
         named = dict(self.step.named_modules())
         modules = {id(module): name for name, module in named.items()}
@@ -124,40 +124,40 @@ class Inventory:
 
 
 def registered(module: nn.Module) -> Tensors:
-    """Parameters, then buffers, by name; one that is in several places has the first one's."""
+    """Return parameters, then buffers, by name. A tensor in several places has its first name."""
     return dict(tensors_of(module))
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, those too that are in no state dict."""
+    """Return all parameters and buffers, including those that are not in the state dict."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers and submodules."""
+    """Return the attributes of a module besides parameters, buffers and submodules."""
     hidden = next(names for kind, names in _HIDDEN.items() if isinstance(module, kind))
     return {name: value for name, value in vars(module).items() if name not in hidden}
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """What a module and its parts hold as plain attributes, by the path to it, containers taken apart."""
+    """Return the plain attributes of a module and its parts by path, with containers flattened."""
     held = {f"{name}.": attributes(part) for name, part in module.named_modules()}
     return {name + path: leaf for name, values in held.items() for path, leaf in leaves(values).items()}
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
-    """All that a module and its parts hold, registered or plain, by the path to it."""
+    """Return everything that a module and its parts hold, registered or plain, by path."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers()), **plain(module)}
 
 
 def versions(held: Mapping[str, Any]) -> dict[str, int]:
-    """How often each tensor was written to."""
+    """Return how often each tensor was written to."""
     return {path: leaf._version for path, leaf in held.items() if isinstance(leaf, Tensor)}
 
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """What lists, tuples and dicts hold at last, by the path to it; an empty one is a leaf."""
+    """Return the leaves of nested lists, tuples and dicts by path. An empty container is a leaf."""
     if not isinstance(value, _CONTAINERS) or not value:
         return {path: value}
     found: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free: Tensors) -> Any:
-    """A value with its tensors replaced by others, in containers of the same kind; itself where there is none."""
+    """Return a value with its tensors replaced, in containers of the same kind."""
     if isinstance(value, Tensor):
         other = alias(value)
         return free.get(path, value) if other is None else other
@@ -190,7 +190,7 @@ def replaced(value: Any, path: str, alias: Callable[[Any], Tensor | None], free:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two leaves are one and the same, or plain values that are equal."""
+    """Return whether two leaves are the same object or equal plain values."""
     if one is other:
         return True
     try:
@@ -200,14 +200,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first path at which the leaves are not the same, or None."""
+    """Return the first path at which the leaves differ, or None."""
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())[0]
     return next((path for path, leaf in one.items() if not same(leaf, other[path])), None)
 
 
 class Alike:
-    """Clients that differ in tensors alone, as one batched training step.
+    """A batched training step of clients that differ only in tensors.
 
     Args:
         steps: Their steps as they are now; the first lends its module to all.
@@ -233,7 +233,7 @@ class Alike:
         self.written = versions({**self.constants, **self.free})
 
     def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> Outcome:
-        """A step of some of the clients.
+        """Run a step of some of the clients.
 
         Args:
             backbone: Weights and buffers of the backbone by name, `(n, ...)`; the buffers are written to.
@@ -264,7 +264,7 @@ class Alike:
         return outcome
 
     def verify(self) -> None:
-        """Refuse a step that has changed what it should only read; to be asked after the steps, however many.
+        """Refuse a step that has changed what it may only read. Called once after all steps.
 
         Raises:
             ConfigError: Names what has changed.
@@ -275,7 +275,7 @@ class Alike:
 
     @contextmanager
     def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Have the module that is lent, and its plain attributes, hold other tensors for a while."""
+        """Put other tensors into the shared module and its plain attributes within the context."""
         put: list[tuple[dict[str, Any], str, Any]] = [(held, key, registered[name]) for held, key, name in self.homes]
         before = [(held, key, held[key]) for held, key, _ in put]
         for held, name, value, path in self.attributes:
@@ -296,7 +296,7 @@ class Alike:
 
     @contextmanager
     def _trainer_of_all(self) -> Iterator[None]:
-        """Have the module that is lent see no trainer of its own client."""
+        """Hide the trainer of the client whose module is shared."""
         held = vars(self.step.client)
         before = held["_trainer"]
         held["_trainer"] = TrainerOfAll(before)
@@ -314,7 +314,7 @@ class Alike:
 
 
 class TrainerOfAll:
-    """A trainer as a step of several clients sees it.
+    """The trainer as a step of several clients sees it.
 
     Args:
         trainer: One client's.
@@ -352,7 +352,7 @@ class ClientFunctions(TorchFunctionMode):
         self.draws, self.used = draws, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function, or its replacement."""
+        """Call a torch function or its replacement."""
         if func is F.dropout:
             return self.dropout(*args, **(kwargs or {}))
         if func is F.embedding:
@@ -360,7 +360,7 @@ class ClientFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """`F.dropout`."""
+        """Replace `F.dropout`."""
         if not training or p in (0.0, 1.0):
             return F.dropout(input, p, training, inplace)
         self.used = True
@@ -375,7 +375,7 @@ class ClientFunctions(TorchFunctionMode):
         return input.mul_(own) if inplace else input * own
 
     def embedding(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kw: Any) -> Tensor:
-        """`F.embedding`."""
+        """Replace `F.embedding`."""
         vectors = F.embedding(input, weight, None, *args, **kw)
         if padding_idx is None:
             return vectors
@@ -385,7 +385,7 @@ class ClientFunctions(TorchFunctionMode):
 
 
 def as_rows(members: list[int], device: torch.device) -> Rows:
-    """Ascending numbers as a slice where they are consecutive, else as indices."""
+    """Return ascending numbers as a slice if they are consecutive, otherwise as indices."""
     if members[-1] - members[0] + 1 == len(members):
         return slice(members[0], members[-1] + 1)
     return torch.tensor(members, device=device)

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` as a client's fit needs it: quiet, quick to make, and with work to do."""
+"""Lightning's `Trainer` for client fits: silent, fast to build, without files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from fl_lightning.engines.client_callbacks import fresh
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(L.Trainer).parameters.items()}
-"""Lightning's own. All are stated: what is not, it would look for in environment variables."""
+"""Lightning's defaults. All are given explicitly, because Lightning looks for others in environment variables."""
 
 CHATTER = "|".join(
     [
@@ -38,7 +38,7 @@ CHATTER = "|".join(
         "The .grad attribute of a Tensor",  # torch.compile's own look
     ]
 )
-"""Warnings that each of a thousand short fits would give, and that tell nobody anything."""
+"""Warnings of Lightning that are meaningless for short fits and would be repeated in each."""
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
@@ -49,13 +49,13 @@ FOR_ALL: dict[str, Any] = {
     "gradient_clip_val": None,
     "gradient_clip_algorithm": None,
 }
-"""Of a trainer that fits several clients, what it leaves to each of them."""
+"""Trainer options that a shared fit handles per client."""
 
 
 def quiet_trainer(
     options: dict[str, Any], heard: set[str] | None = None, callbacks: Sequence[Callback] = ()
 ) -> L.Trainer:
-    """A trainer for one fit on one device: one epoch unless told otherwise, no validation, nothing on screen or disk.
+    """Build a trainer for one fit on one device: by default one epoch, no validation, no output, no files.
 
     Args:
         options: Keyword arguments of `Trainer`.
@@ -73,7 +73,7 @@ def quiet_trainer(
 
 
 def not_for_each(trainer: L.Trainer) -> tuple[str, str] | None:
-    """What about a client's trainer could not be kept for each of several in one fit, and why; None if nothing."""
+    """Return which option of a trainer prevents a shared fit, and why; None if there is none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         return f"the callback {type(callback).__name__}", "it is for one fit, and all clients are in one"
     if trainer.accumulate_grad_batches != 1:
@@ -101,7 +101,7 @@ class LocalWork:
 
     @classmethod
     def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """What a trainer would do with so many batches an epoch."""
+        """Return the epochs and steps of a trainer with so many batches per epoch."""
         limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
         per_epoch = min(batches, limit) if isinstance(limit, int) else batches
         bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
@@ -109,16 +109,16 @@ class LocalWork:
 
     @property
     def epochs(self) -> int:
-        """Epochs that are begun."""
+        """Number of epochs that are started."""
         return math.ceil(self.steps / self.per_epoch)
 
     def steps_in(self, epoch: int) -> int:
-        """Steps in an epoch, counted from 0."""
+        """Number of steps in an epoch, counted from 0."""
         return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
 
 
 class Leg:
-    """The trainer as a client's module sees it in a fit of several: that fit's, but for what is the client's own.
+    """The trainer as a client's module sees it in a shared fit: that of the fit, except for the client's own progress.
 
     Args:
         trainer: The trainer that fits several clients.
@@ -138,7 +138,7 @@ class Leg:
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Have garbage be looked for among what is made inside alone: each used trainer is a cycle, and asks for a look."""
+    """Restrict garbage collection to objects made in the context. Each used trainer is a reference cycle."""
     gc.collect()
     gc.freeze()
     try:
@@ -149,7 +149,7 @@ def cheap_collections() -> Iterator[None]:
 
 @contextmanager
 def lightning_at_ease(heard: set[str] | None = None) -> Iterator[None]:
-    """Make a trainer, or fit with one, without the messages and searches that are meant for one long fit.
+    """Silence Lightning's messages and skip its repeated searches while a trainer is built or used.
 
     Args:
         heard: What was warned of already, which is not shown again; it is added to.
@@ -160,7 +160,7 @@ def lightning_at_ease(heard: set[str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def lightning_silenced(heard: set[str] | None = None) -> Iterator[None]:
-    """Keep what Lightning tells of every fit off the screen; other warnings are shown, each text once.
+    """Suppress Lightning's warnings about short fits. Other warnings are shown once each.
 
     Args:
         heard: The texts that were shown already; it is added to. By default those of this context.
@@ -188,7 +188,7 @@ def lightning_silenced(heard: set[str] | None = None) -> Iterator[None]:
 
 
 class _Warn(logging.Handler):
-    """Warns of what Lightning logs as a warning, or worse; the rest is for one long fit."""
+    """Turns Lightning's log records of level warning and above into warnings; drops the others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         warnings.warn(record.getMessage(), stacklevel=2)
@@ -199,7 +199,7 @@ _WARN = _Warn(logging.WARNING)
 
 @contextmanager
 def _looked_up_once() -> Iterator[None]:
-    """Let Lightning find out once a process, not in each fit, what does not change: plugins installed and GPUs there.
+    """Cache what Lightning looks up for each fit and what never changes in a process: plugins and GPUs.
 
     It reads the files of every installed package for callbacks, and opens NVIDIA's library to count GPUs.
     """

@@ -1,4 +1,4 @@
-"""Carries a task out: one client's download in, its upload out, by one `Trainer.fit`.
+"""Carry out a task: the download of a client in, its upload out, by one `Trainer.fit`.
 
 A `Task` and a `Worker` are picklable and hold all there is to know, so that an engine can run them in any process on
 any machine and get the same bytes.
@@ -54,7 +54,7 @@ Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
 
 @dataclass
 class Worker:
-    """What all tasks of a run have in common; `run` carries one out.
+    """What all tasks of a run have in common. `run` carries out one task.
 
     Args:
         seed: The run's seed.
@@ -93,12 +93,12 @@ class Worker:
     eval_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only what the worker was built from: the rest is made again where it arrives."""
+        """Return the constructor arguments. Everything else is built again in the receiving process."""
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
     @cached_property
     def template(self) -> ClientModule:
-        """The client module with the run's initial weights; every task trains a copy."""
+        """The client module with the run's initial weights. Every task trains a copy."""
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS)
         loaded = self.data.data
         backbone = self.model(in_shape=loaded.in_shape, num_classes=loaded.num_classes)
@@ -111,26 +111,26 @@ class Worker:
 
     @cached_property
     def measures(self) -> list[Measure]:
-        """What is measured beside what the objective measures."""
+        """Metrics that are computed in addition to those of the objective."""
         return measures_of(self.metrics, self.data.objective, self.data.data.num_classes, self.positive_class)
 
     @cached_property
     def score_names(self) -> list[str]:
-        """Names of what is measured of a model."""
+        """Names of the metrics of a model."""
         loaded, objective = self.data.data, self.data.objective
         sums = objective.sums(torch.zeros(1, loaded.num_classes), loaded.y_train[:1])
         return [*sums, *(measure.name for measure in self.measures)]
 
     @cached_property
     def min_batch(self) -> int:
-        """Fewest samples a last training batch may hold: BatchNorm has no variance of one, some methods drop more."""
+        """Smallest allowed size of a last training batch: BatchNorm needs two samples, some methods full batches."""
         if self.algorithm.drop_last:
             return self.batch_size
         return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
 
     @cached_property
     def setup(self) -> L.Trainer:
-        """A trainer that never fits, asked for the device and the precision."""
+        """A trainer that is never fitted; it provides the device and the precision."""
         return self._trainer()
 
     def _trainer(self) -> L.Trainer:
@@ -138,16 +138,16 @@ class Worker:
 
     @cached_property
     def heard(self) -> set[str]:
-        """The warnings of fits that were shown in this process."""
+        """Warnings of fits that this process has already shown."""
         return set()
 
     @property
     def device(self) -> torch.device:
-        """Where clients are trained."""
+        """The device on which clients are trained."""
         return self.setup.strategy.root_device
 
     def check(self) -> None:
-        """Try what every task depends on, before the first round.
+        """Check everything that tasks depend on, before the first round.
 
         Raises:
             ConfigError: The trainer's options, the model or the optimizer do not fit.
@@ -197,7 +197,7 @@ class Worker:
         return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
     def module(self, blank: Iterable[str] = ()) -> ClientModule:
-        """A fresh client module with the run's initial weights, in the trainer's precision.
+        """Build a client module with the run's initial weights, in the trainer's precision.
 
         Args:
             blank: Entries of the network that will be written over, and need no weights.
@@ -209,22 +209,22 @@ class Worker:
 
     @cached_property
     def _stored(self) -> LoadedData:
-        """The dataset as batches are cut from it: on the trainer's device, if there is room."""
+        """The dataset from which batches are taken, on the training device if it fits there."""
         return resident(self.data.data, self.device)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Turn a stored batch into what the network takes."""
+        """Convert a stored batch to the network's input."""
         x = self.data.data.prepare(x)
         return channels_last(x) if self.channels_last else x
 
     def ready_to_train(self, x: Tensor) -> Tensor:
-        """Turn a stored batch, on the training device, into what a step takes: prepared, augmented, converted."""
+        """Convert a stored batch on the training device to the input of a training step: prepared and augmented."""
         convert = self.setup.precision_plugin.convert_input
         x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` too converts a batch first
         return convert(augment(x) if augment else x)
 
     def run(self, task: Task, fit: Fit | None = None) -> Result:
-        """Carry out a task. An error is part of the result: it names client and round, and holds its cause.
+        """Carry out a task. An error becomes part of the result, with the client, the round and its cause.
 
         Args:
             task: The task.
@@ -236,13 +236,13 @@ class Worker:
             return failed(task, error)
 
     def shared_module(self, weights: Tensors) -> ClientModule:
-        """A client module with shared weights; what is not shared is as it was initialised."""
+        """Build a client module with shared weights; other entries keep their initial values."""
         module = self.module()
         load_weights(module.backbone, weights)
         return module
 
     def score(self, weights: Tensors) -> Score:
-        """Score shared weights on the global test set."""
+        """Evaluate shared weights on the global test set."""
         module = self.shared_module(weights)
         with self.inference(module):
             return self._scored_globally(module)
@@ -253,20 +253,20 @@ class Worker:
         return own(module, batches) if own else evaluate(module, batches, self.data.objective, self.measures)
 
     def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
-        """Score one module on the test splits of these clients, in common batches; None for one that has none."""
+        """Evaluate one module on the test splits of these clients, in common batches; None for an empty split."""
         tests = [self.data.shards[client].test for client in clients]
         sizes = [len(test) for test in tests]
         return evaluate_each(module, self._ordered(torch.cat(tests)), sizes, self.data.objective, self.measures)
 
     def personal(self, task: Task) -> ClientModule:
-        """The client's module as it would be measured before it trains on a task."""
+        """Return the client's module as it is evaluated before it trains on a task."""
         module = self.received(task)
         with self.inference(module):
             self.algorithm.personalize(module, self.training_batches(task.client))
         return module
 
     def received(self, task: Task) -> ClientModule:
-        """The client's module, its own, as it starts on a task; torch's generators are then the client's."""
+        """Return the client's own module at the start of a task. torch's random state is then the client's."""
         download = self._sent(task.download) if self._made_on.type != "cpu" else task.download
         # made before seeding: the first module of a process draws the initial weights
         module = self.module(download.section("model") if self._writes_over else ())
@@ -284,7 +284,7 @@ class Worker:
 
     @cached_property
     def _made_on(self) -> torch.device:
-        """Where modules are made: where they train, unless the method takes in downloads in a way of its own."""
+        """The device on which modules are built: the training device if the method only loads downloads."""
         return self.device if self.algorithm.receives_by_loading else torch.device("cpu")
 
     @cached_property
@@ -293,12 +293,12 @@ class Worker:
 
     @cached_property
     def _stays(self) -> bool:
-        """Whether uploads' weights stay on the training device, to be averaged there."""
+        """Whether uploaded weights stay on the training device, where they are averaged."""
         return self.algorithm.only_averages and has_doubles(self.device)
 
     @cached_property
     def _writes_over(self) -> bool:
-        """Whether weights that are received take the place of others, which nothing looks at before."""
+        """Whether received weights overwrite the initial ones before anything reads those."""
         return self.algorithm.receives_by_loading and loads_plainly(self.template.backbone)
 
     def _prepare(self, module: ClientModule, task: Task) -> None:
@@ -309,7 +309,7 @@ class Worker:
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
 
     def held(self, client: int) -> tuple[Tensor, Tensor]:
-        """Which training samples a client trains on, and which it holds back for its method to look at, ascending."""
+        """Return the samples that a client trains on and those that it holds out for its method, both ascending."""
         index = self.data.shards[client].train
         back = len(index) - self.samples(client)
         if not back:
@@ -318,7 +318,7 @@ class Worker:
         return index[order[back:].sort().values], index[order[:back].sort().values]
 
     def samples(self, client: int) -> int:
-        """How many training samples a client trains on, `N_k`."""
+        """Return the number of training samples of a client, `N_k`."""
         dealt = len(self.data.shards[client].train)
         return dealt - round(self.algorithm.validation * dealt)
 
@@ -329,7 +329,7 @@ class Worker:
         return self.finished(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
 
     def finished(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:
-        """What comes of a task whose training, if any, is done.
+        """Return the result of a task after its training, if any.
 
         Args:
             task: The task.
@@ -369,11 +369,11 @@ class Worker:
 
     @property
     def keeps_optimizer(self) -> bool:
-        """Whether clients' optimizers go on from round to round."""
+        """Whether clients' optimizer states are kept between rounds."""
         return (self.optimizer_state or self.algorithm.optimizer_state) == "kept"
 
     def batches(self, task: Task) -> Batches:
-        """What a task trains on, as stored, in the client's own order of this round.
+        """Return a task's training batches as stored, in the client's order for this round.
 
         Raises:
             ConfigError: The client has too few samples for a batch.
@@ -392,7 +392,7 @@ class Worker:
         return batches
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
-        """Train; the optimizer as it ended."""
+        """Train a module and return its optimizer."""
         batches = self.batches(task)
         module.train()
         trainer = self._trainer()
@@ -405,7 +405,7 @@ class Worker:
 
     @contextmanager
     def inference(self, module: ClientModule) -> Iterator[None]:
-        """The module in eval mode on the trainer's device, in its precision, without gradients."""
+        """Put the module into eval mode on the trainer's device, in its precision, without gradients."""
         trainer = self.setup
         with ExitStack() as stack:
             if self.device.type != "cpu":  # where it is already; looking at every part takes time
@@ -416,18 +416,18 @@ class Worker:
             yield
 
     def training_batches(self, client: int) -> ReadyBatches:
-        """A client's training data in fixed order, prepared, not augmented, on the trainer's device, at each pass."""
+        """Return a client's training data in fixed order, prepared but not augmented, on the trainer's device."""
         return self._ordered(self.held(client)[0])
 
     def own_test_batches(self, client: int) -> ReadyBatches:
-        """A client's own test split, prepared, on the trainer's device."""
+        """Return a client's own test split, prepared, on the trainer's device."""
         return self._ordered(self.data.shards[client].test)
 
     def _ordered(self, index: Tensor | None) -> ReadyBatches:
         return ReadyBatches(Batches(self._stored.x_train, self._stored.y_train, index, self._eval_batch), self._ready)
 
     def test_batches(self) -> ReadyBatches:
-        """The global test set, prepared, on the trainer's device."""
+        """Return the global test set, prepared, on the trainer's device."""
         return ReadyBatches(Batches(self._stored.x_test, self._stored.y_test, None, self._eval_batch), self._ready)
 
     @property
@@ -439,5 +439,5 @@ class Worker:
 
 
 def on_cpu(memory: State) -> State:
-    """What a client keeps, on the CPU: only those who take part in a round have anything on a GPU."""
+    """Return what a client keeps, on the CPU. Only participants have anything on a GPU."""
     return {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in memory.items()}
