@@ -33,7 +33,7 @@ from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.scoring import untrained
-from fl_lightning.engines.trainer import cheap_collections
+from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, measured, train_metrics
 from fl_lightning.evaluation.metrics import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
@@ -449,7 +449,7 @@ class FederatedOrchestrator:
         status = "failed"
         self._signals = DeferredSignals()
         try:
-            with cheap_collections(), self._signals:
+            with limited_garbage_collection(), self._signals:
                 self._notify("on_fit_start")
                 yield
             status = "success"

@@ -12,8 +12,8 @@ from typing import Any
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.task import Result, Task, failed
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.host import Answer, Surroundings
-from fl_lightning.engines.parcels import Parcel, Shelf
+from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
+from fl_lightning.engines.task_server import Answer, ProcessSettings
 from fl_lightning.engines.worker import Worker
 
 AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
@@ -21,7 +21,7 @@ TAKEN = 2  # tasks taken at a time, times members
 TRIES = 3  # members that a client may take with it
 
 
-class Lost(FLError):
+class WorkerLost(FLError):
     """A worker was lost during a task. The message says how it ended."""
 
     exit_code = 1
@@ -31,7 +31,7 @@ class RemoteTraceback(Exception):
     """The traceback of an error in another process, as text."""
 
 
-class Member(ABC):
+class PoolWorker(ABC):
     """One worker of a pool, as the engine sees it. It answers requests in order.
 
     Attributes:
@@ -48,7 +48,7 @@ class Member(ABC):
         """Send the worker object, which is stored under a handle."""
 
     @abstractmethod
-    def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
+    def give(self, parcel: SerializedValue, blocks: dict[int, Any]) -> None:
         """Send a task, and the handles of the blocks of shared tensors that it needs."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Member(ABC):
         """Return the next answer.
 
         Raises:
-            Lost: It will not answer any more.
+            WorkerLost: It will not answer any more.
         """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class PoolEngine(Engine):
     """
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        self._members: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
 
@@ -84,20 +84,20 @@ class PoolEngine(Engine):
         """
 
     @abstractmethod
-    def _hire(self) -> Member:
+    def _start_worker(self) -> PoolWorker:
         """Start a worker."""
 
     @abstractmethod
-    def _put(self, parcel: Parcel) -> Any:
+    def _put(self, parcel: SerializedValue) -> Any:
         """Store a serialized value where every worker can read it, as long as its handle exists."""
 
     @abstractmethod
-    def _wait(self) -> Sequence[Member]:
+    def _wait(self) -> Sequence[PoolWorker]:
         """Wait until workers have answered or are lost, and return them."""
 
-    def _shelf(self) -> Shelf:
+    def _shelf(self) -> SharedTensorStore:
         """Return a new store for the shared tensors of a round."""
-        return Shelf(self._put)
+        return SharedTensorStore(self._put)
 
     def check(self, worker: Worker) -> None:
         """Check that the worker object can be serialized and that workers can be started.
@@ -113,11 +113,11 @@ class PoolEngine(Engine):
 
         Raises:
             ConfigError: The members cannot take in the worker object.
-            Lost: They end before they have.
+            WorkerLost: They end before they have.
         """
         size = self._size(worker)
         self._load(worker)
-        arriving, shelf, losses = iter(tasks), self._shelf(), Losses()
+        arriving, shelf, losses = iter(tasks), self._shelf(), LostWorkers()
         waiting: list[Task] = []
         while True:
             if not waiting:
@@ -140,10 +140,10 @@ class PoolEngine(Engine):
 
         Raises:
             ConfigError: They cannot take it in.
-            Lost: They end before they have.
+            WorkerLost: They end before they have.
         """
         self._load(worker)
-        losses = Losses()
+        losses = LostWorkers()
         while True:
             self._fill(self._size(worker))
             if all(member.ready for member in self._members):
@@ -174,37 +174,37 @@ class PoolEngine(Engine):
 
     def _fill(self, number: int) -> None:
         while len(self._members) < number:
-            member = self._hire()
+            member = self._start_worker()
             self._members.append(member)
             member.load(self._handle)
 
-    def _dismiss(self, member: Member) -> None:
+    def _dismiss(self, member: PoolWorker) -> None:
         self._members.remove(member)
         member.end()
 
-    def _deal(self, waiting: list[Task], shelf: Shelf, work: Callable[[Task], int]) -> None:
+    def _deal(self, waiting: list[Task], shelf: SharedTensorStore, work: Callable[[Task], int]) -> None:
         """Give the largest task to the worker with the least to do, until all queues are full."""
 
-        def load(member: Member) -> int:
+        def load(member: PoolWorker) -> int:
             return sum(work(task) for task in member.tasks)
 
         waiting.sort(key=work)
         ready = [member for member in self._members if member.ready]
         while waiting and ready and len((member := min(ready, key=load)).tasks) < AT_HAND:
             task = waiting.pop()
-            parcel = Parcel(task, shelf)
+            parcel = SerializedValue(task, shelf)
             member.tasks.append(task)
             member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
 
-    def _outcome(self, member: Member, heard: set[str], losses: Losses) -> Result | None:
+    def _outcome(self, member: PoolWorker, heard: set[str], losses: LostWorkers) -> Result | None:
         """Return the result in a worker's answer, if any. A lost worker is removed; its tasks are tried again."""
         try:
             return self._answered(member, heard)
-        except Lost as loss:
+        except WorkerLost as loss:
             self._dismiss(member)
             return losses.count(member, loss)
 
-    def _answered(self, member: Member, heard: set[str]) -> Result | None:
+    def _answered(self, member: PoolWorker, heard: set[str]) -> Result | None:
         answer = member.answer()
         for text, category, file, line in answer.warnings:
             if text not in heard:  # each member has heard by itself
@@ -227,23 +227,23 @@ class PoolEngine(Engine):
         return answer.result
 
 
-class Losses:
+class LostWorkers:
     """Workers lost in one call of `run`, and the tasks that were running."""
 
     def __init__(self) -> None:
         self._by_client: Counter[int] = Counter()
         self._unready = 0
 
-    def count(self, member: Member, loss: Lost) -> Result | None:
+    def count(self, member: PoolWorker, loss: WorkerLost) -> Result | None:
         """Count a lost worker. Return the failure of the task it was running if that task is not tried again.
 
         Raises:
-            Lost: So many were lost before they had begun that there is no use in more.
+            WorkerLost: So many were lost before they had begun that there is no use in more.
         """
         if not member.ready:
             self._unready += 1
             if self._unready == TRIES:
-                raise Lost(
+                raise WorkerLost(
                     f"engine: {TRIES} workers ended before they could begin, the last of them {loss}; a script that "
                     f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
                 )
@@ -253,18 +253,18 @@ class Losses:
         self._by_client[client] += 1
         if self._by_client[client] < TRIES:
             return None
-        died = Lost(f"{TRIES} worker processes died at it, the last of them {loss}")
+        died = WorkerLost(f"{TRIES} worker processes died at it, the last of them {loss}")
         return failed(member.tasks.popleft(), died)
 
 
-def packed(worker: Worker) -> Parcel:
+def packed(worker: Worker) -> SerializedValue:
     """The serialized form of a worker object.
 
     Raises:
         ConfigError: It cannot be sent to another process.
     """
     try:
-        return Parcel((worker, Surroundings.here()))
+        return SerializedValue((worker, ProcessSettings.here()))
     except Exception as error:  # whatever a stranger's __reduce__ raises
         raise ConfigError(
             f"engine: the experiment cannot be sent to another process: {one_line(error)}; "

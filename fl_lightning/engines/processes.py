@@ -28,9 +28,9 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.lazy import away_from_here
 from fl_lightning.core.temporary import temporary_files
-from fl_lightning.engines.host import Answer, Host, Load, Order, Request
-from fl_lightning.engines.parcels import Parcel, Shelf, aligned, unpack
-from fl_lightning.engines.pool import Lost, Member, PoolEngine
+from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, aligned, unpack
+from fl_lightning.engines.task_server import Answer, LoadWorker, Request, RunTask, TaskServer
 from fl_lightning.engines.worker import Worker
 
 GRACE = 5.0  # seconds that a process has to end by itself
@@ -103,19 +103,19 @@ class ProcessesEngine(PoolEngine):
                 raise ConfigError(f"engine.devices: there is no GPU {number}; there are {here}")
         return self.devices or here
 
-    def _hire(self) -> Process:
+    def _start_worker(self) -> Process:
         held = [member.device for member in self._members if isinstance(member, Process)]
         device = min(self._places, key=held.count) if self._places else None
         with temporary_files():  # of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
 
-    def _put(self, parcel: Parcel) -> Place:
+    def _put(self, parcel: SerializedValue) -> Place:
         return MemoryFile().append(parcel)
 
-    def _shelf(self) -> Shelf:
-        return Shelf(MemoryFile().append)  # one file for all blocks: open files are few
+    def _shelf(self) -> SharedTensorStore:
+        return SharedTensorStore(MemoryFile().append)  # one file for all blocks: open files are few
 
-    def _wait(self) -> Sequence[Member]:
+    def _wait(self) -> Sequence[PoolWorker]:
         by_connection = {member.connection: member for member in self._members if isinstance(member, Process)}
         while not (ready := connection.wait(list(by_connection), time_left(by_connection.values()))):
             for member in by_connection.values():
@@ -123,7 +123,7 @@ class ProcessesEngine(PoolEngine):
         return [by_connection[one] for one in ready]
 
 
-class Process(Member):
+class Process(PoolWorker):
     """A worker that is a process of this machine.
 
     Args:
@@ -148,7 +148,7 @@ class Process(Member):
         trainer = {} if self.device is None else {"devices": [self.device]}
         self._send(("load", handle.span, trainer), handle.file.fd)
 
-    def give(self, parcel: Parcel, blocks: dict[int, Place]) -> None:
+    def give(self, parcel: SerializedValue, blocks: dict[int, Place]) -> None:
         """Send a task."""
         own = MemoryFile().append(parcel)
         files = {block.file.fd for block in blocks.values()}
@@ -159,7 +159,7 @@ class Process(Member):
         try:
             span, (fd,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # it went while it was speaking
-            raise Lost(self._end()) from None
+            raise WorkerLost(self._end()) from None
         self._expected, self._since = self._expected - 1, time.monotonic()
         return unpack(MemoryFile(fd).read(span), copy=True)
 
@@ -229,7 +229,7 @@ def work(connection: Connection, threads: int) -> None:
     """Answer requests until the connection is closed."""
     try:
         torch.set_num_threads(threads)
-        Host().serve(partial(next_request, connection), partial(reply, connection))
+        TaskServer().serve(partial(next_request, connection), partial(reply, connection))
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception:
@@ -243,10 +243,10 @@ def next_request(connection: Connection) -> Request:
     (what, span, rest), fds = receive(connection)
     files = [MemoryFile(fd) for fd in fds]
     source = files[0].read(span)
-    return Load(source, rest) if what == "load" else Order(source, partial(read_block, files[-1], rest))
+    return LoadWorker(source, rest) if what == "load" else RunTask(source, partial(read_block, files[-1], rest))
 
 
-def reply(connection: Connection, parcel: Parcel) -> None:
+def reply(connection: Connection, parcel: SerializedValue) -> None:
     """Send an answer."""
     place = MemoryFile().append(parcel)
     send(connection, place.span, place.file.fd)
@@ -278,7 +278,7 @@ class MemoryFile:
         self.fd = new_file() if fd is None else fd
         self._end = 0
 
-    def append(self, parcel: Parcel) -> Place:
+    def append(self, parcel: SerializedValue) -> Place:
         """Append a serialized value."""
         start, self._end = self._end, self._end + aligned(parcel.nbytes)
         os.ftruncate(self.fd, self._end)
@@ -317,7 +317,7 @@ def receive(connection: Connection) -> tuple[Any, list[int]]:
         return message, recvfds(channel, number)
 
 
-def end_all(members: list[Member]) -> None:
+def end_all(members: list[PoolWorker]) -> None:
     """End worker processes whose engine was not closed."""
     for member in members:
         member.end()

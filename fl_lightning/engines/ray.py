@@ -16,9 +16,9 @@ import torch
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.gate import require_trust
-from fl_lightning.engines.host import Answer, Host, Load, Order, Request
-from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.pool import Lost, Member, PoolEngine
+from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.serialization import SerializedValue, unpack
+from fl_lightning.engines.task_server import Answer, LoadWorker, Request, RunTask, TaskServer
 from fl_lightning.engines.worker import Worker
 
 
@@ -85,13 +85,13 @@ class RayEngine(PoolEngine):
             self._started = True
         return ray
 
-    def _hire(self) -> Actor:
+    def _start_worker(self) -> Actor:
         return Actor(self.threads, self._gpus)
 
-    def _put(self, parcel: Parcel) -> Any:
+    def _put(self, parcel: SerializedValue) -> Any:
         return imported().put(as_bytes(parcel))
 
-    def _wait(self) -> Sequence[Member]:
+    def _wait(self) -> Sequence[PoolWorker]:
         by_reference = {m.expected[0]: m for m in self._members if isinstance(m, Actor) and m.expected}
         references = list(by_reference)
         imported().wait(references, num_returns=1)
@@ -99,7 +99,7 @@ class RayEngine(PoolEngine):
         return [by_reference[reference] for reference in ready]
 
 
-class Actor(Member):
+class Actor(PoolWorker):
     """A worker that is an actor of a Ray cluster.
 
     Args:
@@ -118,7 +118,7 @@ class Actor(Member):
         """Send the worker object."""
         self.expected.append(self._actor.load.remote(handle, self._trainer))
 
-    def give(self, parcel: Parcel, blocks: dict[int, Any]) -> None:
+    def give(self, parcel: SerializedValue, blocks: dict[int, Any]) -> None:
         """Send a task."""
         self.expected.append(self._actor.carry_out.remote(as_bytes(parcel), blocks))
 
@@ -128,7 +128,7 @@ class Actor(Member):
         try:
             return unpack(ray.get(self.expected.pop(0)), copy=True)
         except ray.exceptions.RayError as error:
-            raise Lost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def end(self) -> None:
         """Kill the actor."""
@@ -148,21 +148,21 @@ class RemoteHost:
     def __init__(self, threads: int, path: list[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
         self._requests: SimpleQueue[Request] = SimpleQueue()
-        self._answers: SimpleQueue[Parcel | BaseException] = SimpleQueue()
+        self._answers: SimpleQueue[SerializedValue | BaseException] = SimpleQueue()
         threading.Thread(target=self._serve, args=(threads,), daemon=True).start()
 
     def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
-        """Load the worker object; the data stay in the object store."""
-        return self._answer(Load(source, trainer))
+        """LoadWorker the worker object; the data stay in the object store."""
+        return self._answer(LoadWorker(source, trainer))
 
     def carry_out(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
         """Carry out a task on copies of its tensors, since methods may change them."""
-        return self._answer(Order(source.copy(), fetching(blocks)))
+        return self._answer(RunTask(source.copy(), fetching(blocks)))
 
     def _serve(self, threads: int) -> None:
         try:
             torch.set_num_threads(threads)
-            Host().serve(self._requests.get, self._answers.put)
+            TaskServer().serve(self._requests.get, self._answers.put)
         except BaseException as error:
             self._answers.put(error)
 
@@ -180,7 +180,7 @@ def fetching(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
     return lambda block: unpack(ray.get(blocks[block]), copy=True)
 
 
-def as_bytes(parcel: Parcel) -> np.ndarray:
+def as_bytes(parcel: SerializedValue) -> np.ndarray:
     """Copy a serialized value into memory of its own."""
     memory = torch.empty(parcel.nbytes, dtype=torch.uint8)
     parcel.write(memory)

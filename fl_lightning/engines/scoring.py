@@ -63,7 +63,7 @@ def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Re
 
     yield from engine.run(worker, others())
     if first:
-        results = scored_together(worker, first, clients)
+        results = score_together(worker, first, clients)
         yield from results or engine.run(worker, (replace(first, client=client) for client in clients))
 
 
@@ -78,7 +78,7 @@ def only_scores(task: Task) -> bool:
     return task.evaluate and not (task.fit or task.upload or task.evaluate_globally)
 
 
-def scored_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
+def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
     """Return the results of a task for each of these clients, or nothing if they must be scored one by one.
 
     Args:
@@ -90,7 +90,7 @@ def scored_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[
         module = worker.received(task)
         with worker.inference(module):
             x, _ = next(iter(worker.test_batches()))
-            if not tells_samples_apart(module, x[:LOOKED_AT]):
+            if not is_per_sample(module, x[:LOOKED_AT]):
                 return []
             scores = worker.local_scores(module, clients)
     except BaseException as error:  # nobody's in particular: one by one, whose it is says so
@@ -101,7 +101,7 @@ def scored_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[
     return [Result(client, nbytes, local=score) for client, score in zip(clients, scores, strict=True)]
 
 
-def tells_samples_apart(module: nn.Module, x: Tensor) -> bool:
+def is_per_sample(module: nn.Module, x: Tensor) -> bool:
     """Return whether a network's output for a sample depends on that sample alone and draws no random numbers.
 
     Not one with BatchNorm that keeps no statistics, or whose dropout never ends.

@@ -10,7 +10,7 @@ from itertools import chain
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.relay import can_relay, for_a_while, relay
+from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
 
 ROOM = 1 << 26
@@ -41,10 +41,10 @@ class SequentialEngine(Engine):
         """Carry out tasks when their results are asked for."""
         tasks = iter(tasks)
         if self._asked is not worker:
-            self._asked, self._relays = worker, self.seconds > 0 and can_relay(worker)
+            self._asked, self._relays = worker, self.seconds > 0 and can_share_fit(worker)
         if self._relays:
             for task in tasks:
-                yield from relay(worker, partial(self._carried_out, worker, chain([task], tasks)))
+                yield from run_shared_fit(worker, partial(self._carried_out, worker, chain([task], tasks)))
         for task in tasks:
             yield worker.run(task)
             gc.collect()  # a used Trainer is a cycle that holds its model
@@ -53,7 +53,7 @@ class SequentialEngine(Engine):
         """Return the results of as many tasks as time and memory for results allow."""
         results: list[Result] = []
         waiting = 0
-        for task in for_a_while(tasks, self.seconds):
+        for task in take_for(tasks, self.seconds):
             results.append(worker.run(task, fit))
             waiting += size(results[-1])
             if waiting > ROOM:

@@ -17,9 +17,9 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, failed, interrupts
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.cohort import Client, Cohort
-from fl_lightning.engines.stacking import Alike, ClientStep, Inventory, difference, tensors_of
-from fl_lightning.engines.trainer import FOR_ALL, lightning_at_ease, not_for_each, quiet_trainer
+from fl_lightning.engines.stacked_fit import Client, StackedFit
+from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
+from fl_lightning.engines.trainer import FOR_ALL, obstacle_to_shared_fit, quiet_lightning, quiet_trainer
 from fl_lightning.engines.worker import Worker
 
 OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -59,7 +59,7 @@ class StackedEngine(Engine):
             ConfigError: Something cannot be stacked; the message says what and why.
         """
         trainer = worker.setup
-        if odd := not_for_each(trainer):
+        if odd := obstacle_to_shared_fit(trainer):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
@@ -71,7 +71,7 @@ class StackedEngine(Engine):
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.to(worker.device)
-            with lightning_at_ease(worker.heard):
+            with quiet_lightning(worker.heard):
                 client.on_fit_start()
                 client.on_train_epoch_start()
         x, y = next(iter(worker.test_batches()))
@@ -120,12 +120,12 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
 
 def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     """Train clients together and return their final optimizer states, if those are kept."""
-    cohort = Cohort(clients, worker.data.data, worker.setup)
+    stacked_fit = StackedFit(clients, worker.data.data, worker.setup)
     epochs = max(client.work.epochs for client in clients)
     trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
-    with lightning_at_ease(worker.heard):
-        trainer.fit(cohort)
-    return cohort.optimizer_states() if worker.keeps_optimizer else {}
+    with quiet_lightning(worker.heard):
+        trainer.fit(stacked_fit)
+    return stacked_fit.optimizer_states() if worker.keeps_optimizer else {}
 
 
 # --- What it refuses ---------------------------------------------------------------------------------------------
@@ -187,12 +187,12 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     Raises:
         Exception: It cannot be done.
     """
-    steps = [Inventory(ClientStep(client)) for client in clients]
+    steps = [StepContents(ClientStep(client)) for client in clients]
     shapes = [step.shape() for step in steps]
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__
         raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
-    alike = Alike(steps, [RandomStates(x.device) for _ in clients])
+    alike = StackedStep(steps, [RandomStates(x.device) for _ in clients])
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {
         name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)

@@ -65,14 +65,14 @@ def quiet_trainer(
     options = DEFAULTS | {"devices": 1, "limit_val_batches": 0} | options
     if options["max_epochs"] is None:
         options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
-    with lightning_at_ease(heard):
+    with quiet_lightning(heard):
         trainer = L.Trainer(**options | dict.fromkeys(QUIET, False) | fresh(callbacks))
     # the rest takes module and optimizer off the GPU, where there is more to do, and gives its cached memory back
     trainer.strategy.teardown = trainer.precision_plugin.teardown  # type: ignore[method-assign]
     return trainer
 
 
-def not_for_each(trainer: L.Trainer) -> tuple[str, str] | None:
+def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
     """Return which option of a trainer prevents a shared fit, and why; None if there is none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         return f"the callback {type(callback).__name__}", "it is for one fit, and all clients are in one"
@@ -117,7 +117,7 @@ class LocalWork:
         return max(0, min(self.per_epoch, self.steps - epoch * self.per_epoch))
 
 
-class Leg:
+class ClientTrainerView:
     """The trainer as a client's module sees it in a shared fit: that of the fit, except for the client's own progress.
 
     Args:
@@ -137,7 +137,7 @@ class Leg:
 
 
 @contextmanager
-def cheap_collections() -> Iterator[None]:
+def limited_garbage_collection() -> Iterator[None]:
     """Restrict garbage collection to objects made in the context. Each used trainer is a reference cycle."""
     gc.collect()
     gc.freeze()
@@ -148,7 +148,7 @@ def cheap_collections() -> Iterator[None]:
 
 
 @contextmanager
-def lightning_at_ease(heard: set[str] | None = None) -> Iterator[None]:
+def quiet_lightning(heard: set[str] | None = None) -> Iterator[None]:
     """Silence Lightning's messages and skip its repeated searches while a trainer is built or used.
 
     Args:

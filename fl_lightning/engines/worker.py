@@ -31,7 +31,6 @@ from fl_lightning.core.state import State, first_non_finite
 from fl_lightning.core.task import Result, Score, Task, failed
 from fl_lightning.data import FederatedData, LoadedData
 from fl_lightning.data.loaders import Batches, ClientDataModule, ReadyBatches
-from fl_lightning.engines.blueprint import Blueprint
 from fl_lightning.engines.checks import (
     check_optimizer,
     check_options,
@@ -44,7 +43,8 @@ from fl_lightning.engines.checks import (
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
 from fl_lightning.engines.device import Sent, channels_last, compile_backbone, has_doubles, resident
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.module_copier import ModuleCopier
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import evaluate, evaluate_each
 from fl_lightning.evaluation.measures import Measure, measures_of, tried
 from fl_lightning.models import ModelFactory
@@ -190,11 +190,11 @@ class Worker:
         tried(measures, objective, logits, y)
 
     @cached_property
-    def _blueprint(self) -> Blueprint[ClientModule]:
+    def _blueprint(self) -> ModuleCopier[ClientModule]:
         module = self.setup.precision_plugin.convert_module(copy.deepcopy(self.template))
         assert isinstance(module, ClientModule)
         module = module.to(self._made_on)
-        return Blueprint(module.to(memory_format=torch.channels_last) if self.channels_last else module)
+        return ModuleCopier(module.to(memory_format=torch.channels_last) if self.channels_last else module)
 
     def module(self, blank: Iterable[str] = ()) -> ClientModule:
         """Build a client module with the run's initial weights, in the trainer's precision.
@@ -396,7 +396,7 @@ class Worker:
         batches = self.batches(task)
         module.train()
         trainer = self._trainer()
-        with lightning_at_ease(self.heard):
+        with quiet_lightning(self.heard):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.ready_to_train))
         if self.client_callbacks and not module.train_losses():
             raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")

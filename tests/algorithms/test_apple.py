@@ -18,7 +18,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines import StackedEngine
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -99,7 +99,7 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
     for kind in (ClientModule, partial(apple.MixedModule, dr_lr=0.0)):
         torch.manual_seed(0)
         module = kind(MLP((6,), 4), [], [], PLAIN)
-        with lightning_at_ease():
+        with quiet_lightning():
             quiet_trainer({"max_epochs": 2, "accelerator": "cpu"}).fit(module, DataLoader(data, 8))
         trained.append(module.backbone.state_dict())
     assert same_bytes(*trained)
@@ -128,7 +128,7 @@ def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(ba
     for options in ({}, {"plugins": half}):
         module = apple.MixedModule(nets[0], [], [], PLAIN, dr_lr=0.05)
         module.set_mixture(0, torch.tensor([0.6, 0.4]), torch.tensor([0.5, 0.5]), own, others)
-        with lightning_at_ease():
+        with quiet_lightning():
             quiet_trainer({"accelerator": "cpu", "accumulate_grad_batches": batches} | options).fit(module, data)
         moved.append([end.detach() - start for end, start in zip(module.core, own, strict=True)])
         moved[-1].append(module.ratios.detach() - torch.tensor([0.6, 0.4]))

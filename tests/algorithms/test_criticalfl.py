@@ -26,7 +26,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines import StackedEngine
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
@@ -276,7 +276,7 @@ def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
         "callbacks": [Watch()],
     }
     data = DataLoader(TensorDataset(torch.randn(96, 6), torch.arange(96) % 4), 8)
-    with lightning_at_ease():
+    with quiet_lightning():
         quiet_trainer(options).fit(module, data)
     finite = [square for square in seen if np.isfinite(square)]
     assert 0 < len(finite) < len(seen) == 12

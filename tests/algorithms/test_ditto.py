@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigError, NonFiniteError
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines import StackedEngine
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -160,7 +160,7 @@ def test_an_own_model_that_diverges_is_named(tmp_path):
 def test_a_shared_model_that_diverges_is_named_at_the_end_of_the_epoch():
     module = Ditto().client_module(MLP((4,), 3, (5,)), partial(torch.optim.SGD, lr=1e30))
     data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), 8)
-    with lightning_at_ease(), pytest.raises(NonFiniteError, match="loss term 'ce' is NaN or Inf"):
+    with quiet_lightning(), pytest.raises(NonFiniteError, match="loss term 'ce' is NaN or Inf"):
         quiet_trainer({"accelerator": "cpu", "max_epochs": 3}).fit(module, data)
     assert module.current_epoch == 0
 

@@ -86,7 +86,7 @@ def test_letters_that_stdout_does_not_know_are_replaced(here):
     assert "?" in done.stdout
 
 
-# --- Surroundings ---
+# --- ProcessSettings ---
 
 
 @pytest.mark.thorough

@@ -14,8 +14,8 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import detached, loads_plainly, to_cpu
 from fl_lightning.core.message import Message
-from fl_lightning.engines import Task, blueprint
-from fl_lightning.engines.blueprint import Blueprint, emptied
+from fl_lightning.engines import Task, module_copier
+from fl_lightning.engines.module_copier import ModuleCopier, emptied
 from fl_lightning.engines.worker import Worker
 from fl_lightning.models import MLP, ResNet8
 
@@ -29,7 +29,7 @@ def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             return made.fill_(float("nan") if made.is_floating_point() else -7)
 
-    monkeypatch.setattr(blueprint, "emptied", filled)
+    monkeypatch.setattr(module_copier, "emptied", filled)
 
 
 def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
@@ -185,7 +185,7 @@ class Parts(nn.Module):
 
 def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
     module = Parts()
-    built = Blueprint(module).build(["weight", "same", "count", "nobody's"])
+    built = ModuleCopier(module).build(["weight", "same", "count", "nobody's"])
     assert type(built.weight) is nn.Parameter
     assert not built.weight.requires_grad
     assert built.weight.stride() == module.weight.stride()
@@ -197,8 +197,8 @@ def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
 
 
 def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blueprint, "emptied", emptied)
-    copied = Blueprint(Parts()).build(["kind"]).kind
+    monkeypatch.setattr(module_copier, "emptied", emptied)
+    copied = ModuleCopier(Parts()).build(["kind"]).kind
     assert type(copied) is Kind
     assert copied.tolist() == [1, 1]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from fl_lightning.algorithms import UAPDFL, FedSiamDA
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
-from fl_lightning.engines.pool import Lost
+from fl_lightning.engines.pool import WorkerLost
 from fl_lightning.models import MLP, Head
 
 
@@ -71,7 +71,7 @@ def test_what_an_engine_refuses_is_not_tried(tmp_path, timed):
 def test_an_engine_that_breaks_down_is_left_out_and_told(tmp_path, timed, monkeypatch):
     def breaks(engine, worker, tasks):
         if isinstance(engine, StackedEngine):
-            raise Lost("a member is gone")
+            raise WorkerLost("a member is gone")
         return 0.01
 
     monkeypatch.setattr(auto, "seconds_a_task", breaks)

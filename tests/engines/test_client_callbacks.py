@@ -19,7 +19,7 @@ from fl_lightning.cli.catalogue import names
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.engines import AutoEngine, SequentialEngine, StackedEngine
-from fl_lightning.engines.trainer import lightning_at_ease
+from fl_lightning.engines.trainer import quiet_lightning
 
 CPU = {"accelerator": "cpu"}
 
@@ -273,7 +273,7 @@ def test_a_plain_trainer_logs_each_epochs_own_losses(tmp_path):
     run.load()
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     data, logger = TensorDataset(torch.rand(8, 1, 8, 8), torch.randint(10, (8,))), Recording()
-    with lightning_at_ease():
+    with quiet_lightning():
         trainer = L.Trainer(accelerator="cpu", max_epochs=2, log_every_n_steps=1, logger=logger, **quiet)
         trainer.fit(run.worker.module(), DataLoader(data, 4))
     assert [row["train_rising"] for row in logger.told if "train_rising" in row] == [1000.0, 3000.0]

@@ -27,8 +27,8 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.core.state import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
-from fl_lightning.engines.host import carried_out
-from fl_lightning.engines.parcels import Parcel, unpack
+from fl_lightning.engines.serialization import SerializedValue, unpack
+from fl_lightning.engines.task_server import carried_out
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -362,7 +362,7 @@ def test_what_clients_keep_is_on_the_cpu(tmp_path: Path) -> None:
 
 
 def packed(value: Any) -> Any:
-    parcel = value if isinstance(value, Parcel) else Parcel(value)
+    parcel = value if isinstance(value, SerializedValue) else SerializedValue(value)
     parcel.write(target := torch.zeros(parcel.nbytes, dtype=torch.uint8))
     return target.numpy()
 

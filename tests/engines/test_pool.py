@@ -17,10 +17,10 @@ from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.message import Message
-from fl_lightning.engines import Task, host, pool, ray, relay
-from fl_lightning.engines.host import Host, Load, Order
-from fl_lightning.engines.parcels import ALIGNMENT, Parcel, Shelf, unpack
-from fl_lightning.engines.pool import AT_HAND, TAKEN, Lost, Member, PoolEngine
+from fl_lightning.engines import Task, pool, ray, shared_fit, task_server
+from fl_lightning.engines.pool import AT_HAND, TAKEN, PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.serialization import ALIGNMENT, SerializedValue, SharedTensorStore, unpack
+from fl_lightning.engines.task_server import LoadWorker, RunTask, TaskServer
 from fl_lightning.models import MLP
 
 
@@ -42,7 +42,7 @@ def written(parcel):
 
 
 def there_and_back(value, **options):
-    return unpack(written(Parcel(value)), **options)
+    return unpack(written(SerializedValue(value)), **options)
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -101,7 +101,7 @@ def test_every_tensor_starts_where_torch_would_have_put_it():
 
 
 def test_copies_do_not_lie_in_the_parcel():
-    source = written(Parcel([torch.ones(4)]))
+    source = written(SerializedValue([torch.ones(4)]))
     (inside,), (copied,) = unpack(source), unpack(source, copy=True)
     source[:] = 0
     assert inside.sum() == 0
@@ -109,7 +109,7 @@ def test_copies_do_not_lie_in_the_parcel():
 
 
 def test_read_only_bytes_can_be_read():
-    source = written(Parcel([torch.ones(4)]))
+    source = written(SerializedValue([torch.ones(4)]))
     source.flags.writeable = False
     assert unpack(source)[0].sum() == 4
 
@@ -133,13 +133,13 @@ def task(client, memory=None, **tensors):
 
 def test_what_tasks_have_in_common_is_put_down_once():
     put, shared, own = [], torch.randn(1000), [torch.randn(500) for _ in range(3)]
-    shelf = Shelf(lambda parcel: put.append(written(parcel)) or len(put) - 1)
+    shelf = SharedTensorStore(lambda parcel: put.append(written(parcel)) or len(put) - 1)
     tasks = [task(k, w=shared, v=own[k]) for k in range(3)]
     for one in tasks:
         shelf.look(one)
     assert len(put) == len(shelf.handles) == 1
     for k, one in enumerate(tasks):
-        parcel = Parcel(one, shelf)
+        parcel = SerializedValue(one, shelf)
         assert parcel.blocks == {0}
         assert parcel.nbytes < 4000
         arrived = unpack(written(parcel), lambda block: unpack(put[block]))
@@ -149,14 +149,14 @@ def test_what_tasks_have_in_common_is_put_down_once():
 
 def test_a_tensor_that_one_task_has_twice_is_not_common():
     tensor = torch.ones(3)
-    shelf = Shelf(lambda parcel: pytest.fail("nothing is common"))
+    shelf = SharedTensorStore(lambda parcel: pytest.fail("nothing is common"))
     shelf.look(task(0, {"m": {"w": tensor}}, w=tensor))
     shelf.look(task(1, w=torch.ones(3)))
 
 
 def test_memory_counts_as_well_as_downloads_and_later_finds_make_later_blocks():
     first, second = torch.ones(3), torch.zeros(3)
-    shelf = Shelf(lambda parcel: parcel.nbytes)
+    shelf = SharedTensorStore(lambda parcel: parcel.nbytes)
     shelf.look(task(0, {"m": {"a": first}}))
     shelf.look(task(1, a=first, b=second))
     shelf.look(task(2, {"m": {"b": second}}))
@@ -165,7 +165,7 @@ def test_memory_counts_as_well_as_downloads_and_later_finds_make_later_blocks():
 
 
 def test_the_shelf_does_not_keep_alive_what_one_task_has():
-    shelf = Shelf(lambda parcel: None)
+    shelf = SharedTensorStore(lambda parcel: None)
     one = task(0, w=torch.ones(3))
     shelf.look(one)
     assert len(shelf._seen) == 1
@@ -185,31 +185,31 @@ def served(host, requests):
     return answers
 
 
-class Near(Member):
+class Near(PoolWorker):
     """A member in this process; it works when it is asked for an answer, and dies at clients it is told to."""
 
     def __init__(self, pool):
         super().__init__()
-        self.pool, self.host, self.inbox = pool, Host(), deque()
+        self.pool, self.host, self.inbox = pool, TaskServer(), deque()
 
     def load(self, handle):
-        self.inbox.append(Load(handle, {}))
+        self.inbox.append(LoadWorker(handle, {}))
 
     def give(self, parcel, blocks):
-        self.inbox.append(Order(written(parcel), lambda b: unpack(blocks[b])))
+        self.inbox.append(RunTask(written(parcel), lambda b: unpack(blocks[b])))
 
     def answer(self):
         request = self.inbox.popleft()
-        if isinstance(request, Load):
+        if isinstance(request, LoadWorker):
             if self.pool.stillborn:
                 self.pool.stillborn -= 1
-                raise Lost("young")
+                raise WorkerLost("young")
         else:
             client = self.tasks[0].client
             self.pool.order.append(client)
             if client in self.pool.deadly:
                 self.pool.deadly.remove(client)
-                raise Lost("by a test")
+                raise WorkerLost("by a test")
         (answer,) = served(self.host, [request])
         return answer
 
@@ -226,7 +226,7 @@ class NearPool(PoolEngine):
     def size(self, worker):
         return self.workers
 
-    def _hire(self):
+    def _start_worker(self):
         self.hired += 1
         return Near(self)
 
@@ -316,7 +316,7 @@ def test_all_members_can_be_started_ahead(tmp_path):
     assert engine.hired == 3
     assert NearPool.start(stillborn := NearPool(2, stillborn=1), run.worker) is None
     assert (stillborn.hired, len(stillborn._members)) == (3, 2)
-    with pytest.raises(Lost, match="3 workers ended before they could begin"):
+    with pytest.raises(WorkerLost, match="3 workers ended before they could begin"):
         NearPool(2, stillborn=9).start(run.worker)
     few = NearPool(30)
     few.start(run.worker)
@@ -367,7 +367,9 @@ def test_the_others_go_on_where_failed_clients_are_dropped(tmp_path):
 def test_members_that_never_begin_end_the_run(tmp_path):
     engine = NearPool(2, stillborn=3)
     run = experiment(tmp_path, engine=engine)
-    with pytest.raises(Lost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"):
+    with pytest.raises(
+        WorkerLost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"
+    ):
         run.fit()
     assert engine.hired == engine.ended
 
@@ -389,7 +391,7 @@ def test_the_work_of_a_task_is_its_training_samples(tmp_path):
     for member in members:
         member.ready = True
     engine._members = members
-    engine._deal(tasks[:4], Shelf(lambda parcel: None), lambda one: 1 if one.client else 100)
+    engine._deal(tasks[:4], SharedTensorStore(lambda parcel: None), lambda one: 1 if one.client else 100)
     assert [len(member.tasks) for member in members] == [1, 2]
     assert members[0].tasks[0].client == 0
 
@@ -412,7 +414,7 @@ def events(monkeypatch):
 
     monkeypatch.setattr(L.Trainer, "fit", noted)
     lasting = SimpleNamespace(collect=lambda: seen.append("collect"), freeze=lambda: (seen.append("freeze"), freeze()))
-    monkeypatch.setattr(host, "gc", lasting)
+    monkeypatch.setattr(task_server, "gc", lasting)
     return seen
 
 
@@ -420,11 +422,11 @@ LOADED = ["collect", "freeze"]
 
 
 def load(run):
-    return Load(written(pool.packed(run.worker)), {})
+    return LoadWorker(written(pool.packed(run.worker)), {})
 
 
 def orders(tasks):
-    return [Order(written(Parcel(task)), None) for task in tasks]
+    return [RunTask(written(SerializedValue(task)), None) for task in tasks]
 
 
 def same_result(one, other):
@@ -435,9 +437,9 @@ def same_result(one, other):
 
 def test_a_host_carries_tasks_out_in_one_fit(tmp_path, events):
     run, tasks = started(tmp_path, "sequential")
-    loaded, *answers = served(Host(), [load(run), *orders(tasks[:4])])
+    loaded, *answers = served(TaskServer(), [load(run), *orders(tasks[:4])])
     assert (loaded.result, loaded.refused) == (None, None)
-    assert events == [*LOADED, "Relay", "end"]
+    assert events == [*LOADED, "SharedFit", "end"]
     for answer, task in zip(answers, tasks, strict=False):
         assert same_result(answer.result, run.worker.run(task))
 
@@ -451,50 +453,52 @@ def test_and_answers_each_before_it_asks_for_the_next(tmp_path):
         return waiting.popleft()
 
     with pytest.raises(IndexError):
-        Host().serve(receive, lambda parcel: log.append("!"))
+        TaskServer().serve(receive, lambda parcel: log.append("!"))
     assert "".join(log) == "?!?!?!?!?"
 
 
 def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
     now = iter(range(100))
-    monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(host, "SECONDS", 2)  # begun at 0, over at 2; garbage is then not left for the next request
+    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(
+        task_server, "SECONDS", 2
+    )  # begun at 0, over at 2; garbage is then not left for the next request
     run, tasks = started(tmp_path, "sequential")
-    served(Host(), [load(run), *orders(tasks[:4])])
-    one_fit = ["Relay", "end", "collect"]
-    assert events == [*LOADED, *one_fit, *one_fit, "Relay", "end"]
+    served(TaskServer(), [load(run), *orders(tasks[:4])])
+    one_fit = ["SharedFit", "end", "collect"]
+    assert events == [*LOADED, *one_fit, *one_fit, "SharedFit", "end"]
 
 
 def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch):
     now = [0]
-    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: now[0])
 
     def slowly():
         for item in range(4):
             now[0] += 100
             yield item
 
-    assert list(relay.for_a_while(slowly(), 150)) == [0, 1, 2]  # from 100 to 250, which the third still is begun in
+    assert list(shared_fit.take_for(slowly(), 150)) == [0, 1, 2]  # from 100 to 250, which the third still is begun in
 
 
 def test_what_is_meant_for_one_fit_gets_one_in_a_host_too(tmp_path, events):
     run, tasks = started(tmp_path, "sequential", trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
-    answers = served(Host(), [load(run), *orders(tasks[:2])])
+    answers = served(TaskServer(), [load(run), *orders(tasks[:2])])
     one_fit = ["ClientModule", "end", "collect"]
     assert events == [*LOADED, *one_fit, *one_fit]
     assert same_result(answers[1].result, run.worker.run(tasks[0]))
 
 
 ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
-RELAYED, BY_ITSELF = ["Relay", "end", "collect"], ["ClientModule", "end", "collect"]
+RELAYED, BY_ITSELF = ["SharedFit", "end", "collect"], ["ClientModule", "end", "collect"]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
     [
-        ({}, {}, [*RELAYED, *LOADED, "Relay", "end"]),
+        ({}, {}, [*RELAYED, *LOADED, "SharedFit", "end"]),
         ({}, ALONE, [*RELAYED, *LOADED, *BY_ITSELF, *BY_ITSELF]),
-        (ALONE, {}, [*BY_ITSELF, *BY_ITSELF, "collect", *LOADED, "Relay", "end"]),
+        (ALONE, {}, [*BY_ITSELF, *BY_ITSELF, "collect", *LOADED, "SharedFit", "end"]),
     ],
     ids=["common fits", "then each alone", "first each alone"],
 )
@@ -503,7 +507,7 @@ def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, even
         started(tmp_path / str(n), "sequential", seed=n, **options) for n, options in enumerate((first, second))
     )
     requests = [load(one), *orders(tasks[:2]), load(other), *orders(others[:2])]
-    answers = served(Host(), requests)
+    answers = served(TaskServer(), requests)
     assert events == [*LOADED, *fits]
     assert same_result(answers[2].result, one.worker.run(tasks[1]))
     assert same_result(answers[5].result, other.worker.run(others[1]))
@@ -511,19 +515,19 @@ def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, even
 
 def test_nothing_of_a_task_is_held_while_the_next_is_waited_for(tmp_path):
     run, tasks = started(tmp_path, "sequential")
-    waiting, held = [Parcel(task) for task in reversed(tasks)], []
+    waiting, held = [SerializedValue(task) for task in reversed(tasks)], []
 
     def receive():
         if not held:
             held.append(None)
             return load(run)
         assert not (held[-1] and held[-1]()), "the task before is still there"
-        order = Order(written(waiting.pop()), None)
+        order = RunTask(written(waiting.pop()), None)
         held.append(weakref.ref(order))
         return order
 
     with pytest.raises(IndexError):
-        Host().serve(receive, lambda parcel: None)
+        TaskServer().serve(receive, lambda parcel: None)
     assert len(held) == 7
 
 
@@ -553,8 +557,8 @@ def test_a_client_of_a_host_fails_alone_and_its_warnings_are_told_once(tmp_path,
     run = experiment(tmp_path, FedAvg(loss_terms=[Trouble(_2=error)]))
     run._build()
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
-    _, *answers = served(Host(), [load(run), *orders(tasks)])
-    assert events == [*LOADED, "Relay", "end"]
+    _, *answers = served(TaskServer(), [load(run), *orders(tasks)])
+    assert events == [*LOADED, "SharedFit", "end"]
     told = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
     each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
     assert told == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]
@@ -581,7 +585,7 @@ class Elsewhere:
 def test_a_model_that_cannot_be_built_there_is_each_clients_failure(tmp_path, events, monkeypatch):
     run, tasks = started(tmp_path, "sequential", model=Elsewhere())
     monkeypatch.setattr(Elsewhere, "home", False)
-    _, *answers = served(Host(), [load(run), *orders(tasks[:2])])
+    _, *answers = served(TaskServer(), [load(run), *orders(tasks[:2])])
     words = [f"client {k}, round 1: FileNotFoundError: weights.pt" for k in (0, 1)]
     assert [str(answer.result.failure) for answer in answers] == words
 
@@ -591,16 +595,16 @@ def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
         def remember(self, module, upload):
             return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
 
-    host = Host()
+    host = TaskServer()
     run, tasks = started(tmp_path, "sequential")
     host.worker = run.worker
     host.worker.algorithm = Odd()
-    (answer,) = served(host, [Order(written(Parcel(tasks[0])), None)])
+    (answer,) = served(host, [RunTask(written(SerializedValue(tasks[0])), None)])
     assert "client 0, round 1: " in str(answer.result.failure)
     assert "lambda" in str(answer.result.failure)
 
 
-class Broken(Host):
+class Broken(TaskServer):
     """Breaks down at the first request."""
 
     def serve(self, receive, answer):
@@ -609,6 +613,6 @@ class Broken(Host):
 
 
 def test_an_actor_whose_host_breaks_down_says_so(monkeypatch):
-    monkeypatch.setattr(ray, "Host", Broken)
+    monkeypatch.setattr(ray, "TaskServer", Broken)
     with pytest.raises(OSError, match="the disk is gone"):
         ray.RemoteHost(1, []).load(None, {})

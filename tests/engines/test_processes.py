@@ -25,7 +25,7 @@ from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.engines.pool import RemoteTraceback
-from fl_lightning.engines.relay import Leg
+from fl_lightning.engines.shared_fit import ClientTrainerView
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,7 +100,7 @@ class Witness(LossTerm):
     """Reports what it finds where it is run, as its loss."""
 
     def begin(self, module):
-        self.common = isinstance(module.trainer, Leg)
+        self.common = isinstance(module.trainer, ClientTrainerView)
 
     def forward(self, step):
         found = torch.get_num_threads() + 10 * (torch.get_float32_matmul_precision() == "high")
@@ -351,7 +351,7 @@ def test_a_signal_to_the_run_ends_it_and_it_goes_on_from_there(tmp_path, signum)
     alone.fit()
     engine = ProcessesEngine(2)
     hired = []
-    engine._hire = lambda: hired.append(ProcessesEngine._hire(engine)) or hired[-1]
+    engine._start_worker = lambda: hired.append(ProcessesEngine._start_worker(engine)) or hired[-1]
     method = FedSKC(loss_terms=[Deadly(tmp_path, 1, to="leader", signum=signum)])
     stopped = experiment(tmp_path / "parts", method, engine=engine, **options)
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
@@ -460,7 +460,7 @@ def test_nothing_is_left_after_a_run(tmp_path):
     experiment(tmp_path / "first", PeerAlgorithm(), engine=engine).fit()
     files, before = sorted(os.listdir("/proc/self/fd")), shared_memory()
     hired = []
-    engine._hire = lambda: hired.append(ProcessesEngine._hire(engine)) or hired[-1]
+    engine._start_worker = lambda: hired.append(ProcessesEngine._start_worker(engine)) or hired[-1]
     experiment(tmp_path / "second", PeerAlgorithm(), engine=engine, rounds=6).fit()
     assert gone(member._process.pid for member in hired)
     del hired[:]
@@ -583,10 +583,10 @@ def test_workers_are_dealt_out_over_gpus(monkeypatch, arguments, trainer, size, 
     monkeypatch.setattr("fl_lightning.engines.processes.Process", Placed)
     assert engine.size(on_gpus(monkeypatch, 3, trainer)) == size
     for _ in range(size):
-        engine._members.append(engine._hire())
+        engine._members.append(engine._start_worker())
     assert [member.device for member in engine._members] == dealt
     engine._members.pop(0)  # who takes a lost one's place takes its GPU
-    assert engine._hire().device == dealt[0]
+    assert engine._start_worker().device == dealt[0]
     engine._members.clear()
 
 

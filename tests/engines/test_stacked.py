@@ -57,8 +57,8 @@ from fl_lightning.core.seeding import RandomStates
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.engines.stacked import OPTIMIZERS
-from fl_lightning.engines.stacking import Alike, ClientStep, Inventory
-from fl_lightning.engines.trainer import not_for_each
+from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents
+from fl_lightning.engines.trainer import obstacle_to_shared_fit
 from fl_lightning.models import (
     CNN,
     CNN4,
@@ -351,7 +351,7 @@ def test_a_step_of_every_model(name):
         name: torch.stack([one[name].detach() for one in own]).requires_grad_(value.requires_grad)
         for name, value in own[0].items()
     }
-    outcome = Alike([Inventory(ClientStep(client)) for client in clients], draws)(stacked, [0, 1, 2], x, y)
+    outcome = StackedStep([StepContents(ClientStep(client)) for client in clients], draws)(stacked, [0, 1, 2], x, y)
     outcome.loss.sum().backward()
     for i, client in enumerate(clients):
         torch.manual_seed(i)
@@ -720,7 +720,7 @@ def test_a_scaler_of_gradients_is_not_for_several_clients():
     plugin = object.__new__(MixedPrecision)
     plugin.precision = "16-mixed"
     trainer = {"callbacks": [], "accumulate_grad_batches": 1, "limit_train_batches": 1.0, "precision_plugin": plugin}
-    odd = not_for_each(SimpleNamespace(**trainer))
+    odd = obstacle_to_shared_fit(SimpleNamespace(**trainer))
     assert odd == ("trainer.precision 16-mixed", "gradients are scaled for all clients alike")
 
 

@@ -16,7 +16,7 @@ from fl_lightning.algorithms import FedAvg, FedBABU
 from fl_lightning.client.module import LossTerm
 from fl_lightning.engines import AutoEngine, ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.engines import trainer as trainers
-from fl_lightning.engines.trainer import lightning_at_ease, quiet_trainer
+from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 
 
 def test_plugins_and_gpus_are_looked_for_once(monkeypatch):
@@ -38,7 +38,7 @@ def test_other_trainers_look_for_themselves_again():
     before = registry.entry_points, torch.cuda.device_count
 
     def broken():
-        with lightning_at_ease():
+        with quiet_lightning():
             assert registry.entry_points is not before[0]
             raise RuntimeError
 
@@ -145,7 +145,7 @@ def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
 
 def test_warnings_are_shown_as_before_once_a_fit_is_over():
     before = warnings.showwarning, list(warnings.filters)
-    with lightning_at_ease():
+    with quiet_lightning():
         assert warnings.showwarning is not before[0]
     assert (warnings.showwarning, list(warnings.filters)) == before
 

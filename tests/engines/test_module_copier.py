@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
-from fl_lightning.engines.blueprint import Blueprint
+from fl_lightning.engines.module_copier import ModuleCopier
 from fl_lightning.models import CNN, MLP, Head, ResNet8
 
 SIAMESE = partial(MLP, head=Head(projection=8, prediction=8))
@@ -42,7 +42,7 @@ def everything(module):
 @pytest.mark.parametrize("model", [SIAMESE, CNN, ResNet8])
 def test_a_copy_is_what_a_deep_copy_is(algorithm, model):
     module = algorithm().client_module(model(in_shape=(3, 16, 16), num_classes=4), lambda p: torch.optim.SGD(p, lr=0.1))
-    blueprint = Blueprint(module)
+    blueprint = ModuleCopier(module)
     assert blueprint._structure is not None  # or it would be deep-copied, and the test could not fail
     assert everything(blueprint.build()) == everything(copy.deepcopy(module))
 
@@ -59,7 +59,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen():
-    copied = Blueprint(Tied()).build()
+    copied = ModuleCopier(Tied()).build()
     assert copied.one.weight is copied.other.weight
     assert not copied.frozen.requires_grad
     assert isinstance(copied.frozen, nn.Parameter)
@@ -68,7 +68,7 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen():
 def test_nothing_done_to_a_copy_is_seen_elsewhere():
     module = Tied()
     before = everything(module)
-    blueprint = Blueprint(module)
+    blueprint = ModuleCopier(module)
     spoilt = blueprint.build()
     with torch.no_grad():
         spoilt.one.weight.fill_(7)
@@ -105,8 +105,8 @@ class Unpicklable(nn.Module):
 
 
 def test_what_pickle_would_change_or_refuse_is_deep_copied():
-    assert Blueprint(nn.Sequential(OwnCopy())).build()[0].copies == 1
-    blueprint = Blueprint(Unpicklable())
+    assert ModuleCopier(nn.Sequential(OwnCopy())).build()[0].copies == 1
+    blueprint = ModuleCopier(Unpicklable())
     assert blueprint.build().weight is not blueprint.build().weight
 
 
@@ -115,8 +115,8 @@ def test_functions_and_classes_are_taken_over_as_they_are():
     module.made = lambda: 3
     module.kind = type("Local", (), {})
     module.partly = functools.partial(module.made)
-    copied = Blueprint(module).build()
-    assert Blueprint(module)._structure is not None
+    copied = ModuleCopier(module).build()
+    assert ModuleCopier(module)._structure is not None
     assert copied.made is module.made
     assert copied.kind is module.kind
     assert copied.partly() == 3

@@ -16,46 +16,53 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.task import Task
-from fl_lightning.engines.trainer import FOR_ALL, Leg, LocalWork, lightning_at_ease, not_for_each, quiet_trainer
+from fl_lightning.engines.trainer import (
+    FOR_ALL,
+    ClientTrainerView,
+    LocalWork,
+    obstacle_to_shared_fit,
+    quiet_lightning,
+    quiet_trainer,
+)
 from fl_lightning.engines.worker import Fit, Worker
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 
-def can_relay(worker: Worker) -> bool:
+def can_share_fit(worker: Worker) -> bool:
     """Return whether a client's fit within a shared fit equals a fit of its own.
 
     Not where the trainer or the client's module has something that belongs to one fit: callbacks, say, hooks of its
     own, or a scaler of gradients.
     """
     module, trainer = worker.module(), worker.setup
-    if type(module) is not ClientModule or not_for_each(trainer):
+    if type(module) is not ClientModule or obstacle_to_shared_fit(trainer):
         return False
     optimizer, schedules = configured(module)
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
 
 
-def relay(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
+def run_shared_fit(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
     """Carry out tasks in one `Trainer.fit`.
 
     Args:
-        worker: The worker; `can_relay` says yes to it.
+        worker: The worker; `can_share_fit` says yes to it.
         work: Carries out as many as it likes, with what it is given to train each client there.
 
     Returns:
         What `work` returns.
     """
-    clients = Relay(worker, work)
+    clients = SharedFit(worker, work)
     trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.heard)
-    with lightning_at_ease(worker.heard):
+    with quiet_lightning(worker.heard):
         trainer.fit(clients)
     outcome: Outcome = clients.outcome
     del clients.worker, clients.work, clients.outcome  # a used Trainer is a cycle that holds its module
     return outcome
 
 
-def for_a_while(items: Iterable[Item], seconds: float) -> Iterator[Item]:
+def take_for(items: Iterable[Item], seconds: float) -> Iterator[Item]:
     """Yield items until some seconds after the first one. The first is always yielded."""
     until = None
     for item in items:
@@ -66,14 +73,14 @@ def for_a_while(items: Iterable[Item], seconds: float) -> Iterator[Item]:
             return
 
 
-class Relay(L.LightningModule):
+class SharedFit(L.LightningModule):
     """Trains clients one after another, each bit for bit as under its own `Trainer`.
 
     A fit has a cost of its own, ten steps of a small model, and so has each step that Lightning takes, looking for
     hooks and options that a client's fit has none of.
 
     Args:
-        worker: The worker; `can_relay` says yes to it.
+        worker: The worker; `can_share_fit` says yes to it.
         work: Carries tasks out, with what it is given to train each client.
 
     Attributes:
@@ -111,7 +118,7 @@ class Relay(L.LightningModule):
         batches = self.worker.batches(task)
         work = LocalWork.under(self.worker.setup, len(batches))
         module.to(device).train()
-        module.trainer = own = Leg(self.trainer, self.worker.setup, work)  # type: ignore[assignment]
+        module.trainer = own = ClientTrainerView(self.trainer, self.worker.setup, work)  # type: ignore[assignment]
         vars(module)["log"] = unheard
         optimizer, schedules = configured(module)
         module.on_fit_start()

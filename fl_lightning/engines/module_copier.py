@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
 
 
-class Blueprint(Generic[M]):
+class ModuleCopier(Generic[M]):
     """Builds copies of a module that share nothing with it or with each other, as deep copies do.
 
     The tensors are copied one by one; the objects that hold them come out of a pickle in memory, which is faster than
@@ -30,7 +30,7 @@ class Blueprint(Generic[M]):
         module: It is left as it is, and must not change any more.
 
     Example:
-        >>> blueprint = Blueprint(nn.Linear(2, 1))
+        >>> blueprint = ModuleCopier(nn.Linear(2, 1))
         >>> one, other = blueprint.build(), blueprint.build()
         >>> bool((one.weight == other.weight).all()), one.weight is other.weight
         (True, False)

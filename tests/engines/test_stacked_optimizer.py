@@ -8,8 +8,8 @@ from torch import nn
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import load_optimizer_tensors, optimizer_tensors
-from fl_lightning.engines.blocks import BlockOptimizer
 from fl_lightning.engines.stacked import OPTIMIZERS
+from fl_lightning.engines.stacked_optimizer import BlockOptimizer
 
 pytestmark = pytest.mark.numeric
 

@@ -21,19 +21,19 @@ from fl_lightning.core.state import at_least_float32
 from fl_lightning.core.task import Task, interrupts
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches
-from fl_lightning.engines.blocks import BlockOptimizer
-from fl_lightning.engines.stacking import (
-    Alike,
+from fl_lightning.engines.stacked_optimizer import BlockOptimizer
+from fl_lightning.engines.stacked_step import (
     ClientStep,
-    Inventory,
-    Outcome,
+    StackedStep,
+    StepContents,
+    StepOutput,
     as_rows,
     contents,
     difference,
     tensors_of,
     versions,
 )
-from fl_lightning.engines.trainer import Leg, LocalWork
+from fl_lightning.engines.trainer import ClientTrainerView, LocalWork
 from fl_lightning.engines.worker import Worker
 
 
@@ -59,7 +59,7 @@ class Client:
     draws: RandomStates
     work: LocalWork
     error: BaseException | None = None
-    leg: Leg = field(init=False)
+    leg: ClientTrainerView = field(init=False)
 
     @classmethod
     def begun(cls, worker: Worker, task: Task) -> Client:
@@ -98,7 +98,7 @@ class Client:
 
 
 @dataclass
-class CohortBatch:
+class StackedBatch:
     """The batches of one step, all of the same size.
 
     Args:
@@ -111,12 +111,12 @@ class CohortBatch:
     x: Tensor
     y: Tensor
 
-    def to(self, device: torch.device, **options: Any) -> CohortBatch:
+    def to(self, device: torch.device, **options: Any) -> StackedBatch:
         """Return the batches on a device."""
-        return CohortBatch(self.rows, self.x.to(device, **options), self.y.to(device, **options))
+        return StackedBatch(self.rows, self.x.to(device, **options), self.y.to(device, **options))
 
 
-class Cohort(L.LightningModule):
+class StackedFit(L.LightningModule):
     """Trains clients together, each as `ClientModule` under its own `Trainer` would be.
 
     The clients' weights and buffers are rows of stacked tensors. A step runs all clients that are in it as one batched
@@ -140,9 +140,9 @@ class Cohort(L.LightningModule):
         self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
         self.begun: list[Client] = []  # those that have begun the epoch under way
         self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
-        self.kinds: list[tuple[Alike, dict[int, int]]] = []
+        self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
-        self.hooked = any(own_epochs(client.module) for client in clients)
+        self.hooked = any(overrides_epoch_hooks(client.module) for client in clients)
 
     def configure_optimizers(self) -> Any:
         """Build one optimizer with separate state for each client's parameters, and one scheduler."""
@@ -157,14 +157,14 @@ class Cohort(L.LightningModule):
 
     # --- What a client's own fit would do around its steps ---
 
-    def train_dataloader(self) -> CohortBatches:
+    def train_dataloader(self) -> StackedBatches:
         """Return the loader of the clients' batches."""
-        return CohortBatches(self)
+        return StackedBatches(self)
 
     def on_fit_start(self) -> None:
         """Start the fit of each client."""
         for client in self.clients:
-            client.module.trainer = client.leg = Leg(self.trainer, self.alone, client.work)  # type: ignore[assignment]
+            client.module.trainer = client.leg = ClientTrainerView(self.trainer, self.alone, client.work)  # type: ignore[assignment]
             with client.turn():
                 client.module.on_fit_start()
 
@@ -214,10 +214,10 @@ class Cohort(L.LightningModule):
 
     def _look(self) -> None:
         """Group the clients that can be stacked with each other in their present state."""
-        kinds: list[tuple[dict[str, Any], list[int], list[Inventory]]] = []
+        kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.current_epoch):
-                step = Inventory(ClientStep(client.module))
+                step = StepContents(ClientStep(client.module))
                 shape = step.shape()
                 for other, rows, steps in kinds:
                     if difference(shape, other) is None:
@@ -227,25 +227,25 @@ class Cohort(L.LightningModule):
                 else:
                     kinds.append((shape, [row], [step]))
         self.kinds = [
-            (Alike(steps, [self.clients[row].draws for row in rows]), {row: i for i, row in enumerate(rows)})
+            (StackedStep(steps, [self.clients[row].draws for row in rows]), {row: i for i, row in enumerate(rows)})
             for _, rows, steps in kinds
         ]
 
     # --- Steps ---
 
-    def on_after_batch_transfer(self, batch: CohortBatch, dataloader_idx: int) -> CohortBatch:
+    def on_after_batch_transfer(self, batch: StackedBatch, dataloader_idx: int) -> StackedBatch:
         """Prepare all batches at once; augment each client's batch with its own random numbers."""
         x = self.data.prepare(batch.x.flatten(0, 1)).unflatten(0, batch.x.shape[:2])
         if self.data.augment:
             x = torch.stack([self._augmented(row, own) for row, own in zip(batch.rows, x, strict=True)])
-        return CohortBatch(batch.rows, self.trainer.precision_plugin.convert_input(x), batch.y)
+        return StackedBatch(batch.rows, self.trainer.precision_plugin.convert_input(x), batch.y)
 
     def _augmented(self, row: int, x: Tensor) -> Tensor:
         assert self.data.augment is not None
         with self.clients[row].draws.drawing():
             return self.data.augment(x)
 
-    def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
+    def training_step(self, batch: StackedBatch, batch_idx: int) -> None:
         """Compute the losses of the clients of a batch, one group of stackable clients after another."""
         self.parts = []
         for alike, places in self.kinds:
@@ -289,14 +289,14 @@ class Cohort(L.LightningModule):
             if not value.requires_grad:
                 self.stacks[name][as_rows(rows, value.device)] = value
 
-    def _record(self, rows: list[int], outcome: Outcome) -> None:
+    def _record(self, rows: list[int], outcome: StepOutput) -> None:
         """Record the losses of each client."""
         names = list(outcome.losses)
         values = torch.stack([at_least_float32(value.detach()) for value in outcome.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 
-    def _observe(self, rows: list[int], outcome: Outcome, x: Tensor, y: Tensor) -> None:
+    def _observe(self, rows: list[int], outcome: StepOutput, x: Tensor, y: Tensor) -> None:
         """Let each client's shared knowledge observe its outputs, and regroup clients if that changed them."""
         changed = False
         for i, row in enumerate(rows):
@@ -314,23 +314,23 @@ class Cohort(L.LightningModule):
             self._look()
 
 
-class CohortBatches:
+class StackedBatches:
     """One pass over the batches of all clients, batches of the same size together and larger sizes first.
 
     Each client's batches keep their order. Those are together whose next batches have the size of the largest that is
     waiting: full batches step by step, and incomplete last ones, size by size, at the end.
 
     Args:
-        cohort: The cohort, whose epoch says how many steps each client takes.
+        fit: The fit, whose epoch says how many steps each client takes.
     """
 
-    def __init__(self, cohort: Cohort) -> None:
-        self.cohort = cohort
+    def __init__(self, fit: StackedFit) -> None:
+        self.fit = fit
 
-    def __iter__(self) -> Iterator[CohortBatch]:
-        epoch = self.cohort.current_epoch
-        stored = self.cohort.clients[0].batches
-        passes = [islice(client.batches.indices(), client.steps_in(epoch)) for client in self.cohort.clients]
+    def __iter__(self) -> Iterator[StackedBatch]:
+        epoch = self.fit.current_epoch
+        stored = self.fit.clients[0].batches
+        passes = [islice(client.batches.indices(), client.steps_in(epoch)) for client in self.fit.clients]
         waiting: dict[int, Tensor] = {}
         arrived = list(range(len(passes)))
         while True:
@@ -344,10 +344,10 @@ class CohortBatches:
             largest = max(sizes.values())
             arrived = [row for row in sizes if sizes[row] == largest]
             chosen = torch.stack([waiting[row] for row in arrived])
-            yield CohortBatch(arrived, stored.x[chosen], stored.y[chosen])
+            yield StackedBatch(arrived, stored.x[chosen], stored.y[chosen])
 
 
-def own_epochs(module: ClientModule) -> bool:
+def overrides_epoch_hooks(module: ClientModule) -> bool:
     """Return whether a client's module overrides a hook at the start or end of an epoch."""
     kind, hooks = type(module), ("on_train_epoch_start", "on_train_epoch_end")
     if any(getattr(kind, hook) is not getattr(ClientModule, hook) for hook in hooks):

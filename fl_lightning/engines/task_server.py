@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.task import Result, failed
-from fl_lightning.engines.parcels import Parcel, unpack
-from fl_lightning.engines.relay import can_relay, for_a_while, relay
+from fl_lightning.engines.serialization import SerializedValue, unpack
+from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
 
 SECONDS = 1.0  # how long a member's fit takes up further clients
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessSettings:
     """Settings of a process that results depend on, such as torch's global flags and warning filters.
 
     Args:
@@ -57,7 +57,7 @@ class Surroundings:
     filters: list[tuple[Any, str, Any, str, int]]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> ProcessSettings:
         """Return the settings of this process."""
         filters = [
             (action, pattern(message), category, pattern(module), line)
@@ -88,7 +88,7 @@ def pattern(expression: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadWorker:
     """A request to load a worker object.
 
     Args:
@@ -101,7 +101,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Order:
+class RunTask:
     """A request to carry out a task.
 
     Args:
@@ -113,10 +113,10 @@ class Order:
     block: Callable[[int], list[Tensor]]
 
 
-Request = Load | Order
+Request = LoadWorker | RunTask
 
 
-class Host:
+class TaskServer:
     """Serves requests in a worker process: loads worker objects and carries out tasks. Everything is sent as bytes.
 
     Each task is answered at once, but several that follow one another are carried out in one `Trainer.fit`, as by the
@@ -127,7 +127,7 @@ class Host:
         self.worker: Worker | None = None
         self._relays: bool | None = None
 
-    def serve(self, receive: Callable[[], Request], answer: Callable[[Parcel], None]) -> None:
+    def serve(self, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]) -> None:
         """Answer requests in order until there are no more.
 
         Args:
@@ -139,29 +139,29 @@ class Host:
         """
         while True:
             request = self._orders_carried_out(self.worker, receive, answer) if self.worker else receive()
-            if isinstance(request, Load):
+            if isinstance(request, LoadWorker):
                 answer(self._taken_in(request))
 
-    def _taken_in(self, load: Load) -> Parcel:
+    def _taken_in(self, load: LoadWorker) -> SerializedValue:
         try:
             worker, surroundings = unpack(load.source)
             surroundings.adopt()
             self.worker, self._relays = replace(worker, trainer=worker.trainer | load.trainer), None
         except Exception as error:
-            return Parcel(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
+            return SerializedValue(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
         gc.collect()
         gc.freeze()  # what is here stays: a collection then looks only at what clients' fits have made
-        return Parcel(Answer())
+        return SerializedValue(Answer())
 
     def _orders_carried_out(
-        self, worker: Worker, receive: Callable[[], Request], answer: Callable[[Parcel], None]
-    ) -> Load | None:
+        self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
+    ) -> LoadWorker | None:
         """Carry out tasks, in one shared fit if possible. Return the next worker object, or None if time was up."""
 
-        def work(fit: Fit | None = None) -> Load | None:
+        def work(fit: Fit | None = None) -> LoadWorker | None:
             requests: Iterator[Request] = iter(receive, None)
-            for request in for_a_while(requests, SECONDS if fit else 0):
-                if isinstance(request, Load):
+            for request in take_for(requests, SECONDS if fit else 0):
+                if isinstance(request, LoadWorker):
                     return request
                 answer(carried_out(worker, request, fit, shown))
                 del request
@@ -170,7 +170,7 @@ class Host:
         with warnings.catch_warnings(record=True) as shown:
             if self._relays is None:
                 self._relays = relays(worker)
-            load = relay(worker, work) if self._relays else work()
+            load = run_shared_fit(worker, work) if self._relays else work()
         gc.collect()  # a used Trainer is a cycle that holds its model
         return load
 
@@ -178,12 +178,14 @@ class Host:
 def relays(worker: Worker) -> bool:
     """Return whether tasks can share a fit; an error in the check becomes each client's own failure."""
     try:
-        return can_relay(worker)
+        return can_share_fit(worker)
     except BaseException:
         return False
 
 
-def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warnings.WarningMessage]) -> Parcel:
+def carried_out(
+    worker: Worker, order: RunTask, fit: Fit | None, shown: list[warnings.WarningMessage]
+) -> SerializedValue:
     """Carry out a task and return the answer.
 
     Args:
@@ -201,6 +203,6 @@ def carried_out(worker: Worker, order: Order, fit: Fit | None, shown: list[warni
     try:
         if result.upload:
             result = replace(result, upload=result.upload.on_cpu())
-        return Parcel(Answer(result, None, told, trace))
+        return SerializedValue(Answer(result, None, told, trace))
     except Exception as error:
-        return Parcel(Answer(failed(task, error), None, told))
+        return SerializedValue(Answer(failed(task, error), None, told))

@@ -37,7 +37,7 @@ _MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module
 _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
 
 
-class Outcome(NamedTuple):
+class StepOutput(NamedTuple):
     """What a training step computes. Stacked, each tensor has a first dimension of clients.
 
     Attributes:
@@ -66,11 +66,11 @@ class ClientStep(nn.Module):
                     self.held.append(leaf)
                     walked += leaf.modules()
 
-    def forward(self, x: Tensor, y: Tensor) -> Outcome:
+    def forward(self, x: Tensor, y: Tensor) -> StepOutput:
         """Run the backbone and the losses on a batch."""
         step = self.client.step((x, y))
         losses = self.client.losses(step)
-        return Outcome(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
+        return StepOutput(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
     def homes(self) -> list[tuple[dict[str, Any], str, str]]:
         """List every place of a registered tensor: holder, key, name. A tensor may have several places."""
@@ -88,7 +88,7 @@ class ClientStep(nn.Module):
         return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
 
 
-class Inventory:
+class StepContents:
     """What a client's step holds at the time this is created.
 
     Args:
@@ -206,7 +206,7 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     return next((path for path, leaf in one.items() if not same(leaf, other[path])), None)
 
 
-class Alike:
+class StackedStep:
     """A batched training step of clients that differ only in tensors.
 
     Args:
@@ -214,7 +214,7 @@ class Alike:
         draws: Where each one's random generators are; dropout draws from them.
     """
 
-    def __init__(self, steps: Sequence[Inventory], draws: Sequence[RandomStates]) -> None:
+    def __init__(self, steps: Sequence[StepContents], draws: Sequence[RandomStates]) -> None:
         self.step, self.draws, self.replaces = steps[0].step, draws, True
         held = [step.registered for step in steps]
         constant = (name for name in held[0] if not name.startswith(BACKBONE))
@@ -232,7 +232,7 @@ class Alike:
         self.held = steps[0].plain
         self.written = versions({**self.constants, **self.free})
 
-    def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> Outcome:
+    def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> StepOutput:
         """Run a step of some of the clients.
 
         Args:
@@ -250,14 +250,14 @@ class Alike:
         functions = ClientFunctions([self.draws[i] for i in members])
         still = RandomStates(x.device)
 
-        def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> Outcome:
+        def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
             functions.place = place
             with self._holding(tensors, free):
                 return self.step(x, y)
 
         with functions if self.replaces else nullcontext(), self._trainer_of_all():
             stacked = torch.vmap(one, randomness="same")
-            outcome: Outcome = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
+            outcome: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
         self.replaces = functions.used  # intercepting every call takes time; a mask drawn unseen is found below
         if not still.unmoved():
             raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
@@ -299,7 +299,7 @@ class Alike:
         """Hide the trainer of the client whose module is shared."""
         held = vars(self.step.client)
         before = held["_trainer"]
-        held["_trainer"] = TrainerOfAll(before)
+        held["_trainer"] = SharedTrainer(before)
         try:
             yield
         finally:
@@ -313,7 +313,7 @@ class Alike:
         return self.attributes[own][3] if own >= 0 else self.homes[number][2]
 
 
-class TrainerOfAll:
+class SharedTrainer:
     """The trainer as a step of several clients sees it.
 
     Args:

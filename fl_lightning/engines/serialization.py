@@ -1,8 +1,8 @@
 """Serialization of tasks and results that travel between processes and machines.
 
-A parcel is a pickle, and beside it the elements of the tensors in it, so that whoever maps or receives the bytes has
-the tensors too. What several of a round's tasks have in common lies on a `Shelf`, and their parcels only point there.
-Only the processes of one run read each other's parcels; none is ever kept.
+A serialized value is a pickle followed by the elements of its tensors, so that whoever maps or receives the bytes can
+use the tensors without copying. Tensors that several tasks of a round share are in a `SharedTensorStore`, and
+serialized tasks only refer to them. Only the processes of one run read these bytes; they are never stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALIGNMENT = 64  # torch's own: where a matrix starts can decide how a product ro
 HEADER = 8  # bytes that hold the pickle's length
 
 
-class Beside(NamedTuple):
+class OwnPosition(NamedTuple):
     """The position of a tensor's elements in its own serialized value, counted from the first tensor."""
 
     offset: int
@@ -33,14 +33,14 @@ class Beside(NamedTuple):
     stride: tuple[int, ...]
 
 
-class OnShelf(NamedTuple):
+class SharedPosition(NamedTuple):
     """The position of a tensor in the round's shared store."""
 
     block: int
     item: int
 
 
-class Parcel:
+class SerializedValue:
     """A serialized value, ready to be written.
 
     Args:
@@ -55,7 +55,7 @@ class Parcel:
         Exception: The value holds something that cannot be pickled; pickle raises all kinds.
     """
 
-    def __init__(self, value: Any, shelf: Shelf | None = None) -> None:
+    def __init__(self, value: Any, shelf: SharedTensorStore | None = None) -> None:
         file = io.BytesIO()
         pickler = _Pickler(file, shelf)
         pickler.dump(value)
@@ -88,15 +88,15 @@ def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = Non
 class _Pickler(pickle.Pickler):
     """A pickler that stores plain CPU tensors outside of the pickle, because torch copies them several times."""
 
-    def __init__(self, file: io.BytesIO, shelf: Shelf | None) -> None:
+    def __init__(self, file: io.BytesIO, shelf: SharedTensorStore | None) -> None:
         super().__init__(file, protocol=5)
         self.shelf = shelf
-        self.places: dict[int, Beside] = {}
-        self.tensors: list[tuple[Beside, Tensor]] = []
+        self.places: dict[int, OwnPosition] = {}
+        self.tensors: list[tuple[OwnPosition, Tensor]] = []
         self.blocks: set[int] = set()
         self.end = 0
 
-    def persistent_id(self, value: Any) -> Beside | OnShelf | None:
+    def persistent_id(self, value: Any) -> OwnPosition | SharedPosition | None:
         if not is_plain(value):
             return None
         if self.shelf and (on_shelf := self.shelf.place(value)):
@@ -106,9 +106,9 @@ class _Pickler(pickle.Pickler):
             self.places[id(value)] = self._beside(value)
         return self.places[id(value)]
 
-    def _beside(self, value: Tensor) -> Beside:
+    def _beside(self, value: Tensor) -> OwnPosition:
         tensor = value if is_dense(value) else value.contiguous()
-        place = Beside(self.end, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        place = OwnPosition(self.end, tensor.dtype, tuple(tensor.shape), tensor.stride())
         self.tensors.append((place, tensor))  # held: an id is only good for as long as its owner lives
         self.end = aligned(self.end + tensor.numel() * tensor.element_size())
         return place
@@ -119,11 +119,11 @@ class _Unpickler(pickle.Unpickler):
         length = int.from_bytes(source[:HEADER].tobytes(), "little")
         super().__init__(io.BytesIO(source[HEADER : HEADER + length].tobytes()))
         self.elements, self.block, self.copy = source[aligned(HEADER + length) :], block, copy
-        self.read: dict[int | OnShelf, Tensor] = {}
+        self.read: dict[int | SharedPosition, Tensor] = {}
         self.blocks: dict[int, list[Tensor]] = {}
 
-    def persistent_load(self, place: Beside | OnShelf) -> Tensor:
-        if isinstance(place, OnShelf):
+    def persistent_load(self, place: OwnPosition | SharedPosition) -> Tensor:
+        if isinstance(place, SharedPosition):
             assert self.block
             if place.block not in self.blocks:
                 self.blocks[place.block] = self.block(place.block)
@@ -132,7 +132,7 @@ class _Unpickler(pickle.Unpickler):
             self.read[place.offset] = self._tensor(place)
         return self.read[place.offset]
 
-    def _tensor(self, place: Beside) -> Tensor:
+    def _tensor(self, place: OwnPosition) -> Tensor:
         numel = int(np.prod(place.shape, dtype=np.int64))
         if not numel:
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
@@ -142,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
         return (flat.clone() if self.copy else flat).as_strided(place.shape, place.stride)
 
 
-class Shelf:
+class SharedTensorStore:
     """The tensors that several tasks of a round have in common. Each is stored once, block by block.
 
     Tensors are the same if they are one object. What only one task has is not kept alive.
@@ -154,11 +154,11 @@ class Shelf:
         handles: What `put` returned, a block each.
     """
 
-    def __init__(self, put: Callable[[Parcel], Any]) -> None:
+    def __init__(self, put: Callable[[SerializedValue], Any]) -> None:
         self.handles: list[Any] = []
         self._put = put
         self._seen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._places: dict[int, OnShelf] = {}
+        self._places: dict[int, SharedPosition] = {}
         self._held: list[list[Tensor]] = []
 
     def look(self, task: Task) -> None:
@@ -167,11 +167,11 @@ class Shelf:
         new = [t for key, t in found.items() if key not in self._places and self._seen.get(key) is t]
         self._seen.update(found)
         if new:
-            self._places |= {id(tensor): OnShelf(len(self._held), i) for i, tensor in enumerate(new)}
+            self._places |= {id(tensor): SharedPosition(len(self._held), i) for i, tensor in enumerate(new)}
             self._held.append(new)
-            self.handles.append(self._put(Parcel(new)))
+            self.handles.append(self._put(SerializedValue(new)))
 
-    def place(self, tensor: Tensor) -> OnShelf | None:
+    def place(self, tensor: Tensor) -> SharedPosition | None:
         """Return the position of a tensor in the store, or None."""
         return self._places.get(id(tensor))
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines import SequentialEngine, relay, sequential
+from fl_lightning.engines import SequentialEngine, sequential, shared_fit
 
 ALONE = SequentialEngine(seconds=0)
 CPU = {"accelerator": "cpu", "max_epochs": 2}
@@ -50,7 +50,7 @@ def compare(tmp_path, method=FedAvg, **options):
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
     compare(tmp_path, method, rounds=2, **options)
-    kinds, common = {type(module) for module in fits}, {ClientModule, relay.Relay}
+    kinds, common = {type(module) for module in fits}, {ClientModule, shared_fit.SharedFit}
     assert kinds == common or not kinds & common  # a client module of the method's own gets fits of its own
 
 
@@ -242,7 +242,7 @@ def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path,
 
 def test_a_fit_takes_up_clients_for_some_time(tmp_path, fits, monkeypatch):
     now = iter(range(100))
-    monkeypatch.setattr(relay.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
     run = experiment(tmp_path)
     run.load()
     taken = []
@@ -318,15 +318,15 @@ def test_what_is_meant_for_one_fit_gets_one(tmp_path, fits, method, options):
     run = experiment(tmp_path, method(), rounds=1, **options)
     run.fit()
     assert len(fits) == 4
-    assert not any(isinstance(module, relay.Relay) for module in fits)
+    assert not any(isinstance(module, shared_fit.SharedFit) for module in fits)
 
 
 def test_callbacks_that_another_package_brings_get_a_fit_for_each_client(tmp_path):
     run = experiment(tmp_path)
     run.load()
-    assert relay.can_relay(run.worker)
+    assert shared_fit.can_share_fit(run.worker)
     run.worker.setup.callbacks.append(Counts())
-    assert not relay.can_relay(run.worker)
+    assert not shared_fit.can_share_fit(run.worker)
 
 
 def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
@@ -339,7 +339,7 @@ def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
 
     run = experiment(tmp_path, lr_scheduler=Own)
     run.load()
-    assert not relay.can_relay(run.worker)
+    assert not shared_fit.can_share_fit(run.worker)
 
 
 def test_seconds_below_0_are_refused():
