@@ -48,6 +48,7 @@ def test_a_run_that_has_lost_its_run_json_says_so(tmp_path):
 # --- What judges ---
 
 
+@pytest.mark.thorough
 def test_what_is_harmed_is_all_that_a_run_goes_on_from(root):
     files = fuzzing.files_of(root / "figures" / "half")
     for name in ("data.npz", "run/config.yaml", "run/metrics.csv", "run/clients.csv", "run/warnings.txt"):

@@ -318,6 +318,7 @@ def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs)
     gate.check_writable("cache", Path(path))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [name for name in CASES if "cache" in name])
 def test_a_cache_outside_is_refused(case, theirs):
     with_settings(theirs, CASES[case])

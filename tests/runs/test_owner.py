@@ -124,6 +124,7 @@ def gathered(*commands):
 # --- Beside an owner ---
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", [FIT, RESUME], ids=["fit", "resume"])
 def test_beside_a_run_nobody_else_writes_and_everybody_may_read(how, here, whole):
@@ -164,6 +165,7 @@ def test_of_two_resumes_at_once_one_has_it(here, whole):
     assert_undisturbed(whole)
 
 
+@pytest.mark.thorough
 def test_of_four_that_begin_at_once_one_has_it(here, whole):
     first, *others = sorted(gathered(FIT, FIT, FIT, FIT))
     assert first[:2] == (0, "")
@@ -246,6 +248,7 @@ def test_what_a_killed_owner_held_is_free_at_once(more, here, whole):
     assert_undisturbed(whole)
 
 
+@pytest.mark.thorough
 def test_what_an_owner_left_that_was_killed_names_nobody_for_long(here):
     """A lock and an owner's name without an owner, or with rubbish in them, keep nobody out."""
     half()
@@ -254,6 +257,7 @@ def test_what_an_owner_left_that_was_killed_names_nobody_for_long(here):
     assert run(*RESUME).code == 0
 
 
+@pytest.mark.thorough
 def test_a_point_under_way_is_held_too(here):
     said = []
 

@@ -128,6 +128,7 @@ class SignalInAStep(LossTerm):
         return step.logits.sum() * 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_of_a_fit_does_the_same(tmp_path, signum):
     method = FedAvg(loss_terms=[SignalInAStep(3, signum)])

@@ -262,6 +262,7 @@ def test_what_is_no_file_is_not_read(name, kind, tmp_path):
     assert lines[0].endswith("left out")
 
 
+@pytest.mark.thorough
 def test_a_million_rounds_are_read(tmp_path):
     folder = write_run(tmp_path / "run", finished=False)
     (folder / "metrics.csv").write_text("round,a\n" + "".join(f"{i},0.5\n" for i in range(1, 10**6 + 1)))

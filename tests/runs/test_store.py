@@ -257,6 +257,7 @@ def test_no_more_jobs_wait_than_there_is_room_for():
     assert begun
 
 
+@pytest.mark.thorough
 def test_a_run_is_never_more_than_one_checkpoint_ahead_and_waits_for_the_last(tmp_path):
     run, ahead = experiment(tmp_path, rounds=6), []
     write = run.checkpoints.write
@@ -372,6 +373,7 @@ def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path, where
     assert set(run.checkpoints.files(6)) == names
 
 
+@pytest.mark.thorough
 def test_a_state_on_its_way_to_disk_is_never_written_into(tmp_path):
     class Versions(RoundCallback):
         def on_round_end(self, run, metrics):
@@ -480,6 +482,7 @@ class Failing(Engine):
             yield result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", PLACES)
 def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
     with pytest.raises(ClientFailure):

@@ -131,6 +131,7 @@ def test_the_config_that_a_run_is_started_from_is_not_replaced_by_its_own(form, 
     assert {name: content for name, content in contents(here).items() if name in before} == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", ["metrics.csv", "checkpoints", "config.yaml"])
 def test_a_run_of_which_a_part_is_missing_is_not_begun_anew_over_the_rest(missing, here, done):
     shutil.copytree(done, "run")
@@ -201,6 +202,7 @@ def test_nothing_is_written_where_a_link_leads(begun, place, here, done):
         assert (outcome.code, len(errors)) in ((0, 0), (2, 1)), outcome.err
 
 
+@pytest.mark.thorough
 def test_a_folder_that_is_itself_a_link_is_a_run_like_any_other(here, done):
     """A quota on one disk and room on another: the usual reason for one."""
     Path("room").mkdir()
@@ -255,6 +257,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("key", ["outside", "files"])
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -282,6 +285,7 @@ def test_a_manifest_that_leads_out_of_its_folder_or_nowhere_is_refused_at_once(n
 NO_MANIFESTS = ["", "5", "null", "[]", "{}", '"seal"', "[" * 100_000, '{"round": 3}', "\0", '{"files": 5, "seal": 1}']
 
 
+@pytest.mark.thorough
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("text", NO_MANIFESTS, ids=range(len(NO_MANIFESTS)))
 def test_a_manifest_that_is_none_is_passed_over(text, here, done, longer):
@@ -294,6 +298,7 @@ def test_a_manifest_that_is_none_is_passed_over(text, here, done, longer):
     assert untimed_rows(Path("run")) == untimed_rows(longer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "place", ["config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints/round-000003/state.pt"]
 )

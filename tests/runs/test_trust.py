@@ -250,6 +250,7 @@ def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
     assert not gate.is_untrusted()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("key", "place", "value"), [*PLACES[:3], *WATCHERS])
 def test_nor_can_one_that_goes_on(key, place, value, theirs, tmp_path):
     if key == "logger.offline" and place != "logger":
@@ -293,6 +294,7 @@ def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.thorough
 def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
     before = table(run("test", "theirs").out)
     for key, place, value in WATCHERS[:10]:
@@ -504,6 +506,7 @@ def test_a_key_that_others_may_know_is_none(spoil, told, own, here, tmp_path):
     assert told in line
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [make_link, make_pipe, lengthen])
 def test_a_signature_is_a_small_file(spoil, own, here):
     spoil(own / ".signature")
