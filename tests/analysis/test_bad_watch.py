@@ -639,7 +639,7 @@ def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
             with pytest.raises(ConfigError, match=r"run.json is not a file. Restore it"):
                 logger.check(inside.parent)
     (tmp_path / NOTE).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"run.json is no file"):
+    with pytest.raises(ConfigError, match=r"run.json is not a file"):
         logger.check(tmp_path)
 
 
