@@ -204,7 +204,7 @@ def test_help_of_a_key_tells_all_of_it_and_of_those_below():
     code, out, err = run("fit", "--help", "clients_per_round")
     assert (code, err) == (0, "")
     assert list(lines_of(out)) == ["clients_per_round"]
-    assert "drawn anew each time; all by default." in " ".join(out.split())
+    assert "sampled anew each round. All by default." in " ".join(out.split())
     assert lines_of(run("fit", "--help", "trainer").out).keys() == {f"trainer.{key}" for key in TRAINER_KEYS}
     assert run("fit", "--help", "--rounds").out == run("fit", "--help").out
     assert "--target" in run("compare", "--help", "target").out

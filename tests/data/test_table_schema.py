@@ -203,4 +203,4 @@ def test_a_schema_beside_a_state_dict_is_not_written_over(tmp_path):
     before = contents(tmp_path)
     outcome = run("export", "one_hot", "-o", tmp_path / "model.pt")
     assert (outcome.code, contents(tmp_path)) == (2, before)
-    assert "model.schema.json is there already" in outcome.err
+    assert "model.schema.json already exists" in outcome.err
