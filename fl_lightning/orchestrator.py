@@ -121,7 +121,7 @@ class FederatedOrchestrator:
         if scenario.clients is not None:  # otherwise the number comes from the data
             self._count(scenario.clients)
         self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
-        refuse_misplaced(callbacks or [], training.client_callbacks)
+        refuse_misplaced(callbacks or [], training.client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [])
         self.round = 0
         self.state: State = {}
@@ -420,7 +420,7 @@ class FederatedOrchestrator:
     def _build(self) -> None:
         data = self.scenario.build(self.seed)
         self._count(len(data.shards))
-        options: dict[str, Any] = dict(vars(self.training))
+        options: dict[str, Any] = {**vars(self.training), "client_callbacks": self.training.client_callbacks or []}
         options |= {"metrics": self.evaluation.metrics, "positive_class": self.evaluation.positive_class}
         self._set_up(Worker(self.seed, self.algorithm, self._model, data, **options))
 

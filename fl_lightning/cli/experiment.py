@@ -53,7 +53,7 @@ def build(given: Namespace, parser: ArgumentParser, run_dir: Path) -> FederatedO
         {name: objects[name] for name in inspect.signature(kind).parameters if name in objects}
         for kind in (FederatedOrchestrator, LocalTraining)
     )
-    local["trainer"], local["client_callbacks"] = given.trainer.as_dict(), local["client_callbacks"] or []
+    local["trainer"] = given.trainer.as_dict()
     return FederatedOrchestrator(**run | {"training": LocalTraining(**local), "run_dir": run_dir})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ class LocalTraining:
     trainer: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     channels_last: bool = False
-    client_callbacks: Sequence[Callback] = ()
+    client_callbacks: list[Callback] | None = None
 
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size)

@@ -123,10 +123,16 @@ KINDS = [
     kind("long project", [*WANDB, "--logger.project", "p" * 129], "logger.project: ", "128 characters"),
     kind("long name", [*WANDB, "--logger.name", "n" * 129], "logger.name: 129 characters, and W&B accepts at most 128"),
     kind("long group", [*WANDB, "--logger.group", "g" * 129], "logger.group: 129 characters"),
-    kind("long job type", [*WANDB, "--logger.job_type", "j" * 65], "logger.job_type: 65 characters", "takes 64"),
+    kind(
+        "long job type", [*WANDB, "--logger.job_type", "j" * 65], "logger.job_type: 65 characters", "accepts at most 64"
+    ),
     kind("empty tag", [*WANDB, "--logger.tags", '[a, ""]'], "logger.tags: Tag at index 1 is empty"),
     kind("long tag", [*WANDB, "--logger.tags", f"[{'t' * 65}]"], "logger.tags: ", "65 characters"),
-    kind("entity", [*WANDB, "--logger.entity", "my team"], "logger.entity: 'my team' is no name of a W&B user or team"),
+    kind(
+        "entity",
+        [*WANDB, "--logger.entity", "my team"],
+        "logger.entity: 'my team' is not the name of a W&B user or team",
+    ),
     kind("WANDB_MODE", WANDB, "WANDB_MODE: Input should be 'online', 'offline'", WANDB_MODE="garbage"),
     kind("WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: Run ID cannot contain", WANDB_RUN_ID="a/b"),
     kind("long WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: 129 characters", WANDB_RUN_ID="i" * 129),

@@ -294,8 +294,8 @@ BAD = {
         "parameters": {"k": {"distribution": "uniform", "min": 0, "max": 1, "q": 1}}
     },
     "parameters: k: uniform needs max": {"parameters": {"k": {"distribution": "uniform", "min": 0}}},
-    r"parameters: k: values: \[\] is no list": {"parameters": {"k": {"values": []}}},
-    "parameters: k: values: 3 is no list": {"parameters": {"k": {"values": 3}}},
+    r"parameters: k: values: \[\] is not a list": {"parameters": {"k": {"values": []}}},
+    "parameters: k: values: 3 is not a list": {"parameters": {"k": {"values": 3}}},
     "parameters: k: min 2 is above max 1": {"parameters": {"k": {"min": 2, "max": 1}}},
     "parameters: k: min: 'a' is not a number": {"parameters": {"k": {"min": "a", "max": 1}}},
     "parameters: k: max: True is not a whole number": {"parameters": {"k": {"min": 0, "max": True}}},
