@@ -55,8 +55,8 @@ def test_the_top_level_folders_are_in_it(environment, tmp_path):
         here, there = ROOT / name, own / "fl_lightning" / name
         shipped, written = ({path.relative_to(at) for path in at.rglob("*.yaml")} for at in (there, here))
         assert shipped == written
-    pages = {path.name for path in (ROOT / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
-    assert pages == {path.name for path in (own / "fl_lightning" / "analysis" / "report" / "page").iterdir()}
+    for name in ("page.html", "page.css", "page.js"):
+        assert (own / "fl_lightning" / "analysis" / "html_report" / name).exists()
     assert (own / "fl_lightning" / "py.typed").exists()
     assert "FedSKC" in run(environment, "fl-lightning", "list", "algorithms", cwd=tmp_path)
 
