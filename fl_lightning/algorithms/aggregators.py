@@ -20,11 +20,12 @@ Weighting = Literal["samples", "uniform"]
 class Aggregator(Capable):
     """Turns a round's uploads into the next shared state, in two steps.
 
-    `fold` sees each upload as it arrives, in ascending client id, and keeps no more of it than the maths needs;
-    `finish` knows the merged shared knowledge too. What must last from round to round goes into a section of the
-    state that `finish` returns; the object itself keeps nothing.
+    `fold` gets the uploads of a round in ascending client id and keeps only what `finish` needs. `finish` also gets the
+    merged shared knowledge. State that lasts from round to round is a section of the state that `finish` returns; the
+    object itself keeps none.
 
     Attributes:
+        clients: Number of clients of the experiment. It is set before round 1.
         leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
         needs_classes: Whether what it tells apart is classes.
         only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`. Uploads
@@ -33,6 +34,7 @@ class Aggregator(Capable):
     """
 
     capabilities: ClassVar = {"only_averages": ("fold",), "sends_one_model": ("model_for", "ahead")}
+    clients: int = 0
     leaves: tuple[str, ...] = ()
     needs_classes: bool = False
     only_averages: bool = False

@@ -156,6 +156,7 @@ class Algorithm(Capable):
             clients: Number of clients of the experiment.
             rng: For what is drawn once a run.
         """
+        self.aggregator.clients = clients
         model = {name: value.clone() for name, value in self._shared(backbone).items()}
         knowledge = {piece.name: piece.initial(num_classes) for piece in self.knowledge}
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge

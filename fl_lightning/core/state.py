@@ -38,9 +38,13 @@ class RunningMean:
         >>> mean.add({"w": torch.tensor([5.0])}, 3)
         >>> mean.value()["w"]
         tensor([4.])
+
+    Attributes:
+        count: Number of state dicts that were added.
     """
 
     def __init__(self) -> None:
+        self.count = 0
         self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
@@ -57,6 +61,7 @@ class RunningMean:
         if state.keys() != self._dtypes.keys():
             odd = sorted(state.keys() ^ self._dtypes.keys())[0]
             raise ValueError(f"state dicts of different models: {odd!r} is in one of them only")
+        self.count += 1
         if not weight > 0:
             return
         if not self._weight:

@@ -157,6 +157,13 @@ def test_integer_entries_keep_the_largest() -> None:
     assert mean["w"].item() == 6.0
 
 
+def test_a_mean_counts_what_was_added_weightless_ones_too() -> None:
+    mean = RunningMean()
+    for weight in (0, 2, 1):
+        mean.add({"w": torch.tensor(5.0)}, weight)
+    assert mean.count == 3
+
+
 def test_zero_weight_adds_nothing() -> None:
     mean = weighted_mean([{"w": torch.tensor(5.0)}, {"w": torch.tensor(7.0)}], [0, 2])
     assert mean["w"].item() == 7.0

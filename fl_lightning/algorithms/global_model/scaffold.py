@@ -192,10 +192,9 @@ class SCAFFOLD(Algorithm):
         super().__init__([ControlVariates(), *(loss_terms or [])], server, buffers)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial weights, a `c` of zeros and the number of clients."""
+        """Return the initial weights and a `c` of zeros."""
         zeros = {name: torch.zeros_like(p.detach()) for name, p in trainable(backbone)}
-        state = super().initial_state(backbone, num_classes, clients, rng)
-        return state | {CONTROL: zeros, "clients": {"number": torch.tensor(clients)}}
+        return super().initial_state(backbone, num_classes, clients, rng) | {CONTROL: zeros}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the weights and `c`."""
@@ -213,19 +212,18 @@ class SCAFFOLD(Algorithm):
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
         """Return the next weights, and the next `c` from the uploaded `Δc`."""
-        changes, arrived = RunningMean(), 0
+        changes = RunningMean()
 
         def arriving() -> Iterator[Upload]:
-            nonlocal arrived
             for client, message in uploads:
                 changes.add(message.section(CONTROL), 1)
-                arrived += 1
                 yield Upload(client, message.without(CONTROL))
 
         after = super().aggregate(state, arriving())
-        clients, mean = int(state["clients"]["number"]), changes.value()
+        clients, mean = self.aggregator.clients, changes.value()
         control = {
-            name: next_server_control(value, mean[name], arrived, clients) for name, value in state[CONTROL].items()
+            name: next_server_control(value, mean[name], changes.count, clients)
+            for name, value in state[CONTROL].items()
         }
         return after | {CONTROL: control}
 
