@@ -51,7 +51,10 @@ def compare(*words):
     spent = {"round": [], "sums": [], "torchmetrics": []}
     for round in range(1, ROUNDS + 1):
         started = time.perf_counter()
-        tasks = [run._task(round, client, run.download(round, client)) for client in run.participants(round)]
+        tasks = [
+            run.server.task(round, client, run.server.download(round, client))
+            for client in run.server.participants(round)
+        ]
         list(run.engine.run(worker, iter(tasks)))
         spent["round"].append(time.perf_counter() - started)
         with worker.inference(module):
@@ -65,7 +68,7 @@ def compare(*words):
                 spent[name].append(time.perf_counter() - started)
     fits, sums, other = (statistics.median(seconds) * 1e3 for seconds in spent.values())
     ways = f"by sums {sums:.1f} ms, by torchmetrics {other:.1f} ms: {(other - sums) / (fits + sums):+.1%} of a round"
-    print(f"{len(run.participants(1))} fits {fits:.0f} ms; {len(tests)} evaluations {ways}")
+    print(f"{len(run.server.participants(1))} fits {fits:.0f} ms; {len(tests)} evaluations {ways}")
 
 
 def main():

@@ -78,7 +78,7 @@ def round_time(run: FederatedOrchestrator) -> tuple[float, float]:
     """Median seconds of a round after the first, and training steps a round."""
     run.fit()
     steps = [
-        sum(-(-len(run.data.shards[client].train) // BATCH) for client in run.participants(round)) * EPOCHS
+        sum(-(-len(run.data.shards[client].train) // BATCH) for client in run.server.participants(round)) * EPOCHS
         for round in range(2, run.rounds + 1)
     ]
     seconds = [row["time/fit_s"] for row in run.csv.rows[1:]]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fl_lightning.core.task import Result
     from fl_lightning.data import FederatedData
     from fl_lightning.engines import Engine, Worker
+    from fl_lightning.engines.evaluator import Evaluator
     from fl_lightning.evaluation.evaluation import Evaluation
     from fl_lightning.evaluation.metrics import Row
     from fl_lightning.loggers.collection import Loggers, MetricsCsv
@@ -37,8 +38,7 @@ class FederatedRun(Protocol):
         round: The last finished round.
         rounds: Number of rounds.
         run_dir: The run folder.
-        scored: Ids of the clients that are evaluated.
-        state: The shared state after `round`.
+        evaluator: Evaluates models; `evaluator.scored` has the ids of the clients that are evaluated.
         worker: Builds and scores client modules.
     """
 
@@ -49,14 +49,17 @@ class FederatedRun(Protocol):
     data: FederatedData
     engine: Engine
     evaluation: Evaluation
+    evaluator: Evaluator
     logger: Loggers
     on_client_failure: Any
     round: int
     rounds: int
     run_dir: Path
-    scored: Sequence[int]
-    state: State
     worker: Worker
+
+    @property
+    def state(self) -> State:
+        """The shared state after `round`."""
 
     @property
     def is_over(self) -> bool:

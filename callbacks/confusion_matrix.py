@@ -46,7 +46,9 @@ class ConfusionMatrix(RoundFigure):
             ConfigError: There are none.
         """
         super().check(run)
-        if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in run.scored):
+        if not self._tests_globally(run) and not any(
+            len(run.data.shards[client].test) for client in run.evaluator.scored
+        ):
             raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
 
     def measure(self, run: FederatedRun) -> Arrays:
@@ -58,7 +60,7 @@ class ConfusionMatrix(RoundFigure):
             with worker.inference(module):
                 arrays["global"] = confusion(module, worker.test_batches(), classes)
         lowest = float("inf")
-        for client in run.scored:
+        for client in run.evaluator.scored:
             if not len(run.data.shards[client].test):
                 continue
             module = run.client_module(client)

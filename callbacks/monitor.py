@@ -124,7 +124,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
         run: The run, with data and worker built.
     """
     shards, evaluation = run.data.shards, run.evaluation
-    scored = run.scored if evaluation.client_model == "received" else range(len(shards))
+    scored = run.evaluator.scored if evaluation.client_model == "received" else range(len(shards))
     scored = [client for client in scored if len(shards[client].test)]
     losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
     score = Score(1, dict.fromkeys(run.worker.score_names, 0.0))

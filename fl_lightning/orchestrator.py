@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -16,25 +16,24 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.server import Server
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import refuse_taken
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
-from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, blame, check_number, check_positive
+from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, check_number, check_positive
 from fl_lightning.core.interrupt import DeferredSignals
-from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.core.message import Message
 from fl_lightning.core.state import State
-from fl_lightning.core.task import Score
 from fl_lightning.data import Scenario
 from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
 from fl_lightning.engines.base import in_client_order
-from fl_lightning.engines.scoring import untrained
+from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.trainer import limited_garbage_collection
-from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, measured, train_metrics
+from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, train_metrics
 from fl_lightning.evaluation.metrics import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
@@ -82,7 +81,8 @@ class FederatedOrchestrator:
     Attributes:
         clients: Number of clients. If `scenario.clients` does not give it, it is known once the data are loaded.
         round: Number of finished rounds.
-        state: The shared state after the last finished round.
+        server: Makes downloads and aggregates uploads; `server.state` is the shared state after the last round.
+        evaluator: Evaluates the global model and the clients.
         memory: Each client's state by its id, as of the end of the last finished round.
         csv: The metrics; `csv.rows` holds those of all finished rounds.
         record: Writes the run folder and calls the loggers.
@@ -124,7 +124,6 @@ class FederatedOrchestrator:
         refuse_misplaced(callbacks or [], training.client_callbacks or [])
         self.callbacks = with_defaults(callbacks or [])
         self.round = 0
-        self.state: State = {}
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._model = model
         self._signals = DeferredSignals()
@@ -201,7 +200,8 @@ class FederatedOrchestrator:
                 self._begin(config, name, group)
             with self._running():
                 if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
-                    self._aggregate(0, self._without_training(range(self.clients), repeat(Message()), upload=True))
+                    everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
+                    self.server.aggregate(0, everybody)
                 while not self.is_over:
                     metrics = self._run_round(self.round + 1)
                     self._notify("on_round_metrics", metrics)
@@ -225,6 +225,11 @@ class FederatedOrchestrator:
         self._set_up(replace(self.worker, data=data, trainer=trainer))
 
     @property
+    def state(self) -> State:
+        """The shared state after the last finished round."""
+        return self.server.state
+
+    @property
     def is_over(self) -> bool:
         """Whether all rounds are done or a callback has stopped the run."""
         return self.round >= self.rounds or any(callback.stops for callback in self.callbacks)
@@ -241,53 +246,27 @@ class FederatedOrchestrator:
 
     def _run_round(self, round: int) -> Row:
         started = time.monotonic()
-        participants = self.participants(round)
+        participants = self.server.participants(round)
         self._notify("on_round_start", participants)
         results: list[Result] = []
-        self._aggregate(round, self._fit_clients(round, participants, results))
+        self.server.aggregate(round, self._fit_clients(round, participants, results))
         self.round = round
         fitted = time.monotonic()
-        metrics = {"round": round, **train_metrics(results), **self._evaluate(results)}
+        metrics = {"round": round, **train_metrics(results), **self.evaluator.after_round(round, results)}
         metrics |= (logged := logged_metrics(results))
         refuse_taken(self, logged)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}
 
-    def participants(self, round: int) -> list[int]:
-        """Sample the clients of a round and return their ids in ascending order.
-
-        All methods with the same seed see the same clients, except methods that choose the number of clients from
-        their state.
-        """
-        rng, clients = generator(self.seed, Stream.PARTICIPANTS, round), self.clients
-        cohort = self.algorithm.cohort(self.state, self.clients_per_round, clients)
-        return sorted(rng.choice(clients, cohort, replace=False).tolist())
-
-    def _aggregate(self, round: int, results: Iterable[Result]) -> None:
-        """Aggregate the uploads into the next shared state, and store the clients' states."""
-
-        def uploads() -> Iterator[Upload]:
-            for result in results:
-                assert result.upload
-                self.memory.put(result.client, round, result.memory)
-                yield Upload(result.client, result.upload)
-
-        self.state = self.algorithm.aggregate(self._visible, uploads())
-        self.memory.end_round()
-
     def _fit_clients(self, round: int, participants: Sequence[int], results: list[Result]) -> Iterator[Result]:
         """Train the participants and yield their results by ascending client id.
 
         `results` collects the successful ones without upload and client state.
         """
-        due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
-        wanted = {
-            "evaluate": due and how.client_model == "trained",
-            "evaluate_globally": due and how.personal_on_global,
-        }
-        downloads = zip(participants, self.downloads(round, participants), strict=True)
-        tasks = (self._task(round, client, download, **wanted) for client, download in downloads)
+        downloads = zip(participants, self.server.downloads(round, participants), strict=True)
+        scores = self.evaluator.scores_wanted(round)
+        tasks = (self.server.task(round, client, download, **scores) for client, download in downloads)
         for result in in_client_order(self.engine.run(self.worker, tasks), participants):
             if self._signals.received:
                 raise self._interrupted(self._signals.received)
@@ -304,51 +283,10 @@ class FederatedOrchestrator:
             left = f"{len(results)} of {len(participants)} clients were left"
             raise TooFewClients(f"round {round}: {left}, min_clients is {self.min_clients}")
 
-    def _task(self, round: int, client: int, download: Message, **wanted: bool) -> Task:
-        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **wanted)
-
-    def download(self, round: int, client: int) -> Message:
-        """Return the message that a client receives at the start of a round, given the present state."""
-        return next(self.downloads(round, [client]))
-
-    def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
-        """Yield the message for each of these clients, built when it is needed."""
-        for client, state in zip(clients, self.algorithm.aggregator.ahead(self._visible, clients), strict=True):
-            yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
-
-    @property
-    def _visible(self) -> State:
-        """The shared state and, without a server, what the peers have published."""
-        return self.memory.with_peers(self.state, self.algorithm.public)
-
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts the current round."""
-        return self.worker.received(self._task(self.round + 1, client, self.download(self.round + 1, client))).cpu()
-
-    # --- Evaluation ---
-
-    def _evaluate(self, results: Sequence[Result]) -> Row:
-        if not self.evaluation.is_due(self.round, self.rounds):
-            return {}
-        clients: Iterable[Result] = results
-        if self.evaluation.client_model == "received":
-            clients = self._without_training(self.scored, self.downloads(self.round + 1, self.scored), evaluate=True)
-        metrics = self._measure(clients, [result.on_global for result in results if result.on_global])
-        return metrics | {f"client_{r.client}/train_loss": r.losses["loss"] for r in results if r.losses}
-
-    def _measure(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
-        scores = {result.client: result.local for result in clients if result.local}
-        shared = self.worker.score(self.state["model"]) if self.algorithm.one_model else None
-        return measured(shared, scores, on_global)
-
-    def _without_training(
-        self, clients: Sequence[int], downloads: Iterable[Message], **wanted: bool
-    ) -> Iterator[Result]:
-        """Yield the results of clients that process their downloads without training."""
-        options = {"fit": False, "upload": False, **wanted}
-        arriving = zip(clients, downloads, strict=False)  # `downloads` may be endless
-        tasks = (Task(self.round, k, download, self.memory.get(k, {}), **options) for k, download in arriving)
-        return untrained(self.engine, self.worker, tasks, clients)
+        round = self.round + 1
+        return self.worker.received(self.server.task(round, client, self.server.download(round, client))).cpu()
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -374,7 +312,7 @@ class FederatedOrchestrator:
 
     def _restore(self, saved: Checkpoint) -> None:
         self.record.restore(saved)
-        self.round, self.state = saved.round, saved.state["state"]
+        self.round, self.server.state = saved.round, saved.state["state"]
         self.engine.load_state_dict(saved.state["engine"])
         restore(self.callbacks, saved.state["callbacks"])
 
@@ -385,8 +323,7 @@ class FederatedOrchestrator:
 
     def test(self) -> Row:
         """Evaluate the global model, and each client's `client_module` on its own test split."""
-        downloads = self.downloads(self.round + 1, self.scored) if self.algorithm.server else repeat(Message())
-        return {"round": self.round, **self._measure(self._without_training(self.scored, downloads, evaluate=True))}
+        return self.evaluator.test(self.round)
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's module as the last round left it, in train mode.
@@ -399,7 +336,7 @@ class FederatedOrchestrator:
         """
         if not 0 <= client < len(self.data.shards):
             raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
-        held = self.download(self.round + 1, client) if self.algorithm.server else Message()
+        held = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
         return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {}))).train()
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
@@ -427,15 +364,14 @@ class FederatedOrchestrator:
     def _set_up(self, worker: Worker) -> None:
         """Check the worker and its data, and compute the algorithm's initial state."""
         self.worker, self.data, self.engine.fits = worker, worker.data, self.rounds * self.clients_per_round
-        self.scored = self.evaluation.chosen(self.clients, self.seed)
         worker.check()
         self.record.set_data(self.data, self.worker.device)
         self.engine.check(worker)
-        self.lr_scales = LRScales(self.round_lr_scheduler, self.rounds)
-        backbone, classes, clients = self.worker.template.backbone, self.data.data.num_classes, self.clients
-        self.algorithm.samples = [self.worker.samples(client) for client in range(clients)]
-        with blame("algorithm"):
-            self.state = self.algorithm.initial_state(backbone, classes, clients, generator(self.seed, Stream.RUN))
+        self.algorithm.samples = [worker.samples(client) for client in range(self.clients)]
+        scales = LRScales(self.round_lr_scheduler, self.rounds)
+        self.server = Server(self.algorithm, self.clients, self.clients_per_round, self.seed, self.memory, scales)
+        self.server.start(worker.template.backbone, self.data.data.num_classes)
+        self.evaluator = Evaluator(self.evaluation, self.rounds, self.engine, worker, self.server)
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:
         kinds = [type(kind).__name__ for kind in (self.algorithm, self.scenario.dataset, self.scenario.partition)]

@@ -81,11 +81,11 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
     head = {"head.weight", "head.bias"}
     kept = head | (statistics if buffers == "local" else set())
     shared = entries.keys() - kept - (statistics if buffers != "average" else set())
-    assert run.state["model"].keys() == shared == run.download(4, 0).section("model").keys()
+    assert run.state["model"].keys() == shared == run.server.download(4, 0).section("model").keys()
     trained = [client for client in range(6) if run.memory.get(client, {})]
     assert trained
     assert all(run.memory[client]["personal"].keys() == kept for client in trained)
-    client = run.participants(3)[0]
+    client = run.server.participants(3)[0]
     module = run.worker.received(task_of_round(run, 4, client)).backbone.state_dict()
     assert same_bytes({name: module[name] for name in kept}, run.memory[client]["personal"])
     assert same_bytes({name: module[name] for name in shared}, run.state["model"])
@@ -94,7 +94,7 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
 def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
     run = experiment(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
     run.fit()
-    client = next(k for k in range(6) if k not in run.participants(1))
+    client = next(k for k in range(6) if k not in run.server.participants(1))
     head = run.worker.received(task_of_round(run, 2, client)).backbone.head
     assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
 
@@ -182,7 +182,7 @@ def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients)
     plain.fit()
     run.fit()
     assert same_bytes(plain.state["model"], run.state["model"])
-    for client in run.participants(3):
+    for client in run.server.participants(3):
         labels = run.data.data.y_train[run.data.shards[client].test]
         with (run.run_dir / "clients.csv").open(newline="") as file:
             lines = [line for line in csv.DictReader(file) if line["client"] == str(client) and line["round"] == "3"]
@@ -216,9 +216,9 @@ def test_a_method_may_decide_how_many_take_part(tmp_path):
         seen = [int(line["round"]) for line in csv.DictReader(file)]
     assert [seen.count(round) for round in (1, 2, 3)] == [2, 3, 4]
     rng = generator(run.seed, Stream.PARTICIPANTS, 4)
-    assert run.participants(4) == sorted(rng.choice(6, 5, replace=False).tolist())
+    assert run.server.participants(4) == sorted(rng.choice(6, 5, replace=False).tolist())
 
 
 def test_with_the_usual_cohort_participants_are_those_of_any_method(tmp_path):
     one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", partial(OwnHead)())
-    assert [one.participants(r) for r in range(5)] == [other.participants(r) for r in range(5)]
+    assert [one.server.participants(r) for r in range(5)] == [other.server.participants(r) for r in range(5)]

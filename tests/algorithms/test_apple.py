@@ -196,7 +196,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     ratios = {k: first.clone() for k in range(n)}
     for round in range(1, 5):
         seen = copy.deepcopy(cores)
-        for k in run.participants(round):
+        for k in run.server.participants(round):
             x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
             theirs = [cores[k] if j == k else seen[j] for j in range(n)]
             for _ in range(2):
@@ -216,7 +216,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
         held = tensors_to_message(memory[apple.CORE]).section("model")
         torch.testing.assert_close([held[name] for name in names], cores[k], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(memory[apple.RATIOS]["values"], ratios[k], rtol=1e-9, atol=1e-9)
-        for j, message in unbundle(run.download(5, k)):
+        for j, message in unbundle(run.server.download(5, k)):
             assert j != k
             assert same_bytes(message.section("model"), tensors_to_message(run.memory[j][apple.CORE]).section("model"))
         own = run.client_module(k).backbone
@@ -229,7 +229,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
 def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
     run = experiment(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
     run.fit()
-    task = task_of_round(run, 3, run.participants(1)[0])
+    task = task_of_round(run, 3, run.server.participants(1)[0])
     module = run.worker.received(task)
     result = run.worker.run(task)
     sent = result.upload.section("model")

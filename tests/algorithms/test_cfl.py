@@ -174,9 +174,9 @@ def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
     parameters = [name for name, _ in plain.worker.template.backbone.named_parameters()]
     for round in range(1, rounds + 1):
         ends, deltas = {}, {}
-        for client in plain.participants(round):
+        for client in plain.server.participants(round):
             cluster = next(c for c, members in groups.items() if client in members)
-            result = plain.worker.run(plain._task(round, client, Message.pack({"model": models[cluster]})))
+            result = plain.worker.run(plain.server.task(round, client, Message.pack({"model": models[cluster]})))
             ends[client] = result.upload.section("model")
             deltas[client] = torch.cat(
                 [(ends[client][n].double() - models[cluster][n].double()).flatten() for n in parameters]
@@ -215,7 +215,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, per_round):
         for name, value in models[cluster].items():
             torch.testing.assert_close(run.state[f"cluster_{cluster}"][name], value, rtol=1e-5, atol=1e-6)
         for client in members:
-            sent = run.download(rounds + 1, client).section("model")
+            sent = run.server.download(rounds + 1, client).section("model")
             assert same_bytes(sent, run.state[f"cluster_{cluster}"])
     for client, wanted in last.items():
         torch.testing.assert_close(run.memory[client]["last_update"]["update"], wanted.float(), rtol=1e-4, atol=1e-5)

@@ -229,8 +229,8 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
         weight = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in shared.items()}
         seen = []
-        ended, run.state = run.state, {CRITICAL: {"participants": torch.tensor(participants)}}
-        clients, run.state = run.participants(round), ended
+        ended, run.server.state = run.state, {CRITICAL: {"participants": torch.tensor(participants)}}
+        clients, run.server.state = run.server.participants(round), ended
         assert len(clients) == participants
         for client in clients:
             own = run.data.shards[client].train

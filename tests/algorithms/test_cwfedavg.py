@@ -391,11 +391,11 @@ def test_what_many_are_sent_is_what_each_is_sent_alone(tmp_path, method):
     run = experiment(tmp_path, method, **SHORT)
     run.fit()
     for clients in (range(6), [4, 1]):
-        for client, together in zip(clients, run.downloads(3, clients), strict=True):
+        for client, together in zip(clients, run.server.downloads(3, clients), strict=True):
             alone = method.download(run.state, client, generator(run.seed, Stream.DOWNLOAD, 3, client))
             assert same_bytes(together.tensors, alone.tensors)
             assert together.numbers == alone.numbers
-            assert run.download(3, client).numbers == alone.numbers
+            assert run.server.download(3, client).numbers == alone.numbers
 
 
 # --- Runs ---
@@ -420,7 +420,7 @@ def test_round_ones_download_is_the_initial_weights_bit_for_bit(tmp_path, distri
     run.load()
     initial = dict(run.worker.template.backbone.state_dict())
     for client in range(6):
-        assert same_bytes(run.download(1, client).section("model"), initial)
+        assert same_bytes(run.server.download(1, client).section("model"), initial)
 
 
 @pytest.mark.parametrize("distribution", ["weights", "true"])
@@ -446,7 +446,7 @@ def test_a_run_sends_everybody_what_the_explicit_equations_say(tmp_path, distrib
                 class_models[j] = mixed([m / sum(mass) for m in mass], models)
     for client in range(6):
         start = mixed(known[client], class_models)
-        assert_equals(run.download(run.round + 1, client).section("model"), start)
+        assert_equals(run.server.download(run.round + 1, client).section("model"), start)
 
 
 @pytest.mark.parametrize("distribution", ["weights", "true"])
@@ -478,7 +478,7 @@ def test_each_step_adds_wdr_to_the_gradient(tmp_path):
     run = experiment(tmp_path, CwFedAvg(lam), **options)
     run.fit()
     local = copy.deepcopy(run.worker.template.backbone)
-    own = run.data.shards[run.participants(1)[0]].train
+    own = run.data.shards[run.server.participants(1)[0]].train
     x, y = run.data.data.x_train[own], run.data.data.y_train[own]
     shares = [int((y == j).sum()) / len(y) for j in range(10)]
     for _ in range(3):
@@ -518,7 +518,7 @@ def test_mixed_precision_runs_and_stays_finite(tmp_path):
     run = experiment(tmp_path, CwFedAvg(), **SHORT | {"trainer": trainer})
     run.fit()
     for client in range(6):
-        for value in run.download(3, client).section("model").values():
+        for value in run.server.download(3, client).section("model").values():
             assert value.dtype == torch.float32
             assert torch.isfinite(value).all()
     assert 0 < run.csv.rows[-1]["client/train_wdr"] < 10 * math.sqrt(2)
@@ -544,7 +544,7 @@ def test_the_variants_of_table_1_differ(tmp_path):
     for name, method in variants.items():
         run = experiment(tmp_path / name, method, **SHORT)
         run.fit()
-        starts[name] = [run.download(3, client).section("model") for client in run.participants(2)]
+        starts[name] = [run.server.download(3, client).section("model") for client in run.server.participants(2)]
         assert not same_bytes(starts[name][0], starts[name][1])  # personal
     names = list(variants)
     for i, one in enumerate(names):
@@ -568,7 +568,7 @@ def test_class_wise_averaging_works_with_fedskcs_contrastive_loss(tmp_path):
     for name, method in methods.items():
         run = experiment(tmp_path / name, method, **SHORT)
         run.fit()
-        download = run.download(3, 0)
+        download = run.server.download(3, 0)
         starts[name] = download.section("model")
         assert bool(download.section("structural")) == (name != "alone")
     assert same_bytes(starts["parts"], starts["whole"])
@@ -636,7 +636,7 @@ def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
         assert set(upload.message.section("model")) == parameters
         assert set(run.memory[upload.client]["personal"]) == statistics
         module = run.worker.module()
-        run.algorithm.receive(module, run.download(3, upload.client), run.memory[upload.client])
+        run.algorithm.receive(module, run.server.download(3, upload.client), run.memory[upload.client])
         assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["personal"])
 
 

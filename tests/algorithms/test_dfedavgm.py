@@ -49,7 +49,7 @@ def test_of_a_ring_they_are_a_third_of_everybody_one_share_each():
 
 def mixed(run, client, round):
     """The model that a client starts a round from, and what it mixed it from."""
-    module = run.worker.received(run._task(round, client, run.download(round, client)))
+    module = run.worker.received(run.server.task(round, client, run.server.download(round, client)))
     return module.backbone.state_dict()
 
 
@@ -128,10 +128,10 @@ def test_alone_is_alone_bit_for_bit_whatever_the_weights(tmp_path):
 def test_peers_that_are_drawn_count_all_the_same(tmp_path):
     run = experiment(tmp_path, DFedAvgM(n_com=2, graph=Ring(2)), rounds=1, **ALL)
     run.fit()
-    message = run.download(2, 0)
+    message = run.server.download(2, 0)
     assert sorted(v for name, v in message.numbers.items() if name.endswith("/weight")) == [1 / 3, 1 / 3]
     peers = [int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers if name.endswith("/weight")]
-    x = run.worker.received(run._task(1, 0, message)).backbone.state_dict()
+    x = run.worker.received(run.server.task(1, 0, message)).backbone.state_dict()
     z = [model_of(published(run, k)[0]) for k in (0, *peers)]
     for name in x:
         torch.testing.assert_close(x[name], torch.stack([one[name] for one in z]).double().mean(0).float())

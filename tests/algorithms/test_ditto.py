@@ -82,7 +82,7 @@ def test_rounds_by_hand(tmp_path):
     x, y = run.data.data.x_train, run.data.data.y_train
     for round in range(1, rounds + 1):
         trained, weights = [], []
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             w, v = copy.deepcopy(shared), own.setdefault(client, copy.deepcopy(initial))
             index = run.data.shards[client].train
             batches = Batches(x, y, index, 32, derive(0, Stream.BATCHES, round, client))
@@ -134,7 +134,7 @@ def test_the_own_model_is_what_is_measured(tmp_path, clients):
     run = experiment(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))
     run.fit()
     scores = []
-    for client in run.participants(1) if clients == "trained" else range(6):
+    for client in run.server.participants(1) if clients == "trained" else range(6):
         net = copy.deepcopy(run.worker.template.backbone).eval()
         if client in run.memory:
             net.load_state_dict(run.memory[client]["personal_model"])

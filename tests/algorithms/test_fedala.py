@@ -183,7 +183,7 @@ def test_no_learning_rate_is_fedavg_but_for_rounding(tmp_path):
 def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(tmp_path):
     run = experiment(tmp_path, FedALA(layers=3), model=NormMLP, rounds=1, **RECEIVED)
     run.fit()
-    trained, fresh = run.participants(1), [k for k in range(6) if k not in run.participants(1)]
+    trained, fresh = run.server.participants(1), [k for k in range(6) if k not in run.server.participants(1)]
     assert sorted(run.memory) == trained
     assert all(set(run.memory[k]) == {ala.LOCAL} for k in trained)  # round 1 has nothing to mix
     for k in (trained[0], fresh[0]):  # who has not trained yet mixes with the initial model

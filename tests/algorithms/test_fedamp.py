@@ -99,7 +99,7 @@ def test_lam_zero_is_training_alone_bit_for_bit(tmp_path, kind):
 
 
 def clouds(run, round=3):
-    return {k: run.download(round, k).section("cloud") for k in range(6)}
+    return {k: run.server.download(round, k).section("cloud") for k in range(6)}
 
 
 def test_a_wide_sigma_leaves_every_client_its_own_model(tmp_path):
@@ -133,7 +133,7 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
     )
     run._build()
     run._begin(None, None, None)
-    assert run.download(1, 0).nbytes == 0
+    assert run.server.download(1, 0).nbytes == 0
     own = {k: run.worker.template.backbone.state_dict() for k in range(6)}
     x, y = run.data.data.x_train, run.data.data.y_train
     for round in (1, 2):
@@ -165,17 +165,17 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
 def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_path):
     run = experiment(tmp_path, FedAMP(sigma=100.0), rounds=1, clients_per_round=2)
     run.fit()
-    late = next(k for k in range(6) if k not in run.participants(1))
-    cloud, start = run.download(2, late).section("cloud"), run.worker.template.backbone.state_dict()
+    late = next(k for k in range(6) if k not in run.server.participants(1))
+    cloud, start = run.server.download(2, late).section("cloud"), run.worker.template.backbone.state_dict()
     assert cloud.keys() == start.keys()
     assert not same_bytes(cloud, start)
-    others = [run.memory[k]["uploaded"] for k in run.participants(1)]
+    others = [run.memory[k]["uploaded"] for k in run.server.participants(1)]
     squares = [sum(float((start[n].double() - o[n].double()).square().sum()) for n in start) for o in others]
     shares = [math.exp(-square / 100) / 100 for square in squares]
     for n, value in start.items():
         mixed = sum(share * o[n].double() for share, o in zip(shares, others, strict=True))
         torch.testing.assert_close(cloud[n].double(), (1 - sum(shares)) * value.double() + mixed, rtol=1e-6, atol=1e-7)
-    module = run.worker.received(run._task(1, late, run.download(2, late)))
+    module = run.worker.received(run.server.task(1, late, run.server.download(2, late)))
     assert same_bytes(module.backbone.state_dict(), start)
     module.on_fit_start()
     term = module.loss_terms[0]
@@ -187,8 +187,8 @@ def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_
 def test_statistics_of_batchnorm_stay_at_home(tmp_path):
     run = experiment(tmp_path, FedAMP(sigma=100.0), model=NormMLP, rounds=2)
     run.fit()
-    client = run.participants(2)[0]
-    assert not [name for name in run.download(3, client).tensors if "running" in name or "num_batches" in name]
+    client = run.server.participants(2)[0]
+    assert not [name for name in run.server.download(3, client).tensors if "running" in name or "num_batches" in name]
     module = run.client_module(client)
     kept = run.memory[client]
     both = kept["uploaded"] | kept["personal"]
@@ -226,6 +226,6 @@ def test_bad_options_are_named(kind, options, message):
 def test_nothing_but_own_weights_goes_up(tmp_path):
     run = experiment(tmp_path, FedAMP(), rounds=1)
     run.fit()
-    result = run.worker.run(run._task(1, 0, Message()))
+    result = run.worker.run(run.server.task(1, 0, Message()))
     assert set(result.upload.numbers) == {"n_samples"}
     assert {name.split("/")[0] for name in result.upload.tensors} == {"model"}

@@ -114,7 +114,7 @@ def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
     assert same_bytes(
         dict(one.worker.template.backbone.state_dict()), dict(other.worker.template.backbone.state_dict())
     )
-    assert [one.participants(r) for r in range(1, 9)] == [other.participants(r) for r in range(1, 9)]
+    assert [one.server.participants(r) for r in range(1, 9)] == [other.server.participants(r) for r in range(1, 9)]
 
 
 @pytest.mark.parametrize("buffers", ["local", "drop"])
@@ -123,7 +123,7 @@ def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
     run.fit()
     backbone = run.worker.template.backbone
     names = set(dict(backbone.named_buffers()))
-    assert set(run.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
+    assert set(run.server.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
     kept = [set(memory.get("personal", {})) for memory in run.memory.values()]
     assert all(own == (names if buffers == "local" else set()) for own in kept)
     assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())
@@ -134,7 +134,7 @@ def test_local_buffers_come_back_to_their_client(tmp_path):
     run.fit()
     (client,) = run.memory
     module = run.worker.module()
-    run.algorithm.receive(module, run.download(run.round + 1, client), run.memory[client])
+    run.algorithm.receive(module, run.server.download(run.round + 1, client), run.memory[client])
     own = dict(module.backbone.named_buffers())
     assert same_bytes({name: own[name] for name in own}, run.memory[client]["personal"])
     assert all(int(value) > 0 for name, value in own.items() if name.endswith("num_batches_tracked"))

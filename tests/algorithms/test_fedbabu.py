@@ -65,7 +65,7 @@ def test_a_fit_by_hand(tmp_path):
     run = experiment(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
     run.fit()
     net = copy.deepcopy(run.worker.template.backbone)
-    own = run.data.shards[run.participants(1)[0]].train
+    own = run.data.shards[run.server.participants(1)[0]].train
     x, y = run.data.data.x_train[own], run.data.data.y_train[own]
     body = list(net.encoder.parameters())
     momentum = [torch.zeros_like(p) for p in body]

@@ -127,7 +127,7 @@ def by_hand(run, gamma, cumulative, plus):
     models, sums, counts = {}, {}, {}
     teacher, known = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bool)
     for round in range(1, run.rounds + 1):
-        heard, participants = [], run.participants(round)
+        heard, participants = [], run.server.participants(round)
         for k in participants:
             x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
             model = models[k] = copy.deepcopy(start) if plus else models.get(k, copy.deepcopy(start))

@@ -187,17 +187,17 @@ def test_the_chance_to_explore_falls_each_round(monkeypatch, rounds, chance):
 def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path):
     run = experiment(tmp_path, FedFomo(models=3), rounds=2)
     run.fit()
-    trained = {k for round in (1, 2) for k in run.participants(round)}
+    trained = {k for round in (1, 2) for k in run.server.participants(round)}
     assert len(trained) < 6 or run.state[fomo.AFFINITY]["trained"].all()
     for client in range(6):
-        sent = fomo.unbundle(run.download(3, client))
+        sent = fomo.unbundle(run.server.download(3, client))
         assert len(sent) == min(3, len(trained - {client}))
         assert {j for j, _ in sent} <= trained - {client}
         for j, message in sent:
             last = run.worker.algorithm.public
             held = fomo.tensors_to_message(run.memory[j][last]).section("model")
             assert same_bytes(message.section("model"), held)
-    assert "model" not in [name.split("/")[0] for name in run.download(3, 0).tensors]
+    assert "model" not in [name.split("/")[0] for name in run.server.download(3, 0).tensors]
 
 
 # --- Runs ---

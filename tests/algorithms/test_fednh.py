@@ -171,7 +171,7 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
     shared = {k: v.clone() for k, v in net.state_dict().items()}
     for round in (1, 2):
         ends, sums, counts = [], torch.zeros(10, 16), torch.zeros(10)
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             own = run.data.shards[client].train
             net.load_state_dict(shared)
             net.train()

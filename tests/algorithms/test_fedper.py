@@ -48,7 +48,7 @@ def test_a_round_by_hand(tmp_path, personal, begin):
     own = {}
     for round in range(1, 4):
         states, weights = [], []
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             task = task_of_round(run, round, client)
             module = run.worker.received(task)
             module.backbone.load_state_dict(shared | own.get(client, initial))

@@ -143,7 +143,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     values, known = torch.zeros(10, 16), [False] * 10
     for round in (1, 2, 3):
         sent = []
-        for k in run.participants(round):
+        for k in run.server.participants(round):
             x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
             model = models[k]
             for _ in range(2):

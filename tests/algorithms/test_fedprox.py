@@ -32,7 +32,7 @@ def test_each_step_adds_mu_times_the_distance_to_the_gradient(tmp_path):
     run.fit()
     local = copy.deepcopy(run.worker.template.backbone)
     start = [p.detach().clone() for p in local.parameters()]
-    own = run.data.shards[run.participants(1)[0]].train
+    own = run.data.shards[run.server.participants(1)[0]].train
     for _ in range(3):
         gradients = torch.autograd.grad(
             F.cross_entropy(local(run.data.data.x_train[own]), run.data.data.y_train[own]), list(local.parameters())

@@ -66,7 +66,7 @@ def test_a_fit_by_hand(tmp_path):
     net = copy.deepcopy(run.worker.template.backbone).train()
     seed_everything(0, Stream.TRAINING, 1, 2)
     momentum = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    batches = run.worker.batches(Task(1, 2, run.download(1, 2), {}))
+    batches = run.worker.batches(Task(1, 2, run.server.download(1, 2), {}))
     for epoch in range(3):
         phase = "head." if epoch < 2 else "encoder."
         net.encoder.train(phase == "encoder.")

@@ -161,4 +161,4 @@ def test_a_client_with_nobody_to_hear_collects_nothing(tmp_path):
     algorithm = PeerAlgorithm(graph=Adjacency(str(tmp_path / "graph.txt")))
     run = experiment(tmp_path / "run", algorithm, scenario=digits(3), clients_per_round=3, rounds=2)
     run.fit()
-    assert [run.download(3, client).nbytes > 0 for client in range(3)] == [True, False, True]
+    assert [run.server.download(3, client).nbytes > 0 for client in range(3)] == [True, False, True]

@@ -69,7 +69,7 @@ def test_identical_starts_let_everybody_choose_the_first(tmp_path):
     run.state |= {f"cluster_{j}": start for j in range(3)}
     run._run_round(1)
     assert run.state["choices"]["cluster"].tolist() == [0] * 4
-    assert run.state["choices"]["client"].tolist() == run.participants(1)
+    assert run.state["choices"]["client"].tolist() == run.server.participants(1)
     assert all(same_bytes(run.state[f"cluster_{j}"], start) for j in (1, 2))
     assert same_bytes(run.state["cluster_0"], run.state["model"])
 
@@ -85,7 +85,7 @@ def by_hand(run, k, rounds, shared=()):
     plain._build()
     for round in range(1, rounds + 1):
         groups, everybody = {}, []
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             own = run.data.shards[client].train
             losses = []
             for model in models:
@@ -95,7 +95,7 @@ def by_hand(run, k, rounds, shared=()):
                 losses.append(float(F.cross_entropy(logits, run.data.data.y_train[own])))
             cluster = losses.index(min(losses))
             chosen.append((round, client, cluster))
-            task = plain._task(round, client, Message.pack({"model": models[cluster]}))
+            task = plain.server.task(round, client, Message.pack({"model": models[cluster]}))
             trained = plain.worker.run(task).upload.section("model")
             groups.setdefault(cluster, []).append((len(own), trained))
             everybody.append((len(own), trained))

@@ -41,7 +41,7 @@ def test_each_client_goes_on_from_its_own_model_alone(tmp_path, model):
     run.fit()
     data, expected = run.data, {}
     for round in range(1, 4):
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             net = expected.setdefault(client, copy.deepcopy(run.worker.template.backbone)).train()
             seed_everything(0, Stream.TRAINING, round, client)
             order = derive(0, Stream.BATCHES, round, client)

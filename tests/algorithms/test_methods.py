@@ -39,7 +39,7 @@ def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name
     whole = experiment(tmp_path / "whole", method(), rounds=2, **options)
     whole.fit()
     assert (whole.data.class_counts() == 0).any()
-    first, second = (set(whole.participants(round)) for round in (1, 2))
+    first, second = (set(whole.server.participants(round)) for round in (1, 2))
     assert first & second
     assert first ^ second
     experiment(tmp_path / "parts", method(), rounds=1, **options).fit()

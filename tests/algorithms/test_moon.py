@@ -134,7 +134,7 @@ def test_a_run_by_hand(tmp_path):
     came_back = came_late = 0
     for round in range(1, rounds + 1):
         ends, sizes = [], []
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             came_back += client in last
             came_late += round > 1 and client not in last
             local, own, previous = copy.deepcopy(model), run.data.shards[client].train, last.get(client, model)

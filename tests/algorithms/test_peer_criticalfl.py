@@ -94,9 +94,9 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
     run = experiment(tmp_path, algorithm, rounds=2, **options)
     run.fit()
     client = 3
-    before = publication(run._visible, client)
+    before = publication(run.server.visible_state, client)
     assert before.numbers["peers"] == 6  # 2, doubled after each round, up to 0.75 of 8
-    download = run.download(3, client)
+    download = run.server.download(3, client)
     peers = unbundle(download)
     assert len(peers) == 6
     task = task_of_round(run, 3, client)
@@ -130,8 +130,8 @@ def test_when_the_norms_no_longer_grow_fewer_are_heard_and_whole(tmp_path):
     run.fit()
     for client in range(6):
         assert not bool(run.memory[client][DETECTOR]["critical"])
-        assert publication(run._visible, client).numbers["peers"] == 1
-        assert not publication(run._visible, client).section("changed")
+        assert publication(run.server.visible_state, client).numbers["peers"] == 1
+        assert not publication(run.server.visible_state, client).section("changed")
 
 
 @pytest.mark.parametrize(

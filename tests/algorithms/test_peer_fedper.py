@@ -35,11 +35,11 @@ def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
     assert "global/acc" not in run.csv.rows[-1]
     heads = []
     for client in range(6):
-        message = run.download(4, client)
+        message = run.server.download(4, client)
         assert not [name for name in message.tensors if "head." in name]
         tensors, _ = published(run, client)
         assert not [name for name in tensors if "head." in name]
-        module = run.worker.received(run._task(3, client, message))
+        module = run.worker.received(run.server.task(3, client, message))
         now = module.backbone.state_dict()
         kept = run.memory[client]["personal"]
         assert kept.keys() == {"head.weight", "head.bias"}
@@ -54,7 +54,7 @@ def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
 def test_any_layers_can_be_personal(tmp_path):
     run = experiment(tmp_path, PeerFedPer(personal=["encoder"]), rounds=1)
     run.fit()
-    names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
+    names = {name.split("/")[-1] for name in run.server.download(2, 0).tensors}
     assert names == {"head.weight", "head.bias"}
 
 
@@ -62,7 +62,7 @@ def test_a_part_is_a_whole_name_and_one_that_is_not_there_is_refused(tmp_path):
     deep = partial(MLP, hidden=(8,) * 6)
     run = experiment(tmp_path / "there", PeerFedPer(personal=["encoder.1"]), model=deep, rounds=1)
     run.fit()
-    names = {name.split("/")[-1] for name in run.download(2, 0).tensors}
+    names = {name.split("/")[-1] for name in run.server.download(2, 0).tensors}
     assert "encoder.11.weight" in names
     assert not any(name.startswith("encoder.1.") for name in names)
     missing = experiment(tmp_path / "missing", PeerFedPer(personal=["encoder.1", "hea"]))
@@ -74,6 +74,6 @@ def test_a_part_is_a_whole_name_and_one_that_is_not_there_is_refused(tmp_path):
 def test_statistics_go_where_they_are_told(tmp_path, buffers):
     run = experiment(tmp_path, PeerFedPer(buffers=buffers), model=NormMLP, rounds=2, clients_per_round=6)
     run.fit()
-    crossed = {name.split("/")[-1] for name in run.download(3, 0).tensors}
+    crossed = {name.split("/")[-1] for name in run.server.download(3, 0).tensors}
     assert ("encoder.2.running_mean" in crossed) == (buffers == "average")
     assert ("encoder.2.running_mean" in run.memory[0]["personal"]) == (buffers == "local")

@@ -135,13 +135,13 @@ def test_bytes_of_a_bundle_are_those_of_its_messages():
 def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
     run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
     run.fit()
-    drawn = {(r, k): peers_in(run.download(r, k)) for r in range(2, 302) for k in range(K)}
+    drawn = {(r, k): peers_in(run.server.download(r, k)) for r in range(2, 302) for k in range(K)}
     assert all(len(set(peers)) == 2 and k not in peers for (_, k), peers in drawn.items())
     for k in range(K):
         counts = np.bincount(np.concatenate([drawn[r, k] for r in range(2, 302)]), minlength=K)
         np.testing.assert_allclose(np.delete(counts, k) / 300, 2 / (K - 1), atol=0.13)  # 4.6 standard deviations
     assert any(drawn[r, 0] != drawn[r, 1] for r in range(2, 12) if {0, 1}.isdisjoint(drawn[r, 0] + drawn[r, 1]))
-    assert {key: peers_in(run.download(*key)) for key in list(drawn)[:20]} == dict(list(drawn.items())[:20])
+    assert {key: peers_in(run.server.download(*key)) for key in list(drawn)[:20]} == dict(list(drawn.items())[:20])
 
 
 @pytest.mark.parametrize("n_com", [None, 1, 3])
@@ -150,7 +150,7 @@ def test_only_linked_peers_are_heard(tmp_path, n_com):
     run.fit()
     for client in range(K):
         around = {(client - 1) % K, (client + 1) % K}
-        drawn = [set(peers_in(run.download(round, client))) for round in range(2, 22)]
+        drawn = [set(peers_in(run.server.download(round, client))) for round in range(2, 22)]
         assert set.union(*drawn) == around
         assert all(len(peers) == (1 if n_com == 1 else 2) for peers in drawn)
 
@@ -243,13 +243,13 @@ def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
     for round in (1, 2, 3):
         for client in everybody:
             kept = same_bytes(states[round - 1][client], states[round][client])
-            assert kept == (client not in run.participants(round))
+            assert kept == (client not in run.server.participants(round))
 
 
 def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
     probe = experiment(tmp_path / "probe", PeerAlgorithm())
     probe.load()
-    victim = probe.participants(2)[0]
+    victim = probe.server.participants(2)[0]
     trouble = Trouble(2, len(probe.data.shards[victim].train))
     method, options = partial(PeerAlgorithm, 2, loss_terms=[trouble]), {"on_client_failure": "drop"}
     runs = [experiment(tmp_path / str(rounds), method(), rounds=rounds, **options) for rounds in (1, 2)]
@@ -258,7 +258,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
         runs[1].fit()
     for client in range(K):
         kept = same_bytes(*(published(run, client)[0] for run in runs))
-        assert kept == (client == victim or client not in probe.participants(2))
+        assert kept == (client == victim or client not in probe.server.participants(2))
     assert runs[1].csv.rows[1]["client/failed"] == 1
 
 
@@ -394,11 +394,11 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
 def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
     run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
     run.fit()
-    scored = run.participants(2) if clients == "trained" else range(K)
+    scored = run.server.participants(2) if clients == "trained" else range(K)
     own = client_series(tmp_path, 2)
     assert {name for name in own if name.endswith("/acc")} == {f"client_{k}/acc" for k in scored}
     for client in scored:
-        group = [client, *peers_in(run.download(3, client))] if clients == "received" else [client]
+        group = [client, *peers_in(run.server.download(3, client))] if clients == "received" else [client]
         models, samples = zip(*(published(run, k) for k in group), strict=True)
         module = run.worker.module()
         module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
@@ -459,8 +459,8 @@ def test_a_spawned_process_gives_the_same_bytes(tmp_path):
         for name, method in METHODS.items():
             run = experiment(tmp_path / name, method(), model=NormMLP, rounds=2)
             run.fit()
-            client = run.participants(2)[0]
-            task = Task(3, client, run.download(3, client), run.memory[client], lr_scale=0.5, evaluate=True)
+            client = run.server.participants(2)[0]
+            task = Task(3, client, run.server.download(3, client), run.memory[client], lr_scale=0.5, evaluate=True)
             here = run.worker.run(task)
             there = pickle.loads(pool.apply(run_pickled, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
             assert here.failure is None

@@ -175,7 +175,7 @@ def test_a_run_is_algorithm_1_by_hand(tmp_path):
     seen = []
     for round in range(1, rounds + 1):
         lr, moves, changes = rate * 0.9 ** (round - 1), [], []
-        for client in run.participants(round):
+        for client in run.server.participants(round):
             local, mine = copy.deepcopy(model), run.data.shards[client].train
             for _ in range(steps):
                 gradients = torch.autograd.grad(F.cross_entropy(local(x[mine]), y[mine]), list(local.parameters()))

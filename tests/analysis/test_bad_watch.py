@@ -508,8 +508,8 @@ def test_only_clients_that_are_scored_have_an_accuracy(tmp_path):
     one = experiment(tmp_path, evaluation=evaluation)
     one._build()
     scored = {name for name in round_metrics(one) if re.fullmatch(r"client_.+/acc", name)}
-    assert scored == {f"client_{client}/acc" for client in one.scored}
-    unscored = min({*range(6)} - {*one.scored})
+    assert scored == {f"client_{client}/acc" for client in one.evaluator.scored}
+    unscored = min({*range(6)} - {*one.evaluator.scored})
     for monitor, words in {
         f"client_{unscored}/acc": "others like it there are; a client that is not scored, or holds",
         f"client_{unscored}/ac": "did you mean client_<id>/acc?",

@@ -15,19 +15,19 @@ from fl_lightning.core.errors import ConfigError
 def test_the_meter_counts_every_message_and_goes_on_after_a_resume(tmp_path):
     run = experiment(tmp_path, rounds=2)
     sizes = []
-    task, upload = run._task, run.algorithm.upload
+    download, upload = run.algorithm.download, run.algorithm.upload
 
-    def sent(*args, **options):
-        made = task(*args, **options)
-        sizes.append(made.download.nbytes)
-        return made
+    def sent(*args):
+        message = download(*args)
+        sizes.append(message.nbytes)
+        return message
 
     def answered(*args):
         message = upload(*args)
         sizes.append(message.nbytes)
         return message
 
-    run._task, run.algorithm.upload = sent, answered
+    run.algorithm.download, run.algorithm.upload = sent, answered
     run.fit()
     assert run.csv.rows[-1]["comm/total_bytes"] == sum(sizes)
     assert sum(run.csv.rows[0][f"comm/{way}_bytes"] for way in ("up", "down")) == sum(sizes[:8])

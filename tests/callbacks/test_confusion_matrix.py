@@ -61,7 +61,7 @@ def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
 
 def test_only_the_clients_that_are_scored_count(tmp_path):
     run, arrays = drawn(tmp_path, evaluation=Evaluation(max_clients=2), rounds=1)
-    accs = {client: run.test()[f"client_{client}/acc"] for client in run.scored}
+    accs = {client: run.test()[f"client_{client}/acc"] for client in run.evaluator.scored}
     assert len(accs) == 2
     assert arrays["client"] == min(accs, key=accs.get)
 

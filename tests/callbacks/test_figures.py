@@ -85,7 +85,7 @@ def test_class_relations_are_those_of_the_shared_model(tmp_path):
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
 def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, RowNorms(), algorithm())
-    clients = run.participants(3)
+    clients = run.server.participants(3)
     assert arrays["clients"].tolist() == clients
     gaps, p, estimate = [], [], []
     for row, client in enumerate(clients):
@@ -120,9 +120,11 @@ def test_a_knowledge_map_shows_samples_and_the_classes_a_client_holds(tmp_path, 
 
 
 def test_a_knowledge_map_takes_another_client_where_its_own_has_no_part(tmp_path):
-    resting = min({*range(6)} - {*experiment(tmp_path).participants(1)})
+    probe = experiment(tmp_path)
+    probe.load()
+    resting = min({*range(6)} - {*probe.server.participants(1)})
     run, arrays, _ = watched(tmp_path, KnowledgeMap(client=resting), rounds=1)
-    assert arrays["client"] == run.participants(1)[0]
+    assert arrays["client"] == run.server.participants(1)[0]
 
 
 @pytest.mark.fast_cases(1)
@@ -155,7 +157,7 @@ def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
 def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, ClientDrift(), algorithm())
     step = vector(seen.shared[3]) - vector(seen.shared[2])
-    for row, client in enumerate(run.participants(3)):
+    for row, client in enumerate(run.server.participants(3)):
         update = vector(seen.models[3, client]) - vector(seen.starts[3, client])
         cosine = float(update @ step / (update.norm() * step.norm()))
         assert arrays["distance"][row] == pytest.approx(float((update - step).norm()), rel=1e-6)
@@ -168,7 +170,7 @@ def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
 @in_float64
 def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
     run, arrays, seen = watched(tmp_path, AggregationWeights(), algorithm(), model=SIAMESE, rounds=1)
-    clients, weights = run.participants(1), torch.from_numpy(arrays["weights"])
+    clients, weights = run.server.participants(1), torch.from_numpy(arrays["weights"])
     assert arrays["clients"].tolist() == clients
     assert weights.sum(dim=0).numpy() == pytest.approx(1.0)
     total = weights.reshape(len(clients), -1).sum(dim=1)

@@ -204,7 +204,7 @@ KINDS = [
     kind("corrupt npz", [*ARRAYS, "corrupt.npz"], "scenario.dataset.path: corrupt.npz", "Write it with numpy.savez"),
     kind("cut npz", [*ARRAYS, "cut.npz"], "scenario.dataset.path: cut.npz", "Write it with numpy.savez"),
     kind("no npz", [*ARRAYS, "tiny.yaml"], "scenario.dataset.path: tiny.yaml", "Write it with numpy.savez"),
-    kind("npz without a key", [*ARRAYS, "part.npz"], "part.npz: has no x_test, y_test", "it needs x_train, y_train"),
+    kind("npz without a key", [*ARRAYS, "part.npz"], "part.npz: has no x_test, y_test", "It needs x_train, y_train"),
     kind("negative label", [*ARRAYS, "negative.npz"], "y_train holds label -1", "labels count from 0"),
     kind("label no whole number", [*ARRAYS, "float.npz"], "y_test needs float32 numbers as the other labels are"),
     kind("label too large", [*ARRAYS, "good.npz", "--scenario.dataset.num_classes", "3"], "label 3", "num_classes 3"),
@@ -232,7 +232,7 @@ KINDS = [
     kind("no width", [*FIT, "--model.hidden", "[]"], "model.hidden needs at least one width"),
     # Folders
     kind("unwritable run folder", [*FIT, "--run_dir", "tiny.yaml/run"], "tiny.yaml/run cannot be written to"),
-    kind("run_dir holds a run", [*FIT, "--run_dir", "done"], "run_dir: done holds a run already", "resume it"),
+    kind("run_dir holds a run", [*FIT, "--run_dir", "done"], "run_dir: done holds a run already", "Resume it"),
     kind(
         "unwritable --out",
         ["partition", "--config", "tiny.yaml", "--out", "tiny.yaml/x"],
@@ -282,7 +282,7 @@ KINDS = [
         ["fit", "--resume", "cut"],
         "metrics.csv holds 1 of rounds 1 to 3",
         "and so are the 1 before it",
-        "put back",
+        "Restore",
     ),
     kind("test of nothing", ["test", "nowhere"], "nowhere: folder not found"),
     kind("test without a run", ["test"], "run: "),

@@ -206,7 +206,7 @@ def test_what_a_term_keeps_comes_back_to_it_in_its_clients_next_round(tmp_path):
     sent, upload = [], whole.algorithm.upload
     whole.algorithm.upload = lambda *args: sent.append(upload(*args)) or sent[-1]
     whole.fit()
-    parts = [whole.participants(round) for round in range(1, 5)]
+    parts = [whole.server.participants(round) for round in range(1, 5)]
     took_part = {k: sum(k in part for part in parts) for k in range(6)}
     assert max(took_part.values()) > 1
     assert {k: float(kept["term_keeper"]["rounds"]) for k, kept in whole.memory.items()} == {

@@ -38,7 +38,7 @@ def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker,
     run._build()
     if not run.algorithm.server:
         publish(run)
-    return run.worker, task_of_round(run, 1, run.participants(1)[0])
+    return run.worker, task_of_round(run, 1, run.server.participants(1)[0])
 
 
 def ended(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:

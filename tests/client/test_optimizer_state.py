@@ -213,9 +213,9 @@ def test_a_run_that_broke_in_a_round_goes_on_to_the_same_bytes(tmp_path, method,
 def test_a_task_leaves_the_memory_it_was_given_alone(tmp_path):
     one = kept(tmp_path, rounds=1)
     one.fit()
-    client = one.participants(1)[0]
+    client = one.server.participants(1)[0]
     before = copy.deepcopy(one.memory[client])
-    first, second = (one.worker.run(one._task(1, client, one.download(1, client))) for _ in range(2))
+    first, second = (one.worker.run(one.server.task(1, client, one.server.download(1, client))) for _ in range(2))
     assert same_state(one.memory[client], before)
     assert same_state(first.memory, second.memory)
     assert not same_state(first.memory, before)

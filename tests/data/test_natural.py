@@ -521,7 +521,7 @@ def test_all_of_them_take_part_by_default(tmp_path: Path) -> None:
     silent = experiment(tmp_path / "run", scenario=femnist(tmp_path), **NATURAL | {"clients_per_round": None})
     silent.fit()
     assert silent.clients_per_round == 6
-    assert silent.participants(1) == list(range(6))
+    assert silent.server.participants(1) == list(range(6))
     assert {row["client"] for row in rows(tmp_path / "run", "clients.csv")} == set("012345")
 
 

@@ -75,7 +75,7 @@ def test_the_custom_algorithm_weighs_by_loss(tmp_path):
     rng = np.random.default_rng(0)
     start = run.algorithm.initial_state(run.worker.template.backbone, 10, 6, rng)
     mean = RunningMean()
-    for client in run.participants(1):
+    for client in run.server.participants(1):
         result = run.worker.run(Task(1, client, run.algorithm.download(start, client, rng), {}))
         mean.add(result.upload.section("model"), result.losses["loss"])
     for name, value in mean.value().items():

@@ -86,7 +86,7 @@ def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_
     run = experiment(tmp_path, engine="auto", rounds=1)
     run._build()
     run.engine.fits = 1000  # of 10 ms: ten seconds
-    run.engine.run(run.worker, [run._task(1, 0, run.download(1, 0))])
+    run.engine.run(run.worker, [run.server.task(1, 0, run.server.download(1, 0))])
     assert ProcessesEngine not in {engine for engine, _ in tried}
     again = AutoEngine()
     again.fits = 100_000

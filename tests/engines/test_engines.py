@@ -65,7 +65,7 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
 
     run.algorithm.aggregator.fold = watch
     run.fit()
-    clients = run.participants(1)
+    clients = run.server.participants(1)
     assert events == [(what, client) for client in clients for what in ("fit", "fold")]
 
 
@@ -74,8 +74,8 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
 def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
     run.fit()
-    client = run.participants(2)[0]
-    download, memory = run.download(3, client), run.memory.get(client, {})
+    client = run.server.participants(2)[0]
+    download, memory = run.server.download(3, client), run.memory.get(client, {})
     task = Task(3, client, download, memory, lr_scale=0.5, evaluate=True, evaluate_globally=True)
     here = run.worker.run(task)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -132,9 +132,9 @@ def test_each_fit_has_a_module_of_its_own(tmp_path):
 def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
     run = experiment(tmp_path, FedSKC(), rounds=2)
     run.fit()
-    task = task_of_round(run, 2, run.participants(2)[0])
+    task = task_of_round(run, 2, run.server.participants(2)[0])
     first = run.worker.run(task)
-    for other in run.participants(1):
+    for other in run.server.participants(1):
         run.worker.run(task_of_round(run, 1, other))
     assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)
 
@@ -174,7 +174,7 @@ class Momentous(torch.optim.SGD):
 def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
     run._build()
-    tasks = [task_of_round(run, 1, client) for client in run.participants(1)]
+    tasks = [task_of_round(run, 1, client) for client in run.server.participants(1)]
     alone = []
     for task in tasks:
         fresh = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)

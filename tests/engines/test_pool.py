@@ -259,7 +259,7 @@ def started(tmp_path, engine, **options):
     run = experiment(tmp_path, engine=engine, clients_per_round=None, **options)
     run._build()
     clients = range(run.scenario.clients)
-    return run, [run._task(1, k, d) for k, d in zip(clients, run.downloads(1, clients), strict=True)]
+    return run, [run.server.task(1, k, d) for k, d in zip(clients, run.server.downloads(1, clients), strict=True)]
 
 
 def test_the_largest_of_those_taken_goes_first(tmp_path):

@@ -81,7 +81,7 @@ def after(tmp_path: Any, algorithm: Any, rounds: int = 2, **options: Any) -> Any
 def tasks_of(run: Any, clients: Any = None) -> list[Task]:
     """What scores the models that clients would start the next round from."""
     clients = range(run.clients) if clients is None else clients
-    downloads = zip(clients, run.downloads(run.round + 1, clients), strict=True)
+    downloads = zip(clients, run.server.downloads(run.round + 1, clients), strict=True)
     options = {"fit": False, "upload": False, "evaluate": True}
     return [Task(run.round, k, download, run.memory.get(k, {}), **options) for k, download in downloads]
 

@@ -291,10 +291,10 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
     )
     run.fit()
     run.worker.eval_batch_size = 128
-    assert set(run.participants(1)) | set(run.participants(2)) < set(range(6))
+    assert set(run.server.participants(1)) | set(run.server.participants(2)) < set(range(6))
     tasks = {
         client: Task(2, client, download, run.memory.get(client, {}), 1.0, False, False, True, True)
-        for client, download in enumerate(run.downloads(3, range(6)))
+        for client, download in enumerate(run.server.downloads(3, range(6)))
     }
     expected = {client: scored_in_a_fresh_module(run, task) for client, task in tasks.items()}
     row, series = run.csv.rows[-1], client_series(tmp_path, 2)

@@ -134,9 +134,9 @@ def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
 
 def publish(run: FederatedOrchestrator) -> None:
     """Have every client lay its untrained model out, as a run without a server begins."""
-    run._aggregate(0, run._without_training(range(run.clients), repeat(Message()), upload=True))
+    run.server.aggregate(0, run.evaluator.without_training(0, range(run.clients), repeat(Message()), upload=True))
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:
     """What a client is to do in a round that follows the state as it is."""
-    return Task(round, client, run.download(round, client), run.memory.get(client, {}))
+    return Task(round, client, run.server.download(round, client), run.memory.get(client, {}))

@@ -20,7 +20,7 @@ DOUBLE = {"accelerator": "cpu", "precision": "64-true"}
 def tasks(run, round, **options):
     """A task for each client, after however many rounds have run: some have memory, some have not."""
     return [
-        Task(round, client, run.download(round, client), run.memory.get(client, {}), **options)
+        Task(round, client, run.server.download(round, client), run.memory.get(client, {}), **options)
         for client in range(run.scenario.clients)
     ]
 

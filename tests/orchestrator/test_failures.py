@@ -70,7 +70,7 @@ def run_with_bad_upload(tmp_path, **options):
     method = BadUpload()
     run = experiment(tmp_path, method, rounds=1, **options)
     run._build()
-    sizes = {client: len(run.data.shards[client].train) for client in run.participants(1)}
+    sizes = {client: len(run.data.shards[client].train) for client in run.server.participants(1)}
     victim = max(sizes, key=sizes.get)
     assert list(sizes.values()).count(sizes[victim]) == 1
     method.victim = sizes[victim]

@@ -9,6 +9,7 @@ from multiprocessing.util import get_temp_dir
 import numpy as np
 import pytest
 import torch
+import wandb  # noqa: F401 - it makes temporary folders once a process, which are not those of a test
 from commands import TINY, contents, run, tiny
 from experiments import NormMLP, experiment
 from fl_lightning.callbacks import BytesByRound, Checkpointing, ClientDrift, RowNorms
@@ -278,7 +279,7 @@ def test_of_the_data_a_little_is_looked_at(tmp_path):
     options = {"model": Counting, "evaluation": Evaluation("received"), "clients_per_round": None}
     made = experiment(tmp_path, scenario=scenario, **options)
     made.fit(fast=True)
-    assert len(made.scored) == 2
+    assert len(made.evaluator.scored) == 2
     # the first batch of a check, twice, and in each round the global test set and what two clients hold back
     assert 256 <= Counting.seen <= 2 * 128 + 2 * (256 + 2 * 40)
 

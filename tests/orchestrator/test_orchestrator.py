@@ -27,11 +27,14 @@ def accuracy_and_loss(module, x, y):
 
 def test_participants_are_a_uniform_draw_without_replacement(tmp_path):
     run = experiment(tmp_path, clients_per_round=2)
-    drawn = [run.participants(round) for round in range(1, 3001)]
+    run.load()
+    drawn = [run.server.participants(round) for round in range(1, 3001)]
     assert all(len(set(clients)) == 2 and clients == sorted(clients) for clients in drawn)
     shares = np.bincount(np.concatenate(drawn), minlength=6) / 3000
     np.testing.assert_allclose(shares, 2 / 6, atol=0.04)  # 4.6 standard deviations
-    assert experiment(tmp_path, clients_per_round=None).participants(7) == list(range(6))
+    everybody = experiment(tmp_path, clients_per_round=None)
+    everybody.load()
+    assert everybody.server.participants(7) == list(range(6))
 
 
 def test_schedule_over_rounds_is_the_torch_schedule():
@@ -93,7 +96,7 @@ def test_a_bounded_evaluation_scores_the_same_few_clients_in_every_round(tmp_pat
         all_scores = {name: acc for name, acc in both[1][1][round].items() if name.endswith("/acc")}
         scores = {name: acc for name, acc in few[1][round].items() if name.endswith("/acc")}
         assert scores.items() < all_scores.items()
-        assert scores.keys() == {f"client_{client}/acc" for client in few[3].scored}
+        assert scores.keys() == {f"client_{client}/acc" for client in few[3].evaluator.scored}
         assert few[3].csv.rows[round]["client/acc_mean"] == pytest.approx(np.mean(list(scores.values())))
     assert same_bytes(few[2], both[1][2])
     assert {name for name in few[3].test() if name.startswith("client_")} == scores.keys()
@@ -106,7 +109,7 @@ def test_trained_models_are_the_participants_own(tmp_path):
 
     def watch(module, *data):
         loaded = run.data.data
-        client = run.participants(1)[len(trained)]
+        client = run.server.participants(1)[len(trained)]
         own = run.data.shards[client].test
         trained[client] = (
             accuracy_and_loss(module, loaded.x_train[own], loaded.y_train[own])[0],

@@ -206,7 +206,7 @@ def test_a_run_s_state_holds_no_publications(tmp_path, where):
     run.fit()
     assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
     for client, memory in run.memory.items():  # nor do clients who have not trained hold a model each
-        assert any(name.startswith("model/") for name in memory["laid_out"]) == (client in run.participants(1))
+        assert any(name.startswith("model/") for name in memory["laid_out"]) == (client in run.server.participants(1))
 
 
 # --- The writer ---
@@ -355,7 +355,7 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
     for round in (2, 3, 4):
         before, after = files.seen[round - 1 : round + 1]
         assert {name for name in after if name not in before} == {
-            f"client-{client:06d}-round-{round:06d}.safetensors" for client in run.participants(round)
+            f"client-{client:06d}-round-{round:06d}.safetensors" for client in run.server.participants(round)
         }
         assert all(before[name] == after[name] for name in before if name in after)  # not one is written again
 
@@ -368,7 +368,7 @@ def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path, where
     assert (
         there == run.checkpoints.named() == set().union(*(run.checkpoints.files(r) for r in run.checkpoints.rounds()))
     )
-    latest = {k: max(r for r in range(7) if r == 0 or k in run.participants(r)) for k in range(6)}
+    latest = {k: max(r for r in range(7) if r == 0 or k in run.server.participants(r)) for k in range(6)}
     names = {f"clients/client-{k:06d}-round-{r:06d}.safetensors" for k, r in latest.items()}
     assert set(run.checkpoints.files(6)) == names
 

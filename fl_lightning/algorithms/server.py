@@ -1,0 +1,128 @@
+"""The server's side of a run: sampling of participants, downloads, tasks and aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.optimizers import LRScales
+from fl_lightning.core.errors import blame
+from fl_lightning.core.message import Message, Upload
+from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.core.state import State
+from fl_lightning.core.task import Result, Task
+
+
+class ClientStates(Protocol):
+    """Where the clients' states are kept between rounds."""
+
+    def get(self, client: int, default: State, /) -> State:
+        """Return a client's state, or the default if it has none."""
+
+    def put(self, client: int, round: int, memory: State) -> None:
+        """Store a client's state after a round. It becomes visible with `end_round`."""
+
+    def end_round(self) -> None:
+        """Make the states that were stored during the round visible."""
+
+    def with_peers(self, state: State, section: str | None) -> State:
+        """Return the shared state with one section of each client's state as `peer_<k>`."""
+
+
+class Server:
+    """Decide what clients are sent, and turn their uploads into the next shared state.
+
+    For methods without a server it does what the peers' exchange amounts to: every download is then made from what the
+    peers have published.
+
+    Args:
+        algorithm: The federated method.
+        clients: Number of clients.
+        clients_per_round: Number of clients that take part in a round, unless the algorithm chooses another.
+        seed: Seed of the run.
+        memory: The clients' states. They are kept here, but only the client itself and, for `Algorithm.public`, its
+            peers read them.
+        lr_scales: The factor on the clients' learning rates in each round.
+
+    Attributes:
+        state: The shared state after the last finished round.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: int,
+        clients_per_round: int,
+        seed: int,
+        memory: ClientStates,
+        lr_scales: LRScales,
+    ) -> None:
+        self.algorithm, self.clients, self.clients_per_round = algorithm, clients, clients_per_round
+        self.seed, self.memory, self.lr_scales = seed, memory, lr_scales
+        self.state: State = {}
+
+    def start(self, backbone: nn.Module, num_classes: int) -> None:
+        """Set the state before round 1.
+
+        Raises:
+            ConfigError: The algorithm cannot start with this backbone or these clients.
+        """
+        with blame("algorithm"):
+            rng = generator(self.seed, Stream.RUN)
+            self.state = self.algorithm.initial_state(backbone, num_classes, self.clients, rng)
+
+    @property
+    def visible_state(self) -> State:
+        """The shared state and, without a server, what the peers have published."""
+        return self.memory.with_peers(self.state, self.algorithm.public)
+
+    def participants(self, round: int) -> list[int]:
+        """Sample the clients of a round and return their ids in ascending order.
+
+        All methods with the same seed see the same clients, except methods that choose the number of clients from
+        their state.
+        """
+        rng = generator(self.seed, Stream.PARTICIPANTS, round)
+        cohort = self.algorithm.cohort(self.state, self.clients_per_round, self.clients)
+        return sorted(rng.choice(self.clients, cohort, replace=False).tolist())
+
+    def download(self, round: int, client: int) -> Message:
+        """Return the message that a client receives at the start of a round, given the present state."""
+        return next(self.downloads(round, [client]))
+
+    def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
+        """Yield the message for each of these clients, built when it is needed."""
+        for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
+            yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
+
+    def task(
+        self, round: int, client: int, download: Message, *, evaluate: bool = False, on_global: bool = False
+    ) -> Task:
+        """Return the task of a client that trains in a round.
+
+        Args:
+            round: The round.
+            client: The client's id.
+            download: The message it receives.
+            evaluate: Whether to score its model on its own test split.
+            on_global: Whether to score its model on the global test set.
+        """
+        scale = self.lr_scales.of(round)
+        return Task(
+            round, client, download, self.memory.get(client, {}), scale, evaluate=evaluate, evaluate_globally=on_global
+        )
+
+    def aggregate(self, round: int, results: Iterable[Result]) -> None:
+        """Aggregate a round's uploads into the next shared state, and store the clients' states."""
+
+        def uploads() -> Iterator[Upload]:
+            for result in results:
+                assert result.upload
+                self.memory.put(result.client, round, result.memory)
+                yield Upload(result.client, result.upload)
+
+        self.state = self.algorithm.aggregate(self.visible_state, uploads())
+        self.memory.end_round()
