@@ -95,7 +95,7 @@ def epoch(run: FederatedOrchestrator) -> float:
     clock = Clock()
     with lightning_silenced():
         trainer = L.Trainer(max_epochs=2, devices=1, limit_val_batches=0, callbacks=[clock], **quiet)
-        trainer.fit(module, datamodule=ClientDataModule(batches, run.worker.ready_to_train))
+        trainer.fit(module, datamodule=ClientDataModule(batches, run.worker.client_data.ready_to_train))
     return clock.epochs[1]
 
 

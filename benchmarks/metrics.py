@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fl_lightning.cli.experiment import build, experiment_parser
 from fl_lightning.core.config import with_config_paths
+from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import evaluate
 
 ROUNDS = 20
@@ -46,8 +47,9 @@ def compare(*words):
     run = build(parser.parse_args(words), parser, "runs/unused")
     run._build()
     worker, classes = run.worker, run.data.data.num_classes
-    tests = [worker._ordered(shard.test) for shard in run.data.shards if len(shard.test)] + [worker.test_batches()]
-    module = worker.module()
+    data = worker.client_data
+    tests = [data.ordered_batches(shard.test) for shard in run.data.shards if len(shard.test)] + [data.test_batches()]
+    module = worker.modules.build()
     spent = {"round": [], "sums": [], "torchmetrics": []}
     for round in range(1, ROUNDS + 1):
         started = time.perf_counter()
@@ -57,7 +59,7 @@ def compare(*words):
         ]
         list(run.engine.run(worker, iter(tasks)))
         spent["round"].append(time.perf_counter() - started)
-        with worker.inference(module):
+        with inference(module, worker.idle_trainer):
             for name, way in (
                 ("sums", lambda batches: evaluate(module, batches)),
                 ("torchmetrics", lambda batches: by_torchmetrics(module, batches, classes)),

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from fl_lightning.algorithms.global_model.feddw import class_relations, consistency_loss, soft_label_matrix
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.engines.trainer import inference
 from fl_lightning.models import classification_layer
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class ClassRelations(RoundFigure):
 
     def measure(self, run: FederatedRun) -> Arrays:
         """Return `sl` and `cr`, `(C, C)`, and their `distance`."""
-        module = run.worker.shared_module(run.state["model"])
-        with run.worker.inference(module):
-            batches, classes = run.worker.test_batches(), run.data.data.num_classes
+        module = run.worker.modules.build_shared(run.state["model"])
+        with inference(module, run.worker.idle_trainer):
+            batches, classes = run.worker.client_data.test_batches(), run.data.data.num_classes
             sl = soft_label_matrix(*class_sums_over(batches, lambda x: module(x).float().softmax(dim=1), classes))
             weight = classification_layer(module.backbone).weight.float()
             cr, distance = class_relations(weight).softmax(dim=1), consistency_loss(sl, weight)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -56,16 +57,16 @@ class ConfusionMatrix(RoundFigure):
         arrays: Arrays = {}
         worker, classes = run.worker, run.data.data.num_classes
         if self._tests_globally(run):
-            module = worker.shared_module(run.state["model"])
-            with worker.inference(module):
-                arrays["global"] = confusion(module, worker.test_batches(), classes)
+            module = worker.modules.build_shared(run.state["model"])
+            with inference(module, worker.idle_trainer):
+                arrays["global"] = confusion(module, worker.client_data.test_batches(), classes)
         lowest = float("inf")
         for client in run.evaluator.scored:
             if not len(run.data.shards[client].test):
                 continue
             module = run.client_module(client)
-            with worker.inference(module):
-                matrix = confusion(module, worker.own_test_batches(client), classes)
+            with inference(module, worker.idle_trainer):
+                matrix = confusion(module, worker.client_data.own_test_batches(client), classes)
             if (acc := accuracy(matrix)) < lowest:
                 lowest, arrays["worst"], arrays["client"] = acc, matrix, np.array(client)
         return arrays

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.decentralized.ua_pdfl import DIVERGENCES, unit_input, unit_representation
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -74,9 +75,9 @@ class UnitDivergence(RoundFigure):
         """Compute the output of one client's trained model on the unit input."""
         if not self.is_due(run, run.round + 1) or result.upload is None:
             return
-        module = run.worker.shared_module(trained_model(run, result))
-        with run.worker.inference(module):
-            x, _ = next(iter(run.worker.test_batches()))
+        module = run.worker.modules.build_shared(trained_model(run, result))
+        with inference(module, run.worker.idle_trainer):
+            x, _ = next(iter(run.worker.client_data.test_batches()))
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
 
     def measure(self, run: FederatedRun) -> Arrays:

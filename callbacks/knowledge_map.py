@@ -20,6 +20,7 @@ from fl_lightning.algorithms.global_model.fedskc import local_knowledge
 from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
+from fl_lightning.engines.trainer import inference
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -85,11 +86,12 @@ class KnowledgeMap(RoundFigure):
         assert self._chosen is not None
         client, model = self._chosen
         self._chosen = None
-        module = run.worker.shared_module(model)
-        with run.worker.inference(module):
-            seen = [(module(x).float().cpu(), y.cpu()) for x, y in run.worker.test_batches()]
+        module = run.worker.modules.build_shared(model)
+        data = run.worker.client_data
+        with inference(module, run.worker.idle_trainer):
+            seen = [(module(x).float().cpu(), y.cpu()) for x, y in data.test_batches()]
             logits, labels = (torch.cat(part) for part in zip(*seen, strict=True))
-            sums, counts = class_sums_over(run.worker.training_batches(client), module, run.data.data.num_classes)
+            sums, counts = class_sums_over(data.training_batches(client), module, run.data.data.num_classes)
         shown = np.linspace(0, len(labels) - 1, min(self.samples, len(labels))).astype(int)
         held = counts.cpu() > 0
         knowledge = local_knowledge(sums.cpu(), counts.cpu())[held]

@@ -67,7 +67,7 @@ class Monitor(RoundCallback):
                 mend = mend_of(self.monitor, names, run.clients)
                 raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
         name = self.monitor or default or ACCURACIES[0]
-        better = better_way(name, ["acc", *run.worker.score_names])
+        better = better_way(name, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):
             said = f"{self._key('mode')}: {self.mode} takes the worst {name} for the best"
             warnings.warn(f"{said}; set mode {better}", stacklevel=2)
@@ -127,7 +127,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
     scored = run.evaluator.scored if evaluation.client_model == "received" else range(len(shards))
     scored = [client for client in scored if len(shards[client].test)]
     losses = dict.fromkeys(["loss", *run.worker.template.loss_names], 0.0)
-    score = Score(1, dict.fromkeys(run.worker.score_names, 0.0))
+    score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
     names: list[str] = []
     if run.algorithm.one_model:
         few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []

@@ -286,7 +286,7 @@ class FederatedOrchestrator:
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts the current round."""
         round = self.round + 1
-        return self.worker.received(self.server.task(round, client, self.server.download(round, client))).cpu()
+        return self.worker.modules.receive(self.server.task(round, client, self.server.download(round, client))).cpu()
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -337,7 +337,7 @@ class FederatedOrchestrator:
         if not 0 <= client < len(self.data.shards):
             raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
         held = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
-        return self.worker.personal(Task(self.round, client, held, self.memory.get(client, {}))).train()
+        return self.worker.modules.personalize(Task(self.round, client, held, self.memory.get(client, {}))).train()
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round in the background. Call it between rounds.
@@ -367,7 +367,7 @@ class FederatedOrchestrator:
         worker.check()
         self.record.set_data(self.data, self.worker.device)
         self.engine.check(worker)
-        self.algorithm.samples = [worker.samples(client) for client in range(self.clients)]
+        self.algorithm.samples = [worker.client_data.sample_count(client) for client in range(self.clients)]
         scales = LRScales(self.round_lr_scheduler, self.rounds)
         self.server = Server(self.algorithm, self.clients, self.clients_per_round, self.seed, self.memory, scales)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
@@ -401,7 +401,7 @@ class FederatedOrchestrator:
             self.logger.finalize(status)
 
     def _finish(self) -> Figures:
-        one = self.worker.shared_module(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
+        one = self.worker.modules.build_shared(self.state["model"]).backbone.cpu() if self.algorithm.one_model else None
         return self.record.finish(self.evaluation.target_accuracies, None if one is None else one.state_dict())
 
     def _interrupted(self, signum: int) -> Interrupted:

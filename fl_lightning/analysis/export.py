@@ -111,11 +111,11 @@ def network_of(
     Raises:
         ConfigError: The method has no global model, or the client does not exist.
     """
-    run.worker.compile = False
+    run.worker.modules.compile = False
     if client is not None:
         module = run.client_module(client)
     elif run.algorithm.one_model:
-        module = run.worker.shared_module(run.state["model"])
+        module = run.worker.modules.build_shared(run.state["model"])
     else:
         method, last = type(run.algorithm).__name__, len(run.data.shards) - 1
         raise ConfigError(f"client: {method} has no global model. Choose a client with --client, 0 to {last}")

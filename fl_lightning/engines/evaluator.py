@@ -10,7 +10,8 @@ from fl_lightning.algorithms.server import Server
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result, Score, Task
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.scoring import untrained
+from fl_lightning.engines.client_evaluation import untrained
+from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, measured
 from fl_lightning.evaluation.metrics import Row
@@ -80,6 +81,9 @@ class Evaluator:
         return untrained(self.engine, self.worker, tasks, clients)
 
     def _measure(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
-        scores = {result.client: result.local for result in clients if result.local}
-        shared = self.worker.score(self.server.state["model"]) if self.server.algorithm.one_model else None
+        scores, shared = {result.client: result.local for result in clients if result.local}, None
+        if self.server.algorithm.one_model:
+            module = self.worker.modules.build_shared(self.server.state["model"])
+            with inference(module, self.worker.idle_trainer):
+                shared = self.worker.scorer.score(module)
         return measured(shared, scores, on_global)

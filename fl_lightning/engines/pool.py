@@ -129,7 +129,7 @@ class PoolEngine(Engine):
             if not waiting and not any(member.tasks for member in self._members):
                 return
             for member in self._wait():
-                result = self._outcome(member, worker.heard, losses)
+                result = self._outcome(member, worker.shown, losses)
                 if member not in self._members:
                     waiting += member.tasks
                 if result:
@@ -149,7 +149,7 @@ class PoolEngine(Engine):
             if all(member.ready for member in self._members):
                 return
             for member in self._wait():
-                self._outcome(member, worker.heard, losses)
+                self._outcome(member, worker.shown, losses)
 
     def close(self) -> None:
         """Stop all workers."""

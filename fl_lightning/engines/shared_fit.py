@@ -36,7 +36,7 @@ def can_share_fit(worker: Worker) -> bool:
     Not where the trainer or the client's module has something that belongs to one fit: callbacks, say, hooks of its
     own, or a scaler of gradients.
     """
-    module, trainer = worker.module(), worker.setup
+    module, trainer = worker.modules.build(), worker.idle_trainer
     if type(module) is not ClientModule or obstacle_to_shared_fit(trainer):
         return False
     optimizer, schedules = configured(module)
@@ -54,8 +54,8 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
         What `work` returns.
     """
     clients = SharedFit(worker, work)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.heard)
-    with quiet_lightning(worker.heard):
+    trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.shown)
+    with quiet_lightning(worker.shown):
         trainer.fit(clients)
     outcome: Outcome = clients.outcome
     del clients.worker, clients.work, clients.outcome  # a used Trainer is a cycle that holds its module
@@ -115,10 +115,10 @@ class SharedFit(L.LightningModule):
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         device = self.trainer.strategy.root_device
-        batches = self.worker.batches(task)
-        work = LocalWork.under(self.worker.setup, len(batches))
+        batches = self.worker.client_data.batches(task)
+        work = LocalWork.under(self.worker.idle_trainer, len(batches))
         module.to(device).train()
-        module.trainer = own = ClientTrainerView(self.trainer, self.worker.setup, work)  # type: ignore[assignment]
+        module.trainer = own = ClientTrainerView(self.trainer, self.worker.idle_trainer, work)  # type: ignore[assignment]
         vars(module)["log"] = unheard
         optimizer, schedules = configured(module)
         module.on_fit_start()
@@ -128,7 +128,7 @@ class SharedFit(L.LightningModule):
                 if own.should_stop:
                     break
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-                self._step(module, optimizer, (self.worker.ready_to_train(x), y), number)
+                self._step(module, optimizer, (self.worker.client_data.ready_to_train(x), y), number)
                 own.global_step += 1
                 if self.trainer.received_sigterm:
                     raise SIGTERMException
@@ -141,7 +141,7 @@ class SharedFit(L.LightningModule):
     def _step(
         self, module: ClientModule, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], number: int
     ) -> None:
-        plugin, alone = self.trainer.precision_plugin, self.worker.setup
+        plugin, alone = self.trainer.precision_plugin, self.worker.idle_trainer
 
         def closure() -> Tensor:
             optimizer.zero_grad()  # before the forward, which then finds their memory free and in the cache

@@ -58,12 +58,12 @@ class StackedEngine(Engine):
         Raises:
             ConfigError: Something cannot be stacked; the message says what and why.
         """
-        trainer = worker.setup
+        trainer = worker.idle_trainer
         if odd := obstacle_to_shared_fit(trainer):
             raise refusal(*odd)
         if worker.compile:
             raise refusal("compile", "a step of many clients is not the step that was compiled")
-        clients = [worker.module().train() for _ in range(2)]
+        clients = [worker.modules.build().train() for _ in range(2)]
         check_module(clients[0])
         classes = worker.data.data.num_classes
         for client in clients:
@@ -71,10 +71,10 @@ class StackedEngine(Engine):
             for piece in client.pieces():
                 piece.load(piece.initial(classes))
             client.to(worker.device)
-            with quiet_lightning(worker.heard):
+            with quiet_lightning(worker.shown):
                 client.on_fit_start()
                 client.on_train_epoch_start()
-        x, y = next(iter(worker.test_batches()))
+        x, y = next(iter(worker.client_data.test_batches()))
         with trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
@@ -114,16 +114,16 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
         client = clients.pop(0)
         if not client.error:
             with client.turn():
-                result = worker.finished(client.task, client.module, states.get(client.task.client, {}))
+                result = worker.finish(client.task, client.module, states.get(client.task.client, {}))
         yield failed(client.task, client.error) if client.error else result
 
 
 def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     """Train clients together and return their final optimizer states, if those are kept."""
-    stacked_fit = StackedFit(clients, worker.data.data, worker.setup)
+    stacked_fit = StackedFit(clients, worker.data.data, worker.idle_trainer)
     epochs = max(client.work.epochs for client in clients)
-    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.heard)
-    with quiet_lightning(worker.heard):
+    trainer = quiet_trainer(worker.trainer | FOR_ALL | {"max_epochs": epochs}, worker.shown)
+    with quiet_lightning(worker.shown):
         trainer.fit(stacked_fit)
     return stacked_fit.optimizer_states() if worker.keeps_optimizer else {}
 

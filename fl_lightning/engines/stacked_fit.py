@@ -69,12 +69,12 @@ class Client:
             worker: The worker.
             task: The client's task.
         """
-        module = worker.received(task)
+        module = worker.modules.receive(task)
         draws = RandomStates(worker.device)
-        batches = worker.batches(task)
+        batches = worker.client_data.batches(task)
         if worker.device.type != "cpu":  # where it is already; looking at every part takes time
             module.to(worker.device)
-        return cls(task, module.train(), batches, draws, LocalWork.under(worker.setup, len(batches)))
+        return cls(task, module.train(), batches, draws, LocalWork.under(worker.idle_trainer, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
         """Number of steps that the client takes in an epoch; 0 once it has failed or was asked to stop."""

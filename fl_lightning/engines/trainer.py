@@ -137,6 +137,17 @@ class ClientTrainerView:
 
 
 @contextmanager
+def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
+    """Put a module into eval mode on a trainer's device, in its precision, without gradients."""
+    device = trainer.strategy.root_device
+    if device.type != "cpu":  # a module is built there; looking at every part takes time
+        module.to(device)
+    module.eval()
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        yield
+
+
+@contextmanager
 def limited_garbage_collection() -> Iterator[None]:
     """Restrict garbage collection to objects made in the context. Each used trainer is a reference cycle."""
     gc.collect()

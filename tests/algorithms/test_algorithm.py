@@ -86,7 +86,7 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
     assert trained
     assert all(run.memory[client]["personal"].keys() == kept for client in trained)
     client = run.server.participants(3)[0]
-    module = run.worker.received(task_of_round(run, 4, client)).backbone.state_dict()
+    module = run.worker.modules.receive(task_of_round(run, 4, client)).backbone.state_dict()
     assert same_bytes({name: module[name] for name in kept}, run.memory[client]["personal"])
     assert same_bytes({name: module[name] for name in shared}, run.state["model"])
 
@@ -95,7 +95,7 @@ def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
     run = experiment(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
     run.fit()
     client = next(k for k in range(6) if k not in run.server.participants(1))
-    head = run.worker.received(task_of_round(run, 2, client)).backbone.head
+    head = run.worker.modules.receive(task_of_round(run, 2, client)).backbone.head
     assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
 
 
@@ -135,29 +135,30 @@ def test_prepare_sees_the_share_that_is_trained_on_and_the_one_that_is_not(tmp_p
     run = experiment(tmp_path, Looking())
     run.load()
     client, shard = 2, run.data.shards[2].train
-    train, validation = run.worker.held(client)
-    assert run.worker.samples(client) == run.algorithm.samples[client] == len(train) < len(train) + len(validation)
+    train, validation = run.worker.client_data.split(client)
+    assert run.worker.client_data.sample_count(client) == run.algorithm.samples[client] == len(train)
+    assert len(validation)
     back = round(0.25 * len(shard))
     order = generator(run.seed, Stream.VALIDATION, client).permutation(len(shard))
     assert validation.tolist() == sorted(shard[order[:back]].tolist())
     assert sorted([*train.tolist(), *validation.tolist()]) == sorted(shard.tolist())
-    start = run.worker.received(task_of_round(run, 1, client))
+    start = run.worker.modules.receive(task_of_round(run, 1, client))
     added = (start.backbone.head.bias - run.worker.template.backbone.head.bias) * 1000
     torch.testing.assert_close(added[:2], torch.tensor([len(train), float(back)]), rtol=1e-3, atol=1e-2)
     assert int(start.class_counts.sum()) == len(train)
     result = run.worker.run(task_of_round(run, 1, client))
     assert result.upload.numbers["n_samples"] == len(train)
-    assert len(list(run.worker.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
+    assert len(list(run.worker.client_data.batches(task_of_round(run, 1, client)))) == -(-len(train) // 32)
 
 
 @pytest.mark.parametrize(("dealt", "held_back"), [(8, 2), (9, 2), (10, 2), (11, 3), (13, 3), (14, 4), (1, 0)])
 def test_the_validation_share_is_rounded_to_the_nearest_and_halves_to_even(tmp_path, dealt, held_back):
     run = experiment(tmp_path, Looking())
     run.load()
-    run.worker.data = replace(run.data, shards=[Shard(torch.arange(dealt), torch.arange(1))])
-    train, validation = run.worker.held(0)
+    run.worker.client_data.data = replace(run.data, shards=[Shard(torch.arange(dealt), torch.arange(1))])
+    train, validation = run.worker.client_data.split(0)
     assert (len(train), len(validation)) == (dealt - held_back, held_back)
-    assert run.worker.samples(0) == dealt - held_back
+    assert run.worker.client_data.sample_count(0) == dealt - held_back
 
 
 def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):

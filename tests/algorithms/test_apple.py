@@ -230,7 +230,7 @@ def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
     run = experiment(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
     run.fit()
     task = task_of_round(run, 3, run.server.participants(1)[0])
-    module = run.worker.received(task)
+    module = run.worker.modules.receive(task)
     result = run.worker.run(task)
     sent = result.upload.section("model")
     parameters = dict(module.backbone.named_parameters())

@@ -635,7 +635,7 @@ def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
     for upload in rounds[1]:
         assert set(upload.message.section("model")) == parameters
         assert set(run.memory[upload.client]["personal"]) == statistics
-        module = run.worker.module()
+        module = run.worker.modules.build()
         run.algorithm.receive(module, run.server.download(3, upload.client), run.memory[upload.client])
         assert same_bytes(dict(module.backbone.named_buffers()), run.memory[upload.client]["personal"])
 

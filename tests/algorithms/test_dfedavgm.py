@@ -49,7 +49,7 @@ def test_of_a_ring_they_are_a_third_of_everybody_one_share_each():
 
 def mixed(run, client, round):
     """The model that a client starts a round from, and what it mixed it from."""
-    module = run.worker.received(run.server.task(round, client, run.server.download(round, client)))
+    module = run.worker.modules.receive(run.server.task(round, client, run.server.download(round, client)))
     return module.backbone.state_dict()
 
 
@@ -99,7 +99,7 @@ def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_rou
     )
     run.fit()
     for client in (0, 5):
-        network = run.worker.module().backbone
+        network = run.worker.modules.build().backbone
         x = run.data.data.x_train[run.data.shards[client].train]
         y = run.data.data.y_train[run.data.shards[client].train]
         for _ in range(2):
@@ -131,7 +131,7 @@ def test_peers_that_are_drawn_count_all_the_same(tmp_path):
     message = run.server.download(2, 0)
     assert sorted(v for name, v in message.numbers.items() if name.endswith("/weight")) == [1 / 3, 1 / 3]
     peers = [int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers if name.endswith("/weight")]
-    x = run.worker.received(run.server.task(1, 0, message)).backbone.state_dict()
+    x = run.worker.modules.receive(run.server.task(1, 0, message)).backbone.state_dict()
     z = [model_of(published(run, k)[0]) for k in (0, *peers)]
     for name in x:
         torch.testing.assert_close(x[name], torch.stack([one[name] for one in z]).double().mean(0).float())

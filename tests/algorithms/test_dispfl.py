@@ -134,7 +134,7 @@ def test_before_round_1_everybody_has_the_initial_weights_in_a_mask_of_its_own(t
         assert all(torch.equal(now[name], masks[name]) for name in masks)
         seen.append(masks["encoder.1.weight"])
     assert not any(torch.equal(seen[0], other) for other in seen[1:])
-    module = run.worker.received(run.server.task(1, 0, run.server.download(1, 0)))
+    module = run.worker.modules.receive(run.server.task(1, 0, run.server.download(1, 0)))
     for name, p in module.backbone.named_parameters():  # all have the same weights, so means are those
         assert torch.equal(p.detach(), start[name] * laid_out(run, 0)[1][name])
 
@@ -156,7 +156,7 @@ def test_a_round_is_the_algorithm(tmp_path, regrow):
         for k in (0, 3):
             own = run.data.shards[k].train
             around = [k, (k - 1) % 6, (k + 1) % 6]
-            network = run.worker.module().backbone
+            network = run.worker.modules.build().backbone
             with torch.no_grad():
                 for name, p in network.named_parameters():
                     total = sum(before[j][0][name].double() for j in around)
@@ -215,9 +215,8 @@ def test_with_everything_in_the_mask_it_is_gossip(tmp_path, model):
 def test_on_the_complete_graph_everybody_has_the_same_mean_in_its_own_mask(tmp_path):
     run = experiment(tmp_path, DisPFL(0.5), rounds=2, clients_per_round=6)
     run.fit()
-    starts = [
-        run.worker.received(run.server.task(2, k, run.server.download(3, k))).backbone.state_dict() for k in range(6)
-    ]
+    received = [run.worker.modules.receive(run.server.task(2, k, run.server.download(3, k))) for k in range(6)]
+    starts = [module.backbone.state_dict() for module in received]
     for name in starts[0]:
         both = searched(run, 0)[name] & searched(run, 4)[name]
         torch.testing.assert_close(starts[0][name][both], starts[4][name][both])

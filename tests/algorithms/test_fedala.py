@@ -188,7 +188,7 @@ def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(t
     assert all(set(run.memory[k]) == {ala.LOCAL} for k in trained)  # round 1 has nothing to mix
     for k in (trained[0], fresh[0]):  # who has not trained yet mixes with the initial model
         task = task_of_round(run, 2, k)
-        module, received = run.worker.received(task), task.download.section("model")
+        module, received = run.worker.modules.receive(task), task.download.section("model")
         start, names = module.backbone.state_dict(), ala.top_names(module.backbone, 3)
         initial = run.worker.template.backbone.state_dict()
         own = run.memory[k][ala.LOCAL] if k in trained else {n: initial[n] for n in names}
@@ -202,7 +202,7 @@ def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(t
             else:
                 assert torch.equal(value, received[name])
         assert any(not torch.equal(start[n], received[n]) for n in names)
-        assert same_bytes(run.worker.personal(task).backbone.state_dict(), start)
+        assert same_bytes(run.worker.modules.personalize(task).backbone.state_dict(), start)
         result = run.worker.run(task)
         kept = result.memory
         assert same_bytes(kept[ala.LOCAL], {n: result.upload.section("model")[n] for n in kept[ala.LOCAL]})
@@ -213,12 +213,12 @@ def test_what_was_learnt_is_taken_up_again(tmp_path):
     run = experiment(tmp_path, FedALA(eta=0.5), rounds=2, clients_per_round=6)
     run.fit()
     before = run.memory[0]
-    later = run.worker.received(task_of_round(run, 3, 0)).notes[ala.WEIGHTS]
+    later = run.worker.modules.receive(task_of_round(run, 3, 0)).notes[ala.WEIGHTS]
     fewer = {name: w for name, w in before[ala.WEIGHTS].items() if (w < 1).any()}
     assert fewer
     gone = task_of_round(run, 3, 0)
     vars(gone)["memory"] = {ala.LOCAL: before[ala.LOCAL]}
-    anew = run.worker.received(gone).notes[ala.WEIGHTS]
+    anew = run.worker.modules.receive(gone).notes[ala.WEIGHTS]
     assert any(not torch.equal(later[name], anew[name]) for name in later)
 
 

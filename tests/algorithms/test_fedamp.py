@@ -140,7 +140,7 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
         flat = {k: torch.cat([v.double().flatten() for v in model.values()]) for k, model in own.items()}
         trained = {}
         for k in range(6):
-            network = run.worker.shared_module(own[k]).backbone
+            network = run.worker.modules.build_shared(own[k]).backbone
             others = [j for j in range(6) if j != k]
             weights = [alpha * math.exp(-float((flat[k] - flat[j]).square().sum()) / 50.0) / 50.0 for j in others]
             for _ in range(2):
@@ -175,7 +175,7 @@ def test_late_comers_are_held_near_a_cloud_model_of_the_initial_weights_too(tmp_
     for n, value in start.items():
         mixed = sum(share * o[n].double() for share, o in zip(shares, others, strict=True))
         torch.testing.assert_close(cloud[n].double(), (1 - sum(shares)) * value.double() + mixed, rtol=1e-6, atol=1e-7)
-    module = run.worker.received(run.server.task(1, late, run.server.download(2, late)))
+    module = run.worker.modules.receive(run.server.task(1, late, run.server.download(2, late)))
     assert same_bytes(module.backbone.state_dict(), start)
     module.on_fit_start()
     term = module.loss_terms[0]

@@ -133,7 +133,7 @@ def test_local_buffers_come_back_to_their_client(tmp_path):
     run = experiment(tmp_path, FedAvg(buffers="local"), rounds=1, clients_per_round=1, model=NormMLP, batch_size=64)
     run.fit()
     (client,) = run.memory
-    module = run.worker.module()
+    module = run.worker.modules.build()
     run.algorithm.receive(module, run.server.download(run.round + 1, client), run.memory[client])
     own = dict(module.backbone.named_buffers())
     assert same_bytes({name: own[name] for name in own}, run.memory[client]["personal"])

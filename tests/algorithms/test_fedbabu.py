@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedBABU
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -51,7 +52,7 @@ def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, o
     initial = weights(run.worker.template.backbone, "head.")
     assert len(heads) == 12
     assert all(same_bytes(head, initial) for head in heads)
-    assert same_bytes(weights(run.worker.shared_module(run.state["model"]).backbone, "head."), initial)
+    assert same_bytes(weights(run.worker.modules.build_shared(run.state["model"]).backbone, "head."), initial)
     assert not any(name.startswith("head.") for name in run.state["model"])
     left = torch.load(tmp_path / "final" / "model.pt")
     assert same_bytes({n: v for n, v in left.items() if n.startswith("head.")}, initial)
@@ -118,7 +119,7 @@ def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tun
     assert plain.csv.rows[0]["client/loss_mean"] > tuned.csv.rows[0]["client/loss_mean"]
     before = weights(plain.client_module(0).backbone)
     after = weights(tuned.client_module(0).backbone)
-    assert same_bytes(before, weights(plain.worker.shared_module(plain.state["model"]).backbone))
+    assert same_bytes(before, weights(plain.worker.modules.build_shared(plain.state["model"]).backbone))
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if name.startswith(moves)
     }
@@ -127,7 +128,7 @@ def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tun
 def test_fine_tuning_by_hand(tmp_path):
     run = experiment(tmp_path, FedBABU(tune_epochs=3), batch_size=16)
     run.load()
-    module = run.worker.received(task_of_round(run, 1, 1))
+    module = run.worker.modules.receive(task_of_round(run, 1, 1))
     net = copy.deepcopy(module.backbone).requires_grad_(True)
     own = run.data.shards[1].train
     x, y = run.data.data.x_train[own], run.data.data.y_train[own]
@@ -139,8 +140,8 @@ def test_fine_tuning_by_hand(tmp_path):
             F.cross_entropy(net(x[chosen]), y[chosen]).backward()
             optimizer.step()
     torch.set_rng_state(state)
-    with run.worker.inference(module):
-        run.algorithm.personalize(module, run.worker.training_batches(1))
+    with inference(module, run.worker.idle_trainer):
+        run.algorithm.personalize(module, run.worker.client_data.training_batches(1))
     assert same_bytes(weights(module.backbone), weights(net))
 
 

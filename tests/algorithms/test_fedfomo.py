@@ -231,7 +231,7 @@ def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
     run = experiment(tmp_path, FedFomo(models=3), model=NormMLP, rounds=2, clients_per_round=6)
     run.fit()
     task = task_of_round(run, 3, 0)
-    start = run.worker.received(task)
+    start = run.worker.modules.receive(task)
     result = run.worker.run(task)
     assert same_bytes(result.memory[fomo.PREVIOUS], start.notes[fomo.PREVIOUS])
     assert same_bytes(result.memory[fomo.PREVIOUS], dict(start.backbone.state_dict()))

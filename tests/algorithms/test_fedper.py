@@ -50,9 +50,9 @@ def test_a_round_by_hand(tmp_path, personal, begin):
         states, weights = [], []
         for client in run.server.participants(round):
             task = task_of_round(run, round, client)
-            module = run.worker.received(task)
+            module = run.worker.modules.receive(task)
             module.backbone.load_state_dict(shared | own.get(client, initial))
-            run.worker._fit(module, task)
+            run.worker.fit(module, task)
             own[client], theirs = cut(copy.deepcopy(module.backbone.state_dict()), *begin)
             states.append(theirs)
             weights.append(len(run.data.shards[client].train))

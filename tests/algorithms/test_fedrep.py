@@ -16,6 +16,7 @@ from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.engines import StackedEngine, Task
+from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -46,11 +47,11 @@ def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs
         tmp_path, FedRep(head_epochs=head_epochs), model=NormMLP, optimizer=optimizer, trainer=epochs(4), rounds=1
     )
     run.load()
-    module = run.worker.module()
+    module = run.worker.modules.build()
     seen = [weights(module.backbone)]
     end = module.on_train_epoch_end
     vars(module)["on_train_epoch_end"] = lambda: (seen.append(weights(module.backbone)), end())
-    run.worker._fit(module, task_of_round(run, 1, 0))
+    run.worker.fit(module, task_of_round(run, 1, 0))
     assert len(seen) == 5
     for epoch, (before, after) in enumerate(pairwise(seen)):
         moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -66,7 +67,7 @@ def test_a_fit_by_hand(tmp_path):
     net = copy.deepcopy(run.worker.template.backbone).train()
     seed_everything(0, Stream.TRAINING, 1, 2)
     momentum = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    batches = run.worker.batches(Task(1, 2, run.server.download(1, 2), {}))
+    batches = run.worker.client_data.batches(Task(1, 2, run.server.download(1, 2), {}))
     for epoch in range(3):
         phase = "head." if epoch < 2 else "encoder."
         net.encoder.train(phase == "encoder.")
@@ -171,10 +172,10 @@ def test_the_final_phase_by_hand(tmp_path, fit):
     """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
     run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
     run.load()
-    run.worker.eval_batch_size = 7  # of no account
-    module = run.worker.received(task_of_round(run, 1, 1))
+    run.worker.client_data.eval_batch_size = 7  # of no account
+    module = run.worker.modules.receive(task_of_round(run, 1, 1))
     if fit:
-        run.worker._fit(module, task_of_round(run, 1, 1))
+        run.worker.fit(module, task_of_round(run, 1, 1))
     net = copy.deepcopy(module.backbone).requires_grad_(True)
     own = run.data.shards[1].train
     x, y = run.data.data.x_train[own], run.data.data.y_train[own]
@@ -186,8 +187,8 @@ def test_the_final_phase_by_hand(tmp_path, fit):
             F.cross_entropy(net(x[chosen]), y[chosen]).backward()
             optimizer.step()
     torch.set_rng_state(state)
-    with run.worker.inference(module):
-        run.algorithm.personalize(module, run.worker.training_batches(1))
+    with inference(module, run.worker.idle_trainer):
+        run.algorithm.personalize(module, run.worker.client_data.training_batches(1))
     assert same_bytes(weights(module.backbone), weights(net))
 
 

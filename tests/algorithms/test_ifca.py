@@ -89,7 +89,7 @@ def by_hand(run, k, rounds, shared=()):
             own = run.data.shards[client].train
             losses = []
             for model in models:
-                network = plain.worker.shared_module(model).backbone.eval()
+                network = plain.worker.modules.build_shared(model).backbone.eval()
                 with torch.no_grad():
                     logits = network(run.data.data.x_train[own]).double()
                 losses.append(float(F.cross_entropy(logits, run.data.data.y_train[own])))
@@ -153,7 +153,7 @@ def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
     own = run.data.shards[2].train
     losses = []
     for j in range(2):
-        network = run.worker.shared_module(run.state[f"cluster_{j}"]).backbone.eval()
+        network = run.worker.modules.build_shared(run.state[f"cluster_{j}"]).backbone.eval()
         losses.append(F.cross_entropy(network(run.data.data.x_train[own]), run.data.data.y_train[own]).item())
     assert chosen == losses.index(min(losses))
     assert same_bytes(module.backbone.state_dict(), run.state[f"cluster_{chosen}"])

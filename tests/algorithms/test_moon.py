@@ -173,7 +173,7 @@ def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
     for client, memory in run.memory.items():
         kept, theirs = memory["term_model_contrast"], uploads[client][:2]
         assert same_bytes(kept, {f"{age}/{k[8:]}": v for age, own in enumerate(theirs) for k, v in own.items()})
-        module = run.worker.received(task_of_round(run, 5, client))
+        module = run.worker.modules.receive(task_of_round(run, 5, client))
         module.on_fit_start()
         (term,) = module.terms()
         found = [dict(encoder.state_dict()) for encoder in term._previous]

@@ -100,14 +100,14 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
     peers = unbundle(download)
     assert len(peers) == 6
     task = task_of_round(run, 3, client)
-    start = run.worker.received(task).backbone.state_dict()
+    start = run.worker.modules.receive(task).backbone.state_dict()
     result = run.worker.run(task)
     names = parameter_names(start)
     trained = result.upload.section("model")
     changes = torch.cat([(trained[name] - start[name]).flatten() for name in names]).abs().double()
     chosen = changes >= float(np.quantile(changes.numpy(), 1 - KEEP))
     assert torch.equal(result.upload.section("changed")["entries"], packed(chosen.numpy()))
-    squares, network = [], run.worker.received(task).backbone
+    squares, network = [], run.worker.modules.receive(task).backbone
     x, y = (part[run.data.shards[client].train] for part in (run.data.data.x_train, run.data.data.y_train))
     for _ in range(2):
         gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(network(x), y), list(network.parameters()))

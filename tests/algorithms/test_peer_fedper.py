@@ -39,7 +39,7 @@ def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
         assert not [name for name in message.tensors if "head." in name]
         tensors, _ = published(run, client)
         assert not [name for name in tensors if "head." in name]
-        module = run.worker.received(run.server.task(3, client, message))
+        module = run.worker.modules.receive(run.server.task(3, client, message))
         now = module.backbone.state_dict()
         kept = run.memory[client]["personal"]
         assert kept.keys() == {"head.weight", "head.bias"}

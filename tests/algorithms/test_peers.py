@@ -188,7 +188,7 @@ def test_two_rounds_equal_a_hand_written_loop(tmp_path):
     run.fit()
     worker = plain_worker(run)
     samples = [len(shard.train) for shard in run.data.shards]
-    models = [worker.module().backbone.state_dict()] * K
+    models = [worker.modules.build().backbone.state_dict()] * K
     for round in (1, 2):
         heard = {client: peers_in(task.download) for client, task in engine.of_round(round).items()}
         trained = []
@@ -221,7 +221,7 @@ def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
     engine = Watching()
     run = experiment(tmp_path, PeerAlgorithm(), rounds=1, clients_per_round=1, engine=engine)
     run.fit()
-    initial = run.worker.module().backbone.state_dict()
+    initial = run.worker.modules.build().backbone.state_dict()
     (task,) = engine.tasks
     for client in range(K):
         tensors, n = published(run, client)
@@ -267,7 +267,7 @@ def test_a_client_without_neighbours_trains_alone(tmp_path):
     run.fit()
     worker = plain_worker(run)
     for client in (0, 3):
-        model = worker.module().backbone.state_dict()
+        model = worker.modules.build().backbone.state_dict()
         for round in (1, 2):
             result = worker.run(Task(round, client, Message.pack({"model": model}), {}))
             model = result.upload.section("model")
@@ -343,7 +343,7 @@ def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
     method = PeerAlgorithm(n_com=2, buffers=buffers)
     run = experiment(tmp_path, method, rounds=2, model=NormMLP, engine=engine, **ALL)
     run.fit()
-    initial = run.worker.module().backbone.state_dict()
+    initial = run.worker.modules.build().backbone.state_dict()
     for task in engine.of_round(2).values():
         messages = [
             tensors_to_message(task.memory["laid_out"]),
@@ -351,7 +351,7 @@ def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
         ]
         assert all((message.section("model").keys() >= STATISTICS) == (buffers == "average") for message in messages)
         assert STATISTICS.isdisjoint(messages[0].section("model")) == (buffers != "average")
-        module = run.worker.module()
+        module = run.worker.modules.build()
         run.algorithm.receive(module, task.download, task.memory)
         loaded = module.backbone.state_dict()
         expected = mean_by_hand([m.section("model") for m in messages], [m.numbers["n_samples"] for m in messages])
@@ -381,7 +381,7 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
     run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=NormMLP, clients_per_round=3)
     run.fit()
     models, samples = zip(*(published(run, client) for client in range(K)), strict=True)
-    module = run.worker.module()
+    module = run.worker.modules.build()
     module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
     acc, loss = accuracy(module, run.data.data.x_test, run.data.data.y_test)
     assert run.csv.rows[-1]["global/acc"] == pytest.approx(acc, abs=1e-9)
@@ -400,7 +400,7 @@ def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
     for client in scored:
         group = [client, *peers_in(run.server.download(3, client))] if clients == "received" else [client]
         models, samples = zip(*(published(run, k) for k in group), strict=True)
-        module = run.worker.module()
+        module = run.worker.modules.build()
         module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
         test = run.data.shards[client].test
         acc, _ = accuracy(module, run.data.data.x_train[test], run.data.data.y_train[test])

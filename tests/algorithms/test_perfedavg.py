@@ -237,7 +237,7 @@ def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
     run = experiment(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, **RECEIVED)
     run.fit()
     for client in range(6):
-        net = run.worker.shared_module(run.state["model"]).backbone.eval()
+        net = run.worker.modules.build_shared(run.state["model"]).backbone.eval()
         own = run.data.shards[client].train
         x, y = run.data.data.x_train[own], run.data.data.y_train[own]
         for _ in range(2):
@@ -245,7 +245,7 @@ def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
             with torch.no_grad():
                 for p, g in zip(net.parameters(), gradients, strict=True):
                     p -= 0.7 * g
-        run.worker.eval_batch_size = 7
+        run.worker.client_data.eval_batch_size = 7
         module = run.client_module(client)
         for name, value in module.backbone.state_dict().items():
             torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-9, atol=1e-9)

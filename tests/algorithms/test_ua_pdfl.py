@@ -163,7 +163,7 @@ def test_a_publications_representations_are_those_of_the_model_beside_them(tmp_p
     run.fit()
     for client in range(K):
         tensors, _ = published(run, client)
-        backbone = run.worker.module().backbone.eval()
+        backbone = run.worker.modules.build().backbone.eval()
         backbone.load_state_dict(model_of(tensors))
         with torch.no_grad():
             features = backbone.encoder(torch.full((1, 1, 8, 8), value))

@@ -73,7 +73,7 @@ def opened(path, x):
         return torch.jit.load(str(path))(x)
     if path.suffix == ".ckpt":
         return ClientModule.load_from_checkpoint(path).eval()(x)
-    backbone = open_run("run").worker.module().backbone
+    backbone = open_run("run").worker.modules.build().backbone
     backbone.load_state_dict(torch.load(path, weights_only=True))
     return backbone.eval()(x)
 
@@ -108,7 +108,7 @@ def close(one, other):
 def test_what_is_opened_gives_the_modules_outputs(suffix, client, tmp_path):
     path, out = export(tmp_path, suffix, *(() if client is None else ("--client", str(client))))
     whole = open_run("run")
-    module = whole.worker.shared_module(whole.state["model"]) if client is None else whole.client_module(client)
+    module = whole.worker.modules.build_shared(whole.state["model"]) if client is None else whole.client_module(client)
     with torch.no_grad():
         for n in (1, 7):  # not the number that was traced
             close(opened(path, batch(n)), module.eval()(batch(n)))
@@ -142,7 +142,7 @@ def test_the_global_model_is_as_in_evaluation_too(tmp_path):
     path, _ = export(tmp_path, ".ts", name="normed")
     whole = open_run("normed")
     with torch.no_grad():
-        close(opened(path, batch()), whole.worker.shared_module(whole.state["model"]).eval()(batch()))
+        close(opened(path, batch()), whole.worker.modules.build_shared(whole.state["model"]).eval()(batch()))
 
 
 def test_a_checkpoint_of_another_round(tmp_path):
@@ -197,7 +197,7 @@ def test_a_network_of_ones_own_is_built_by_who_opens_it(tmp_path):
 
     module = ClientModule.load_from_checkpoint(path, backbone=Normed((1, 8, 8), 10)).eval()
     whole = open_run("normed")
-    close(module(batch()), whole.worker.shared_module(whole.state["model"]).eval()(batch()))
+    close(module(batch()), whole.worker.modules.build_shared(whole.state["model"]).eval()(batch()))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_samples_as_they_are_stored(suffix, tmp_path, folder):
         :, None, None
     ]
     with torch.no_grad():
-        close(opened(path, x), whole.worker.shared_module(whole.state["model"]).eval()(normalised))
+        close(opened(path, x), whole.worker.modules.build_shared(whole.state["model"]).eval()(normalised))
 
 
 @pytest.mark.fast_cases(1)
@@ -267,7 +267,7 @@ def test_other_precisions_are_written_in_float32(suffix, tmp_path, folder):
         tiny(folder / "half", "--rounds", "1", "--trainer.precision", "bf16-true")
     path, _ = export(tmp_path, suffix, name="half")
     whole = open_run("half")
-    wide = whole.worker.shared_module(whole.state["model"]).float().eval()
+    wide = whole.worker.modules.build_shared(whole.state["model"]).float().eval()
     if suffix == ".pt":
         assert {value.dtype for value in torch.load(path, weights_only=True).values()} == {torch.float32}
         return
@@ -281,7 +281,7 @@ def test_a_compiled_network_is_written_as_it_is_without(tmp_path, folder):
         config = (folder / "compiled" / "config.yaml").read_text()
         assert "compile: false" in config
     whole = open_run("compiled")
-    whole.worker.compile = True
+    whole.worker.modules.compile = True
     network = network_of(whole, read_config(Path("compiled/config.yaml"))["model"])
     assert not any(part._compiled_call_impl for part in network.backbone.modules())
 

@@ -44,7 +44,7 @@ def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
     run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
     data = run.data.data
     if run.algorithm.one_model:
-        module = run.worker.shared_module(run.state["model"])
+        module = run.worker.modules.build_shared(run.state["model"])
         np.testing.assert_array_equal(arrays["global"], expected(run, module, data.x_test, data.y_test))
         assert accuracy(arrays["global"]) == pytest.approx(run.csv.rows[-1]["global/acc"])
     assert ("global" in arrays) == run.algorithm.one_model

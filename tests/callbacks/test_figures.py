@@ -67,7 +67,7 @@ def vector(model):
 
 def test_class_relations_are_those_of_the_shared_model(tmp_path):
     run, arrays, _ = watched(tmp_path, ClassRelations())
-    module = run.worker.shared_module(run.state["model"]).eval()
+    module = run.worker.modules.build_shared(run.state["model"]).eval()
     x, y = run.data.data.prepare(run.data.data.x_test), run.data.data.y_test
     with torch.no_grad():
         outputs = module(x).softmax(dim=1)
@@ -136,7 +136,7 @@ def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
 
     def distribution(client):
         with torch.no_grad():
-            return run.worker.shared_module(seen.models[4, client]).eval()(unit).softmax(dim=1)[0]
+            return run.worker.modules.build_shared(seen.models[4, client]).eval()(unit).softmax(dim=1)[0]
 
     units = [distribution(client) for client in range(6)]
     for i in range(6):

@@ -44,13 +44,13 @@ def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker,
 def ended(worker: Worker, task: Task, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ClientModule]:
     """What comes of a task, and the module that it was done with."""
     modules: list[ClientModule] = []
-    plain = Worker.finished
+    plain = Worker.finish
 
     def noted(self: Worker, task: Task, module: ClientModule, *rest: Any) -> Any:
         modules.append(module)
         return plain(self, task, module, *rest)
 
-    monkeypatch.setattr(Worker, "finished", noted)
+    monkeypatch.setattr(Worker, "finish", noted)
     return worker.run(task), modules[0]
 
 
@@ -69,11 +69,11 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
     worker, task = begun(tmp_path, method(), **options)
 
     def outcome() -> list[dict[str, Tensor]]:
-        start, result = worker.received(task).state_dict(), worker.run(task)
+        start, result = worker.modules.receive(task).state_dict(), worker.run(task)
         return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
 
     lean = outcome()
-    monkeypatch.setitem(vars(worker), "_writes_over", False)
+    monkeypatch.setattr(worker.modules, "_overwrites", False)
     monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
     for one, other in zip(lean, outcome(), strict=True):
         assert same_bytes(one, other)
@@ -84,14 +84,14 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
 
 def test_weights_that_are_received_are_not_copied_from_the_initial_ones(tmp_path: Any) -> None:
     worker, task = begun(tmp_path)
-    emptied = worker.module(task.download.section("model")).backbone.state_dict()
+    emptied = worker.modules.build(task.download.section("model")).backbone.state_dict()
     assert all(value.isnan().all() for value in emptied.values())
-    assert not any(value.isnan().any() for value in worker.received(task).backbone.state_dict().values())
+    assert not any(value.isnan().any() for value in worker.modules.receive(task).backbone.state_dict().values())
 
 
 def test_the_part_that_never_leaves_a_client_starts_as_initialised(tmp_path: Any) -> None:
     worker, task = begun(tmp_path, FedPer())
-    start, initial = worker.received(task).backbone, worker.module().backbone
+    start, initial = worker.modules.receive(task).backbone, worker.modules.build().backbone
     assert same_bytes(start.head.state_dict(), initial.head.state_dict())
 
 
@@ -123,10 +123,10 @@ class WholeWay(nn.Sequential):
 
 def test_a_network_that_looks_at_its_weights_when_it_loads_others_has_them(tmp_path: Any) -> None:
     worker, task = begun(tmp_path, model=HalfTheWay)
-    expected = worker.module().backbone
+    expected = worker.modules.build().backbone
     expected.load_state_dict({name: 3 * value for name, value in expected.state_dict().items()})
     tripled = Message({name: 3 * value for name, value in task.download.tensors.items()})
-    start = worker.received(replace(task, download=tripled)).backbone
+    start = worker.modules.receive(replace(task, download=tripled)).backbone
     assert same_bytes(start.state_dict(), expected.state_dict())
 
 
@@ -163,8 +163,8 @@ class Receives(FedAvg):
 
 def test_a_method_that_receives_in_a_way_of_its_own_finds_the_initial_weights(tmp_path: Any) -> None:
     worker, task = begun(tmp_path, Receives())
-    before = worker.received(task).notes["before"]["first"]
-    assert torch.equal(before, next(worker.module().parameters()))
+    before = worker.modules.receive(task).notes["before"]["first"]
+    assert torch.equal(before, next(worker.modules.build().parameters()))
 
 
 class Kind(nn.Parameter):

@@ -362,7 +362,7 @@ class Median(Objective):
 def test_an_objective_of_ones_own_is_learnt_and_measured(tmp_path):
     run = experiment(tmp_path, scenario=made("one number", objective=Median()))
     run.fit()
-    last, module = run.csv.rows[-1], run.worker.shared_module(run.state["model"])
+    last, module = run.csv.rows[-1], run.worker.modules.build_shared(run.state["model"])
     with torch.no_grad():
         loss = Median().loss(module(run.data.data.x_test), run.data.data.y_test)
     assert last["global/loss"] == pytest.approx(float(loss), rel=1e-5)

@@ -80,7 +80,7 @@ def outputs(path: Path, name: str, rows: torch.Tensor) -> tuple[torch.Tensor, st
         network = ClientModule.load_from_checkpoint(path)
     else:
         held = path.with_suffix(".schema.json").read_text()
-        network = open_run(name).worker.module().backbone
+        network = open_run(name).worker.modules.build().backbone
         network.load_state_dict(torch.load(path, weights_only=True))
     return network.eval()(TableSchema.from_json(held).encode(rows)), held
 
@@ -104,7 +104,7 @@ def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name,
     assert accuracy > 0.8
     whole = open_run(name)
     with torch.no_grad():
-        own = whole.worker.shared_module(whole.state["model"]).eval()(whole.data.data.x_test)
+        own = whole.worker.modules.build_shared(whole.state["model"]).eval()(whole.data.data.x_test)
     torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-5)
 
 

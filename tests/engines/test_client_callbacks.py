@@ -275,7 +275,7 @@ def test_a_plain_trainer_logs_each_epochs_own_losses(tmp_path):
     data, logger = TensorDataset(torch.rand(8, 1, 8, 8), torch.randint(10, (8,))), Recording()
     with quiet_lightning():
         trainer = L.Trainer(accelerator="cpu", max_epochs=2, log_every_n_steps=1, logger=logger, **quiet)
-        trainer.fit(run.worker.module(), DataLoader(data, 4))
+        trainer.fit(run.worker.modules.build(), DataLoader(data, 4))
     assert [row["train_rising"] for row in logger.told if "train_rising" in row] == [1000.0, 3000.0]
 
 

@@ -41,7 +41,9 @@ def test_channels_last_trains_the_same_and_uploads_plain_tensors(tmp_path):
     )
     for run in (plain, laid_out):
         run._build()
-    convolution = next(m for m in laid_out.worker.module().modules() if isinstance(m, nn.Conv2d) and m.in_channels > 1)
+    convolution = next(
+        m for m in laid_out.worker.modules.build().modules() if isinstance(m, nn.Conv2d) and m.in_channels > 1
+    )
     assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
     one, other = (run.worker.run(task_of_round(run, 1, 0)) for run in (plain, laid_out))
     assert seen

@@ -27,16 +27,16 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.core.state import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
+from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.serialization import SerializedValue, unpack
 from fl_lightning.engines.task_server import carried_out
-from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 
 @pytest.fixture(autouse=True)
 def plugged_in(monkeypatch: Any) -> None:
-    """Lightning finds the device, which has room for all data and is no reason to score in other batches."""
+    """Lightning finds the device, which has room for all data and is scored in the CPU's batches."""
     home, autocast = SingleDeviceStrategy.root_device, torch.autocast.__init__
     monkeypatch.setattr(
         SingleDeviceStrategy,
@@ -49,7 +49,7 @@ def plugged_in(monkeypatch: Any) -> None:
         lambda own, kind, *args, **options: autocast(own, "cpu" if kind == FAR.type else kind, *args, **options),
     )
     monkeypatch.setattr(device, "free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(Worker, "_eval_batch", 128)
+    monkeypatch.setattr(ClientData, "eval_batch_size", 128)
 
 
 def prepared(run_dir: Path, algorithm: Any, far: bool = True, **options: Any) -> Any:
@@ -439,7 +439,7 @@ def test_weights_made_without_a_count_of_their_changes_are_sent_too():
 
 def test_without_float64_weights_come_back_to_be_averaged(tmp_path: Path, monkeypatch: Any) -> None:
     assert not device.has_doubles(torch.device("mps"))
-    monkeypatch.setattr("fl_lightning.engines.worker.has_doubles", lambda device: device.type != FAR.type)
+    monkeypatch.setattr("fl_lightning.engines.module_factory.has_doubles", lambda device: device.type != FAR.type)
     run = prepared(tmp_path, FedAvg())
     with FarDevice():
         run._build()

@@ -325,7 +325,7 @@ def test_callbacks_that_another_package_brings_get_a_fit_for_each_client(tmp_pat
     run = experiment(tmp_path)
     run.load()
     assert shared_fit.can_share_fit(run.worker)
-    run.worker.setup.callbacks.append(Counts())
+    run.worker.idle_trainer.callbacks.append(Counts())
     assert not shared_fit.can_share_fit(run.worker)
 
 

@@ -267,12 +267,12 @@ def scored_in_a_fresh_module(run: Any, task: Task) -> tuple[Score, Score]:
     """A client's score on its own test split and on the global test set, in a module made for it alone."""
     data, shard = run.data.data, run.data.shards[task.client]
     torch.manual_seed(derive(run.seed, Stream.TRAINING, task.round, task.client))
-    module = run.worker.module()
+    module = run.worker.modules.build()
     module.round, module.class_counts = task.round, torch.from_numpy(run.data.class_counts()[task.client])
     run.algorithm.receive(module, task.download, task.memory)
     with torch.no_grad():
         own = evaluate(module.eval(), [(data.prepare(data.x_train[shard.test]), data.y_train[shard.test])])
-        size = run.worker.eval_batch_size
+        size = run.worker.client_data.eval_batch_size
         return own, evaluate(module, zip(data.prepare(data.x_test).split(size), data.y_test.split(size), strict=True))
 
 
@@ -290,7 +290,7 @@ def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, met
         evaluation=Evaluation(client_model="received"),
     )
     run.fit()
-    run.worker.eval_batch_size = 128
+    run.worker.client_data.eval_batch_size = 128
     assert set(run.server.participants(1)) | set(run.server.participants(2)) < set(range(6))
     tasks = {
         client: Task(2, client, download, run.memory.get(client, {}), 1.0, False, False, True, True)

@@ -33,6 +33,7 @@ from fl_lightning.analysis.comparison import compare
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario
+from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.evaluation.measures import measures_of, snake_case
 from fl_lightning.evaluation.metrics import is_lower_better
@@ -47,14 +48,14 @@ def measured(run_dir, *metrics, algorithm=None, **options):
 
 
 def predictions(run, module, x):
-    with run.worker.inference(module):
+    with inference(module, run.worker.idle_trainer):
         return module(run.data.data.prepare(x)).softmax(dim=1).numpy()
 
 
 def test_f1_and_auroc_are_scikit_learns_for_the_global_model(tmp_path):
     run = measured(tmp_path, *F1_AND_AUROC, rounds=2)
     data, last = run.data.data, run.csv.rows[-1]
-    shares = predictions(run, run.worker.shared_module(run.state["model"]), data.x_test)
+    shares = predictions(run, run.worker.modules.build_shared(run.state["model"]), data.x_test)
     y = data.y_test.numpy()
     assert last["global/f1_score"] == pytest.approx(f1_score(y, shares.argmax(1), average="macro"), abs=1e-6)
     assert last["global/auroc"] == pytest.approx(roc_auc_score(y, shares, multi_class="ovr"), abs=1e-6)
@@ -89,7 +90,7 @@ def test_metrics_of_labels_and_of_numbers(tmp_path):
     run = measured(tmp_path / "labels", "F1Score", "MultilabelAUROC", scenario=made("several labels"))
     data = run.data.data
     with torch.no_grad():
-        shares = run.worker.shared_module(run.state["model"])(data.x_test).sigmoid().numpy()
+        shares = run.worker.modules.build_shared(run.state["model"])(data.x_test).sigmoid().numpy()
     y, last = data.y_test.numpy(), run.csv.rows[-1]
     assert last["global/f1_score"] == pytest.approx(f1_score(y, shares > 0.5, average="macro"), abs=1e-6)
     assert last["global/auroc"] == pytest.approx(roc_auc_score(y, shares, average="macro"), abs=1e-6)
@@ -98,7 +99,7 @@ def test_metrics_of_labels_and_of_numbers(tmp_path):
         run = measured(tmp_path / kind, "R2Score", "MeanSquaredError", scenario=made(kind))
         data, last = run.data.data, run.csv.rows[-1]
         with torch.no_grad():
-            outputs = run.worker.shared_module(run.state["model"])(data.x_test).view_as(data.y_test).numpy()
+            outputs = run.worker.modules.build_shared(run.state["model"])(data.x_test).view_as(data.y_test).numpy()
         assert last["global/r2_score"] == pytest.approx(r2_score(data.y_test.numpy(), outputs), abs=1e-5)
         wanted = mean_squared_error(data.y_test.numpy(), outputs)
         assert last["global/mean_squared_error"] == pytest.approx(wanted, rel=1e-5)
@@ -481,7 +482,7 @@ def test_a_run_on_two_classes_measures_the_positive_one(tmp_path):
         run = experiment(tmp_path / str(positive), scenario=scenario, evaluation=how)
         run.fit()
         data, last = run.data.data, run.csv.rows[-1]
-        share = predictions(run, run.worker.shared_module(run.state["model"]), data.x_test)[:, positive]
+        share = predictions(run, run.worker.modules.build_shared(run.state["model"]), data.x_test)[:, positive]
         truth = (data.y_test == positive).numpy()
         assert last["global/f1_score"] == pytest.approx(f1_score(truth, share > 0.5), abs=1e-6)
         assert last["global/auroc"] == pytest.approx(roc_auc_score(truth, share), abs=1e-6)

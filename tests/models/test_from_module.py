@@ -175,11 +175,11 @@ def by_hand(run, kind):
             net = kind()
             net.load_state_dict(weights)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-            for x, y in worker.batches(Task(round, client, Message(), {})):
+            for x, y in worker.client_data.batches(Task(round, client, Message(), {})):
                 optimizer.zero_grad()
-                F.cross_entropy(net(worker.prepare(x)), y).backward()
+                F.cross_entropy(net(worker.client_data.prepare(x)), y).backward()
                 optimizer.step()
-            mean.add(net.state_dict(), worker.samples(client))
+            mean.add(net.state_dict(), worker.client_data.sample_count(client))
         weights = mean.value()
     return weights
 
@@ -189,7 +189,7 @@ def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
     run = experiment(tmp_path, model=model(kind), trainer=ONE_EPOCH, clients_per_round=6, rounds=2)
     run.fit()
     expected = by_hand(run, kind)
-    assert same_bytes(run.worker.shared_module(run.state["model"]).backbone.original().state_dict(), expected)
+    assert same_bytes(run.worker.modules.build_shared(run.state["model"]).backbone.original().state_dict(), expected)
 
 
 @in_float64
@@ -233,7 +233,7 @@ def trained(request, tmp_path_factory):
     settings["model"] = {"class_path": "FromModule", "init_args": init_args}
     tiny(folder / "run", "--rounds", "1", text=yaml.safe_dump(settings))
     opened = open_run(folder / "run")
-    return kind, folder / "run", opened.worker.shared_module(opened.state["model"]).eval()
+    return kind, folder / "run", opened.worker.modules.build_shared(opened.state["model"]).eval()
 
 
 @pytest.mark.fast_cases(3)

@@ -63,7 +63,7 @@ def test_schedule_over_rounds_reaches_the_clients(tmp_path):
 def test_global_metrics_are_those_of_the_shared_model(tmp_path):
     run = experiment(tmp_path, model=NormMLP)
     run.fit()
-    module = run.worker.module()
+    module = run.worker.modules.build()
     module.backbone.load_state_dict(run.state["model"])
     acc, loss = accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)
     assert run.csv.rows[-1]["global/acc"] == acc
@@ -73,7 +73,7 @@ def test_global_metrics_are_those_of_the_shared_model(tmp_path):
 def test_received_models_are_scored_on_every_clients_own_test_split(tmp_path):
     run = experiment(tmp_path, evaluation=Evaluation(client_model="received"), clients_per_round=2)
     run.fit()
-    module = run.worker.module()
+    module = run.worker.modules.build()
     module.backbone.load_state_dict(run.state["model"])
     row, own, expected = run.csv.rows[-1], client_series(tmp_path, 3), []
     for client, shard in enumerate(run.data.shards):
@@ -144,7 +144,7 @@ def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
     tested = again.test()
     assert tested["round"] == 3
     assert sum(name.startswith("client_") for name in tested) == 6
-    module = again.worker.shared_module(run.checkpoints.read(3).state["state"]["model"])
+    module = again.worker.modules.build_shared(run.checkpoints.read(3).state["state"]["model"])
     assert tested["global/acc"] == accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)[0]
 
 

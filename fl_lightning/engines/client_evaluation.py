@@ -13,6 +13,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Task, interrupts
 from fl_lightning.engines.base import Engine, in_client_order
+from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 
 LOOKED_AT, APART, NEAR = 8, 2, 0.05
@@ -87,12 +88,12 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
         clients: Their ids.
     """
     try:
-        module = worker.received(task)
-        with worker.inference(module):
-            x, _ = next(iter(worker.test_batches()))
+        module = worker.modules.receive(task)
+        with inference(module, worker.idle_trainer):
+            x, _ = next(iter(worker.client_data.test_batches()))
             if not is_per_sample(module, x[:LOOKED_AT]):
                 return []
-            scores = worker.local_scores(module, clients)
+            scores = worker.scorer.local_scores(module, clients)
     except BaseException as error:  # nobody's in particular: one by one, whose it is says so
         if interrupts(error):
             raise

@@ -18,7 +18,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.engines import Engine, SequentialEngine, Task
-from fl_lightning.engines.scoring import scored, sends_one_model, untrained
+from fl_lightning.engines.client_evaluation import scored, sends_one_model, untrained
 from fl_lightning.evaluation.evaluation import Evaluation, evaluate, evaluate_each
 from fl_lightning.evaluation.measures import measures_of
 from fl_lightning.models import MLP, Backbone, Head
@@ -159,12 +159,12 @@ class Counting(MLP):
 
 def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatch: Any) -> None:
     run = after(tmp_path, FedAvg(), model=partial(Counting, hidden=(4,)))
-    run.worker.eval_batch_size = 50
+    run.worker.client_data.eval_batch_size = 50
     samples = sum(len(shard.test) for shard in run.data.shards)
     assert samples > 300
     built = []
-    build = run.worker.module
-    monkeypatch.setattr(run.worker, "module", lambda *blank: built.append(1) or build(*blank))
+    build = run.worker.modules.build
+    monkeypatch.setattr(run.worker.modules, "build", lambda *blank: built.append(1) or build(*blank))
     Counting.seen.clear()
     results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
     assert Counting.seen[:5] == [8, 2, 2, 2, 2]
@@ -384,14 +384,14 @@ def test_who_fails_is_named(tmp_path: Any) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, monkeypatch: Any, error: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)
-    scores, calls = run.worker.local_scores, iter([error])
+    scores, calls = run.worker.scorer.local_scores, iter([error])
 
     def once(*args: Any) -> Any:
         for kind in calls:
             raise kind
         return scores(*args)
 
-    monkeypatch.setattr(run.worker, "local_scores", once)
+    monkeypatch.setattr(run.worker.scorer, "local_scores", once)
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
             list(scored(Watched(), run.worker, tasks_of(run)))

@@ -1,0 +1,137 @@
+"""The samples of each client, as batches on the training device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.seeding import Stream, derive, generator
+from fl_lightning.core.task import Task
+from fl_lightning.data import FederatedData, LoadedData
+from fl_lightning.data.loaders import Batches, ReadyBatches
+from fl_lightning.engines.device import channels_last, resident
+
+
+@dataclass
+class ClientData:
+    """The samples of each client, as batches.
+
+    Args:
+        data: The dataset and the samples of each client.
+        seed: The run's seed.
+        algorithm: The method, which may hold out validation samples or drop incomplete batches.
+        template: A client module. BatchNorm in it needs two samples per batch.
+        trainer: Provides the device and the precision.
+        batch_size: Samples per training batch.
+        channels_last: Whether images are in channels-last memory format.
+    """
+
+    data: FederatedData
+    seed: int
+    algorithm: Algorithm
+    template: nn.Module
+    trainer: L.Trainer
+    batch_size: int
+    channels_last: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which clients are trained."""
+        return self.trainer.strategy.root_device
+
+    @cached_property
+    def min_batch(self) -> int:
+        """Smallest allowed size of a last training batch: BatchNorm needs two samples, some methods full batches."""
+        if self.algorithm.drop_last:
+            return self.batch_size
+        return 2 if any(isinstance(module, _BatchNorm) for module in self.template.modules()) else 1
+
+    @cached_property
+    def eval_batch_size(self) -> int:
+        """Samples per batch where nothing is trained. A CPU's caches hold no more of a convolution's activations."""
+        return 128 if self.device.type == "cpu" else 512
+
+    def split(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return the samples that a client trains on and those that it holds out for its method, both ascending."""
+        index = self.data.shards[client].train
+        back = len(index) - self.sample_count(client)
+        if not back:
+            return index, index[:0]
+        order = torch.from_numpy(generator(self.seed, Stream.VALIDATION, client).permutation(len(index)))
+        return index[order[back:].sort().values], index[order[:back].sort().values]
+
+    def sample_count(self, client: int) -> int:
+        """Return the number of training samples of a client, `N_k`."""
+        samples = len(self.data.shards[client].train)
+        return samples - round(self.algorithm.validation * samples)
+
+    def strata(self, client: int) -> Tensor:
+        """Return the number of training samples of a client in each stratum of the labels, its classes for example."""
+        objective, loaded = self.data.objective, self.data.data
+        strata = objective.strata(loaded.y_train[self.split(client)[0]])
+        return torch.bincount(strata, minlength=objective.stratum_count(loaded.num_classes))
+
+    def batches(self, task: Task) -> Batches:
+        """Return a task's training batches as stored, in the client's order for this round.
+
+        Raises:
+            ConfigError: The client has too few samples for a batch.
+        """
+        data, index = self._stored, self.split(task.client)[0]
+        seed = derive(self.seed, Stream.BATCHES, task.round, task.client)
+        batches = data.cut(data.x_train, data.y_train, index, self.batch_size, seed, self.min_batch)
+        if not len(batches):
+            of, fix = "a model with BatchNorm", "a model without it"
+            if self.algorithm.drop_last:
+                of, fix = "a method that drops incomplete ones (algorithm.preset)", "a smaller batch_size"
+            raise ConfigError(
+                f"{len(index)} training sample(s) make no batch for {of}, "
+                f"which needs {self.min_batch}; use {fix}, or a larger scenario.partition.min_samples"
+            )
+        return batches
+
+    def training_batches(self, client: int) -> ReadyBatches:
+        """Return a client's training data in fixed order, prepared but not augmented, on the training device."""
+        return self.ordered_batches(self.split(client)[0])
+
+    def own_test_batches(self, client: int) -> ReadyBatches:
+        """Return a client's own test split, prepared, on the training device."""
+        return self.ordered_batches(self.data.shards[client].test)
+
+    def test_batches(self) -> ReadyBatches:
+        """Return the global test set, prepared, on the training device."""
+        return self._prepared(self._stored.x_test, self._stored.y_test, None)
+
+    def ordered_batches(self, index: Tensor | None) -> ReadyBatches:
+        """Return some of the training samples, or all, in this order, prepared, on the training device."""
+        return self._prepared(self._stored.x_train, self._stored.y_train, index)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Convert a stored batch to the network's input."""
+        x = self.data.data.prepare(x)
+        return channels_last(x) if self.channels_last else x
+
+    def ready_to_train(self, x: Tensor) -> Tensor:
+        """Convert a stored batch on the training device to the input of a training step: prepared and augmented."""
+        convert = self.trainer.precision_plugin.convert_input
+        x, augment = self.prepare(convert(x)), self.data.data.augment  # `Trainer.fit` also converts a batch first
+        return convert(augment(x) if augment else x)
+
+    @cached_property
+    def _stored(self) -> LoadedData:
+        """The dataset from which batches are taken, on the training device if it fits there."""
+        return resident(self.data.data, self.device)
+
+    def _prepared(self, x: Tensor, y: Tensor, index: Tensor | None) -> ReadyBatches:
+        def ready(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            convert = self.trainer.precision_plugin.convert_input
+            return convert(self.prepare(x.to(self.device))), y.to(self.device)
+
+        return ReadyBatches(Batches(x, y, index, self.eval_batch_size), ready)

@@ -1,0 +1,107 @@
+"""Client modules: with the run's initial weights, with shared weights, or as a client starts a task."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import cached_property
+
+import lightning as L
+import torch
+
+from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.client.module import ClientModule
+from fl_lightning.client.weights import load_weights, loads_plainly
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.seeding import Stream, seed_everything
+from fl_lightning.core.task import Task
+from fl_lightning.engines.client_data import ClientData
+from fl_lightning.engines.device import Sent, compile_backbone, has_doubles
+from fl_lightning.engines.module_copier import ModuleCopier
+from fl_lightning.engines.trainer import inference
+
+
+class ModuleFactory:
+    """Builds the modules that clients train, in the trainer's precision.
+
+    Args:
+        template: The client module with the run's initial weights; each module is a copy of it.
+        algorithm: The method.
+        clients: The samples of each client.
+        trainer: Provides the device and the precision.
+        seed: The run's seed.
+        compile: Whether backbones are compiled, once for all clients and rounds.
+        channels_last: Whether convolutions are in channels-last memory format.
+    """
+
+    def __init__(
+        self,
+        template: ClientModule,
+        algorithm: Algorithm,
+        clients: ClientData,
+        trainer: L.Trainer,
+        seed: int,
+        compile: bool = False,
+        channels_last: bool = False,
+    ) -> None:
+        self.template, self.algorithm, self.clients, self.trainer = template, algorithm, clients, trainer
+        self.seed, self.compile, self.channels_last = seed, compile, channels_last
+        loads = algorithm.receives_by_loading
+        device = trainer.strategy.root_device
+        self._built_on = device if loads else torch.device("cpu")
+        self._overwrites = loads and loads_plainly(template.backbone)  # nothing reads the initial weights before
+        self._uploads_stay = algorithm.only_averages and has_doubles(device)  # they are averaged there
+        self._send = Sent(device)
+
+    def build(self, blank: Iterable[str] = ()) -> ClientModule:
+        """Build a client module with the run's initial weights.
+
+        Args:
+            blank: Entries of the network that will be overwritten, and need no weights.
+        """
+        module = self._copier.build(f"backbone.{name}" for name in blank)
+        if self.compile:
+            compile_backbone(module.backbone)
+        return module
+
+    def build_shared(self, weights: Tensors) -> ClientModule:
+        """Build a client module with shared weights; other entries keep their initial values."""
+        module = self.build()
+        load_weights(module.backbone, weights)
+        return module
+
+    def receive(self, task: Task) -> ClientModule:
+        """Return the client's own module at the start of a task. torch's random state is then the client's."""
+        download = self._send(task.download) if self._built_on.type != "cpu" else task.download
+        # built before seeding: compilation and copying may use random numbers
+        module = self.build(download.section("model") if self._overwrites else ())
+        seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
+        module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.clients.batch_size
+        module.stays = self._uploads_stay
+        module.class_counts = self.clients.strata(task.client)
+        module.optimizer_state = task.memory.get("optimizer", {})
+        self.algorithm.receive(module, download, task.memory)
+        if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
+            self._prepare(module, task)
+        return module
+
+    def personalize(self, task: Task) -> ClientModule:
+        """Return the client's module as it is evaluated before it trains on a task."""
+        module = self.receive(task)
+        with inference(module, self.trainer):
+            self.algorithm.personalize(module, self.clients.training_batches(task.client))
+        return module
+
+    @cached_property
+    def _copier(self) -> ModuleCopier[ClientModule]:
+        module = self.trainer.precision_plugin.convert_module(copy.deepcopy(self.template))
+        assert isinstance(module, ClientModule)
+        module = module.to(self._built_on)
+        return ModuleCopier(module.to(memory_format=torch.channels_last) if self.channels_last else module)
+
+    def _prepare(self, module: ClientModule, task: Task) -> None:
+        seed_everything(self.seed, Stream.PREPARATION, task.round, task.client)
+        train, validation = (self.clients.ordered_batches(index) for index in self.clients.split(task.client))
+        with inference(module, self.trainer), torch.enable_grad():
+            self.algorithm.prepare(module, train, validation)
+        seed_everything(self.seed, Stream.TRAINING, task.round, task.client)

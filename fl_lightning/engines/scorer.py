@@ -1,0 +1,50 @@
+"""Evaluation of a module on the global test set and on clients' own test splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fl_lightning.client.module import ClientModule
+from fl_lightning.core.task import Score
+from fl_lightning.engines.client_data import ClientData
+from fl_lightning.evaluation.evaluation import evaluate, evaluate_each
+from fl_lightning.evaluation.measures import measures_of
+
+
+class Scorer:
+    """Evaluates modules. Call it within `inference`.
+
+    Args:
+        clients: The samples of each client.
+        metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
+        positive_class: Of two classes, the one that binary metrics count as positive.
+
+    Attributes:
+        measures: The additional metrics.
+    """
+
+    def __init__(
+        self, clients: ClientData, metrics: Sequence[str | dict[str, Any]] = (), positive_class: int = 1
+    ) -> None:
+        self.clients, self.data, self.objective = clients, clients.data.data, clients.data.objective
+        self.measures = measures_of(metrics, self.objective, self.data.num_classes, positive_class)
+
+    @property
+    def score_names(self) -> list[str]:
+        """Names of the metrics of a model."""
+        sums = self.objective.sums(torch.zeros(1, self.data.num_classes), self.data.y_train[:1])
+        return [*sums, *(measure.name for measure in self.measures)]
+
+    def score(self, module: ClientModule) -> Score:
+        """Evaluate a module on the global test set."""
+        own, batches = self.data.evaluate, self.clients.test_batches()
+        return own(module, batches) if own else evaluate(module, batches, self.objective, self.measures)
+
+    def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
+        """Evaluate one module on the test splits of these clients, in common batches; None for an empty split."""
+        tests = [self.clients.data.shards[client].test for client in clients]
+        batches, sizes = self.clients.ordered_batches(torch.cat(tests)), [len(test) for test in tests]
+        return evaluate_each(module, batches, sizes, self.objective, self.measures)
