@@ -106,7 +106,7 @@ class Group:
         """The distinct seeds of its runs."""
         return _seeds(self.runs)
 
-    def among(self, groups: Sequence[Group]) -> str:
+    def name_among(self, groups: Sequence[Group]) -> str:
         """Return its name: its first value, or all values if another group has the same first one."""
         first, *_ = names = list(self.names.values()) or ["all runs"]
         alone = sum(list(group.names.values())[:1] == [first] for group in groups) <= 1
@@ -168,9 +168,8 @@ def comparable(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
     for run in sorted(ended, key=lambda run: (run.finished, _modified(run))):
         newest[repr(run.settings.get("seed")), tuple(sorted(_compared_settings(run).items()))] = run
     kept = [run for run in ended if run in set(newest.values())]
-    _warn(
-        set(ended) - set(kept), "the same settings and seed as another run, left out (the newest finished run is kept)"
-    )
+    newest_kept = "left out (the newest finished run is kept)"
+    _warn(set(ended) - set(kept), f"the same settings and seed as another run, {newest_kept}")
     if not kept:
         raise ConfigError("no run is left to compare")
     return kept
@@ -212,9 +211,8 @@ def compare(
     if wanted and not keys and reference is not None:
         raise ConfigError("--reference: all runs have the same settings, so there is only one group. Add other runs")
     if unknown := wanted.keys() - set(keys):
-        raise ConfigError(
-            f"--reference: {unknown.pop()} is not among the settings that differ. Use one of {_join(keys)}"
-        )
+        fix = f"Use one of {_join(keys)}"
+        raise ConfigError(f"--reference: {unknown.pop()} is not among the settings that differ. {fix}")
 
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
@@ -327,7 +325,7 @@ def _group(
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
-        spread(crossed for crossed in (_bytes(run.rounds) for run in runs) if crossed is not None),
+        spread(count for count in (_bytes(run.rounds) for run in runs) if count is not None),
         {target: _reach(runs, target, metric, lower, len(figures)) for target in targets},
     )
 
@@ -335,18 +333,9 @@ def _group(
 def _reach(runs: list[Run], target: float, metric: str, lower: bool, of: int) -> Reach:
     ends = [(run.rounds, rounds_to(run.rounds, target, metric, lower)) for run in runs]
     until = [rows[:round] for rows, round in ends if round is not None]
-    return Reach(
-        spread(len(rows) for rows in until),
-        spread(crossed for crossed in map(_bytes, until) if crossed is not None),
-        spread(seconds for seconds in map(_seconds, until) if seconds is not None),
-        len(until),
-        of,
-    )
-
-
-def _seconds(rows: Sequence[Row]) -> float | None:
-    """Return the duration of these rounds; None if it was not recorded."""
-    return sum(row["time/round_s"] for row in rows) if all("time/round_s" in row for row in rows) else None
+    times = [[row["time/round_s"] for row in rows] for rows in until if all("time/round_s" in row for row in rows)]
+    transferred = spread(count for count in map(_bytes, until) if count is not None)
+    return Reach(spread(map(len, until)), transferred, spread(map(sum, times)), len(until), of)
 
 
 def _bytes(rows: Sequence[Row]) -> float | None:
@@ -383,20 +372,15 @@ def _remarks(
 ) -> list[str]:
     remarks = []
     if without := [group for group in groups if group.last is None]:
-        mend = (
-            "methods without a global model. Use --metric client/acc_mean to include them"
-            if metric == "global/acc"
-            else ""
-        )
-        remarks.append(f"no {metric} in {_names_of(without, groups)}" + (f": {mend}" if mend else ""))
+        fix = ": methods without a global model. Use --metric client/acc_mean to include them"
+        remarks.append(f"no {metric} in {_names_of(without, groups)}" + (fix if metric == "global/acc" else ""))
     if some := [group for group in groups if group.last and group.last.n < len(group.runs)]:
         remarks.append(f"not all runs of {_names_of(some, groups)} have {metric}; the figures cover those that do")
     mixed = {key for group in groups for key in _varied({run: words[run] for run in group.runs})} - set(keys)
     if mixed:
-        told = ", ".join(key for key in varied if key in mixed)
-        remarks.append(
-            f"runs of one group differ in {told}, too: ± is not over seeds alone. Use --by or --where to separate them"
-        )
+        keys_of_mixed = ", ".join(key for key in varied if key in mixed)
+        fix = "± is not over seeds alone. Use --by or --where to separate them"
+        remarks.append(f"runs of one group differ in {keys_of_mixed}, too: {fix}")
     if others := [key for key in varied if key not in mixed and key not in keys]:
         remarks.append(f"groups differ in {', '.join(others)}, too")
     return remarks
@@ -467,7 +451,7 @@ def _join(things: Iterable[Any]) -> str:
 
 
 def _names_of(some: Iterable[Group], groups: Sequence[Group]) -> str:
-    return _join(group.among(groups) for group in some)
+    return _join(group.name_among(groups) for group in some)
 
 
 def _describe(wanted: Mapping[str, Any]) -> str:

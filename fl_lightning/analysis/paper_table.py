@@ -155,17 +155,13 @@ def read_table(name: str) -> PaperTable:
     content = read_yaml(path, path.name)
     try:
         return _table(path.stem, content)
-    except _TableError as flaw:
-        raise ConfigError(f"{path.name}: {flaw}") from flaw
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
 
 
-class _TableError(Exception):
-    """An error in a table's file."""
-
-
-def _require(met: bool, message: str) -> None:
+def _require(met: object, message: str) -> None:
     if not met:
-        raise _TableError(message)
+        raise ConfigError(message)
 
 
 def _table(name: str, content: Any) -> PaperTable:
@@ -176,7 +172,7 @@ def _table(name: str, content: Any) -> PaperTable:
     units, seeds = get_args(Unit), content["seeds"]
     _require(content["unit"] in units, f"unit: {content['unit']!r} is not {' or '.join(units)}")
     whole = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
-    _require(bool(whole), f"seeds: {seeds} is not a list of whole numbers >= 0")
+    _require(whole, f"seeds: {seeds} is not a list of whole numbers >= 0")
     columns, rows = (_read_mapping(content, key) for key in ("columns", "rows"))
     for column, settings in columns.items():
         _require("config" in settings, f"columns: {column} has no config")
@@ -200,7 +196,7 @@ def _table(name: str, content: Any) -> PaperTable:
 
 def _read_mapping(content: dict[str, Any], key: str) -> dict[str, Settings]:
     lines = content[key]
-    _require(isinstance(lines, dict) and bool(lines), f"{key}: it needs lines `NAME: {{key: value, ...}}`")
+    _require(isinstance(lines, dict) and lines, f"{key}: it needs lines `NAME: {{key: value, ...}}`")
     for name, settings in lines.items():
         _require(isinstance(settings, dict), f"{key}: {name} is not a mapping {{key: value, ...}}")
     return {str(name): settings for name, settings in lines.items()}
@@ -212,13 +208,11 @@ def _paper_values(
     _require(isinstance(lines, dict), "paper_values: it needs lines `ROW: [number, ...]`")
     lines = {str(row): values for row, values in lines.items()}
     for row in lines.keys() ^ rows.keys():
-        raise _TableError(f"paper_values: {row} " + ("has no line" if row in rows else "is not a row"))
+        raise ConfigError(f"paper_values: {row} " + ("has no line" if row in rows else "is not a row"))
     found = {}
     for row, values in lines.items():
-        fits = isinstance(values, list) and len(values) == len(columns)
-        _require(
-            fits, f"paper_values: {row} needs {len(columns)} numbers, one per column. Use null where the paper has none"
-        )
+        what = f"{len(columns)} numbers, one per column. Use null where the paper has none"
+        _require(isinstance(values, list) and len(values) == len(columns), f"paper_values: {row} needs {what}")
         for column, value in zip(columns, values, strict=True):
             numbers = value if isinstance(value, list) else [value]
             if value is not None:
@@ -284,8 +278,8 @@ def table_jobs(
         extra = [*scaling(settings, scale), *last]
         settings |= settings_of(extra)
         place = out / _column_folder(table.columns[column]) / _folder_name(row)
-        told = json.dumps(settings, sort_keys=True, default=str)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:10]
+        described = json.dumps(settings, sort_keys=True, default=str)
+        digest = hashlib.sha256(described.encode()).hexdigest()[:10]
         for seed in table.seeds:
             found[column, row, seed] = Job(place / f"seed_{seed}-{digest}", (*words, "--seed", str(seed), *extra))
     return found
@@ -310,9 +304,8 @@ def scaling(settings: Settings, scale: float) -> list[str]:
     numbers = {key: settings[key] for key in SCALED if settings.get(key, 0) > 0}  # -1 epochs: steps alone decide
     smaller: dict[str, Any] = {key: _scale_number(number, scale) for key, number in numbers.items()}
     samples = settings.get("scenario.train_samples")
-    smaller["scenario.train_samples"] = (
-        _scale_number(samples, scale) if isinstance(samples, int) else (samples or 1) * scale
-    )
+    share = (samples or 1) * scale
+    smaller["scenario.train_samples"] = _scale_number(samples, scale) if isinstance(samples, int) else share
     return [word for key, value in smaller.items() for word in (f"--{key}", to_word(value))]
 
 
@@ -359,10 +352,8 @@ def _value(word: str) -> Any:
 
 def _column_folder(column: Settings) -> str:
     """Return the folder name of a column: its config and its other options."""
-    keys = {key: value for key, value in column.items() if key not in ("config", "metric")}
-    return _folder_name(
-        "-".join([Path(column["config"]).stem, *(f"{key}-{to_word(value)}" for key, value in keys.items())])
-    )
+    options = (f"{key}-{to_word(value)}" for key, value in column.items() if key not in ("config", "metric"))
+    return _folder_name("-".join([Path(column["config"]).stem, *options]))
 
 
 def _folder_name(name: str) -> str:

@@ -178,8 +178,8 @@ class Reproduction:
         better, than = (self.cells[column, row] for row in (claim.better, claim.than))
         sign = -1 if self.table.unit == "rounds" else 1
         papers = sign * (better.paper.mean - than.paper.mean) if better.paper and than.paper else None
-        told = (seed for seed in self.table.seeds if seed in better.values and seed in than.values)
-        seeds = [seed for seed in told if better.readings[seed].reached or than.readings[seed].reached]
+        both = (seed for seed in self.table.seeds if seed in better.values and seed in than.values)
+        seeds = [seed for seed in both if better.readings[seed].reached or than.readings[seed].reached]
         return Verdict(
             claim, column, papers, {seed: sign * (better.values[seed] - than.values[seed]) for seed in seeds}
         )

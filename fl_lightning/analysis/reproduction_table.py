@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fl_lightning.analysis.paper_table import RULE, PaperTable
 from fl_lightning.analysis.reproduction import Cell, Reproduction, Verdict, margin_needed
-from fl_lightning.analysis.result_table import escape_markdown, to_csv
+from fl_lightning.analysis.result_table import escape_markdown, mean_and_std, to_csv
 
 Grid = list[list[str]]
 """Rows of cells; the first is the header. A cell may have several lines."""
@@ -21,21 +21,8 @@ LABELS = {
     "rounds": "ours\npaper (difference)",
 }
 CLAIMS = ["claim", "column", "paper", "ours", "seeds ahead", "p", ""]
-COLUMNS = [
-    "column",
-    "row",
-    "metric",
-    "unit",
-    "seeds",
-    "missing",
-    "mean",
-    "std",
-    "bound",
-    "paper",
-    "paper_std",
-    "difference",
-    "last10",
-]
+COLUMNS = ["column", "row", "metric", "unit", "seeds", "missing", "mean", "std", "bound"]
+COLUMNS += ["paper", "paper_std", "difference", "last10"]
 
 
 def heading(table: PaperTable, scale: float, overrides: Sequence[str]) -> list[str]:
@@ -56,15 +43,15 @@ def grid(reproduction: Reproduction) -> Grid:
     for row in table.rows:
         lines.append([row, LABELS[table.unit], *(beside(reproduction.cells[column, row]) for column in table.columns)])
     orders = [reproduction.order(column) for column in table.columns]
-    told = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
-    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *told]]
+    cells = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
+    return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *cells]]
 
 
 def beside(cell: Cell) -> str:
     """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
     papers = MISSING
     if cell.paper is not None:
-        papers = f"{cell.paper.mean:g}" + (f" ± {cell.paper.std:g}" if cell.paper.std is not None else "")
+        papers = mean_and_std(*cell.paper, "g")
         papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
     last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
     return f"{ours(cell)}\n{papers}{last10}"
@@ -76,9 +63,7 @@ def ours(cell: Cell) -> str:
     what = f"{failed} failed" if failed else ""
     if cell.mean is None:
         return what or MISSING
-    number = (
-        ("" if cell.reached else "> ") + f"{cell.mean:.1f}" + (f" ± {cell.std:.1f}" if cell.std is not None else "")
-    )
+    number = ("" if cell.reached else "> ") + mean_and_std(cell.mean, cell.std, ".1f")
     some = f"{len(cell.values)} of {len(cell.readings)}" if len(cell.values) < len(cell.readings) else ""
     notes = ", ".join(filter(None, [some, what]))
     return number + (f" ({notes})" if notes else "")
@@ -106,7 +91,7 @@ def verdict_line(verdicts: Sequence[Verdict]) -> str:
         sure = sum(verdict.p is not None and verdict.p < 0.05 for verdict in those)
         counted.append(f"{len(those)} {what} ({sure} with p < 0.05)")
     rest = sum(verdict.holds is None for verdict in verdicts)
-    line = f"Claims: {', '.join(counted)}, {rest} cannot be told yet."
+    line = f"Claims: {', '.join(counted)}, {rest} cannot be judged yet."
     seeds = max((len(verdict.margins) for verdict in verdicts), default=0)
     if seeds < 2:
         return line
@@ -128,20 +113,20 @@ def failures(reproduction: Reproduction) -> list[str]:
 
 def as_text(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> Group:
     """Return the table and the results for its claims, for a terminal."""
-    told: list[Table | Text] = [Text(line) for line in heading(reproduction.table, scale, overrides)]
-    told.append(_rich(grid(reproduction)))
+    lines = map(Text, heading(reproduction.table, scale, overrides))
+    parts: list[Table | Text] = [*lines, _rich(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
-        told += [_rich(claims_grid(reproduction.verdicts)), Text(verdict_line(reproduction.verdicts))]
-    return Group(*told, *map(Text, failures(reproduction)))
+        parts += [_rich(claims_grid(reproduction.verdicts)), Text(verdict_line(reproduction.verdicts))]
+    return Group(*parts, *map(Text, failures(reproduction)))
 
 
 def as_markdown(reproduction: Reproduction, scale: float = 1.0, overrides: Sequence[str] = ()) -> str:
     """Return the same as Markdown."""
     title, *lines = map(escape_markdown, heading(reproduction.table, scale, overrides))
-    told = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
+    parts = [f"**{title}.** {' '.join(lines)}", _markdown(grid(reproduction))]
     if any(verdict.margins for verdict in reproduction.verdicts):
-        told += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
-    return "\n\n".join([*told, *map(escape_markdown, failures(reproduction))])
+        parts += [_markdown(claims_grid(reproduction.verdicts)), verdict_line(reproduction.verdicts)]
+    return "\n\n".join([*parts, *map(escape_markdown, failures(reproduction))])
 
 
 def as_csv(reproduction: Reproduction) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,11 @@ def _inert(cell: str) -> str:
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not FIGURE.fullmatch(line) else line
 
 
+def mean_and_std(mean: float, std: float | None, form: str) -> str:
+    """Return mean ± standard deviation as text, both in a format such as `.4f`; the mean alone without a deviation."""
+    return f"{mean:{form}}" + (f" ± {std:{form}}" if std is not None else "")
+
+
 @dataclass(frozen=True)
 class ResultTable:
     """A table of text.
@@ -60,14 +65,12 @@ class ResultTable:
 
     def plain(self) -> str:
         """Return the table for the terminal: aligned columns, then the notes."""
-        lines = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        told = ["  ".join(self._aligned(cell, i, widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join([told[0], rule, *told[1:], *([""] if self.notes else []), *map(one_line, self.notes)])
-
-    def _aligned(self, cell: str, column: int, width: int) -> str:
-        return cell.ljust(width) if column < self.words else cell.rjust(width)
+        cells = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        forms = [f"{'<' if i < self.words else '>'}{width}" for i, width in enumerate(widths)]
+        lines = ["  ".join(map(format, row, forms)).rstrip() for row in cells]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *([""] if self.notes else []), *map(one_line, self.notes)])
 
     def csv(self) -> str:
         """Return the table as CSV, without notes."""
@@ -75,20 +78,13 @@ class ResultTable:
 
     def latex(self) -> str:
         """Return a LaTeX `tabular` with rules of booktabs; notes are comments."""
-
-        def line(cells: list[str]) -> str:
-            return "  " + " & ".join(cells) + r" \\"
-
-        body = [
-            line([rf"\textbf{{{_latex(cell)}}}" if (i, j) in self.bold else _latex(cell) for j, cell in enumerate(row)])
-            for i, row in enumerate(self.rows)
-        ]
+        header, *body = (f"  {' & '.join(row)} \\\\" for row in self._cells(_latex, r"\textbf{%s}"))
         columns = "l" * self.words + "r" * (len(self.header) - self.words)
         return "\n".join(
             [
                 rf"\begin{{tabular}}{{{columns}}}  % \usepackage{{booktabs}}",
                 r"  \toprule",
-                line([_latex(cell) for cell in self.header]),
+                header,
                 r"  \midrule",
                 *body,
                 r"  \bottomrule",
@@ -100,16 +96,17 @@ class ResultTable:
     def markdown(self) -> str:
         """Return the table in GitHub's Markdown, then the notes."""
         rules = ["---"] * self.words + ["--:"] * (len(self.header) - self.words)
-        body = [
-            [
-                f"**{escape_markdown(cell)}**" if (i, j) in self.bold else escape_markdown(cell)
-                for j, cell in enumerate(row)
-            ]
+        header, *body = self._cells(escape_markdown, "**%s**")
+        lines = [f"| {' | '.join(row)} |" for row in (header, rules, *body)]
+        return "\n".join([*lines, *(f"\n{escape_markdown(note)}" for note in self.notes)])
+
+    def _cells(self, escape: Callable[[str], str], bold: str) -> list[list[str]]:
+        """Return the header and the rows with every cell escaped, and the bold ones put into a pattern."""
+        rows = [
+            [bold % escape(cell) if (i, j) in self.bold else escape(cell) for j, cell in enumerate(row)]
             for i, row in enumerate(self.rows)
         ]
-        lines = [[escape_markdown(cell) for cell in self.header], rules, *body]
-        told = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([*told, *(f"\n{escape_markdown(note)}" for note in self.notes)])
+        return [list(map(escape, self.header)), *rows]
 
 
 def _latex(cell: str) -> str:

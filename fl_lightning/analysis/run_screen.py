@@ -17,16 +17,8 @@ from fl_lightning.analysis.run_status import RunStatus
 from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better
 
 PLOTS: Sequence[Mapping[str, str]] = (
-    {
-        "global/acc": "global acc",
-        "client/acc_mean": "client acc",
-        "personal_on_global/acc_mean": "personal on global",
-    },
-    {
-        "client/train_loss": "training loss",
-        "global/loss": "global loss",
-        "client/loss_mean": "client loss",
-    },
+    {"global/acc": "global acc", "client/acc_mean": "client acc", "personal_on_global/acc_mean": "personal on global"},
+    {"client/train_loss": "training loss", "global/loss": "global loss", "client/loss_mean": "client loss"},
 )
 """The metrics of each plot, with their labels."""
 
@@ -61,22 +53,14 @@ class RunScreen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield its parts from top to bottom; the plots fill the lines that the other parts leave."""
         terminal = Terminal(options.max_width, bool(console.color_system) and not console.no_color, console.encoding)
-        above: list[RenderableType] = [
-            *heading(self.status, terminal),
-            progress(self.status),
-            terminal.text(state(self.status)),
-            "",
-        ]
-        below: list[RenderableType] = [
-            "",
-            *map(terminal.text, clients(self.status)),
-            *last_warnings(self.status, terminal),
-        ]
+        status = self.status
+        above: list[RenderableType] = [*heading(status, terminal), progress(status), terminal.text(state(status)), ""]
+        below: list[RenderableType] = ["", *map(terminal.text, clients(status)), *last_warnings(status, terminal)]
         lines = None
         if self.height is not None:
             below.append(terminal.text("q or Ctrl-C closes this view; the run continues", "dim"))
             lines = self.height - len(console.render_lines(Group(*above, *below), options))
-        yield from (*above, *plots(self.status.run.rounds, terminal, lines), *below)
+        yield from (*above, *plots(status.run.rounds, terminal, lines), *below)
 
 
 @dataclass(frozen=True)
@@ -115,8 +99,8 @@ def heading(status: RunStatus, terminal: Terminal) -> list[Text]:
         words.append(f"{each} clients a round")
     if "seed" in settings:
         words.append(f"seed {settings['seed']}")
-    told = ", ".join(filter(None, words))
-    return [terminal.text(str(status.run.run_dir), "bold"), *([terminal.text(told)] if told else [])]
+    described = ", ".join(filter(None, words))
+    return [terminal.text(str(status.run.run_dir), "bold"), *([terminal.text(described)] if described else [])]
 
 
 def progress(status: RunStatus) -> Table:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file
-from fl_lightning.evaluation.metrics import Row, parse_rows
+from fl_lightning.evaluation.metrics import Row, parse_rows, read_rows
 from fl_lightning.runs.reader import DamagedRun, Run, read_config, read_final, whole_rounds
 
 TAIL = 2**16
@@ -71,9 +71,9 @@ class RunMonitor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics = GrowingCsv(folder / "metrics.csv")
-        self._config: dict[str, Any] = {}
+        self._rows: list[Row] = []
         self._clients: list[Row] = []
+        self._config: dict[str, Any] = {}
         self._seen: dict[str, object] = {}
 
     def poll(self) -> RunStatus:
@@ -83,8 +83,9 @@ class RunMonitor:
             DamagedRun: The folder is not a run, or cannot be read.
         """
         try:
-            rows = whole_rounds(self._metrics.read())
-            last_round = self._metrics.path.stat().st_mtime
+            if self._is_new("metrics.csv"):
+                self._rows = whole_rounds(read_rows(self.folder / "metrics.csv"))
+            rows, last_round = self._rows, (self.folder / "metrics.csv").stat().st_mtime
         except FileNotFoundError as error:
             raise DamagedRun(f"{self.folder}: no run: it holds no metrics.csv") from error
         except (OSError, ValueError) as error:
@@ -129,47 +130,8 @@ class RunMonitor:
         return max(times)
 
 
-class GrowingCsv:
-    """Reads a growing CSV file: each read parses only new lines, or all of them if the file was replaced.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._rows: list[Row] = []
-        self._header = self._last = b""
-        self._end = 0
-
-    def read(self) -> list[Row]:
-        """Return all rows so far; an incomplete last line is left for the next read.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: The file is not CSV.
-        """
-        with open_file(self.path) as file:
-            file.seek(self._end - len(self._last))
-            text = file.read()
-            if not text.startswith(self._last):  # the run was resumed, or has a new column
-                self._forget()
-                file.seek(0)
-                text = file.read()
-        added = text[len(self._last) : text.rfind(b"\n") + 1]
-        if added:
-            self._rows += parse_rows(self._header + added)
-            self._header = self._header or added[: added.index(b"\n") + 1]
-            self._last = added.splitlines(keepends=True)[-1]
-            self._end += len(added)
-        return self._rows
-
-
 def last_measured(path: Path, round: int) -> list[Row]:
-    """Return the rows of a `clients.csv` for the last evaluated round, up to a given round."""
+    """Return the rows of a `clients.csv` for the last evaluated round, up to a given round; reads the file's end."""
     size = TAIL
     with suppress(OSError, ValueError), open_file(path) as file:
         header, length = file.readline(TAIL), os.fstat(file.fileno()).st_size

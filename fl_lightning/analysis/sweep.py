@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 import secrets
 import shlex
-import sqlite3
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
-from tempfile import TemporaryDirectory
-from typing import Any
+from statistics import mean
+from typing import Any, Literal
 
 import numpy as np
 import optuna
 import yaml
-from optuna.exceptions import StorageInternalError
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -26,13 +22,14 @@ from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
 from fl_lightning.analysis.baselines import option_values
+from fl_lightning.analysis.comparison import spread
 from fl_lightning.analysis.executor import FAILED, Job, JobResult, Program, is_finished, run_jobs
-from fl_lightning.analysis.result_table import to_csv
+from fl_lightning.analysis.result_table import mean_and_std, to_csv
 from fl_lightning.analysis.sweep_file import UNRELATED_KEYS, Sweep
 from fl_lightning.core.config import config_path, flatten, read_config
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import write_atomically
-from fl_lightning.core.renamed import update_config
+from fl_lightning.core.renamed import new_class, new_option, update_config, update_path, update_settings
 from fl_lightning.evaluation.metrics import Row, read_rows
 from fl_lightning.runs.reader import DamagedRun, open_run_folder
 
@@ -91,15 +88,13 @@ class Study:
     def __init__(self, sweep: Sweep, folder: Path, seed: int) -> None:
         self.sweep, self.folder, self.seed = sweep, folder, seed
         self._reasons: dict[str, str] = {}
-        path = folder / DATABASE
-        if not path.exists():
-            create_database(path, sweep.maximize)
-        self._storage, self._study = open_database(path, sweep.parameters)
-        self._id = self._storage.get_study_id_from_name(STUDY_NAME)
+        self._storage, self._study = open_database(folder / DATABASE, sweep)
+        self._id = self._storage.get_study_id_from_name(self._study.study_name)
 
     def close(self) -> None:
         """Close the database."""
-        close(self._storage)
+        self._storage.remove_session()
+        self._storage.engine.dispose()
 
     # --- Which trial is next ---
 
@@ -257,47 +252,25 @@ class Study:
 
 # --- The database ------------------------------------------------------------------------------------------------
 
-STUDY_NAME = "sweep"
-
-
-def create_database(path: Path, maximize: bool) -> None:
-    """Create a file with an empty study; it takes its place when it is complete."""
-    with TemporaryDirectory(prefix=".writing-", dir=path.parent) as partial:
-        storage = storage_at(Path(partial) / path.name)
-        optuna.create_study(storage=storage, study_name=STUDY_NAME, direction="maximize" if maximize else "minimize")
-        close(storage)
-        (Path(partial) / path.name).replace(path)
-
 
 def storage_at(path: Path) -> RDBStorage:
-    """Return Optuna's storage in a file; an existing file gets no new tables."""
-    return RDBStorage(f"sqlite:///{path.absolute()}", skip_table_creation=path.exists())
+    """Return Optuna's storage in a file, which is created if it does not exist."""
+    return RDBStorage(f"sqlite:///{path.absolute()}")
 
 
-def open_database(path: Path, keys: Collection[str] = ()) -> tuple[RDBStorage, optuna.Study]:
-    """Open the study in a file after checking that all of it can be read.
-
-    Args:
-        path: The file.
-        keys: Parameters that every trial must have.
+def open_database(path: Path, sweep: Sweep) -> tuple[RDBStorage, optuna.Study]:
+    """Open or create the study in a file, after checking that all of its trials can be read.
 
     Raises:
         ConfigError: The file is damaged.
     """
+    direction: Literal["maximize", "minimize"] = "maximize" if sweep.maximize else "minimize"
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
-            check = database.execute("PRAGMA quick_check").fetchone()[0]
-        if check != "ok":
-            raise ValueError(check)
         storage = storage_at(path)
-        try:
-            study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
-            for trial in study.get_trials(deepcopy=False):
-                if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(set(keys) - trial.params.keys())]:
-                    raise ValueError(f"trial {trial.number} has no {lost[0]}")
-        except BaseException:
-            close(storage)
-            raise
+        study = optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        for trial in study.get_trials(deepcopy=False):
+            if lost := [*({"point", "folder"} - trial.user_attrs.keys()), *(sweep.parameters.keys() - trial.params)]:
+                raise ValueError(f"trial {trial.number} has no {lost[0]}")
     except Exception as error:  # SQLite, SQLAlchemy, JSON and Optuna each raise their own for damaged content
         fix = "Restore it from a backup, or choose another folder with --out."
         raise ConfigError(f"{path}: damaged ({one_line(root_cause(error))}). {fix}") from error
@@ -309,21 +282,6 @@ def root_cause(error: BaseException) -> BaseException:
     while error.__cause__:
         error = error.__cause__
     return error
-
-
-def has_results(path: Path) -> bool:
-    """Return whether the study in a file has a trial with a value."""
-    storage, study = open_database(path)
-    try:
-        return any(trial.state in (COMPLETE, PRUNED) for trial in study.get_trials(deepcopy=False))
-    finally:
-        close(storage)
-
-
-def close(storage: RDBStorage) -> None:
-    """Close a storage's file."""
-    storage.remove_session()
-    storage.engine.dispose()
 
 
 # --- The sweep ---------------------------------------------------------------------------------------------------
@@ -376,7 +334,7 @@ def run_sweep(
         for ended in run_jobs(study.jobs(most), program, workers, threads, should_stop):
             show(study.record(ended), most)
         return study.results()
-    except (SQLAlchemyError, StorageInternalError) as error:
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = one_line(root_cause(error))
         fix = "Once that is fixed, the same command goes on from here."
         raise StudyNotWritten(f"{folder / DATABASE}: {reason}. {fix}") from error
@@ -404,42 +362,51 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     now = {"command": shlex.join(["fit", *words]), **related, "seed": seed, "configs": configs}
     text, path, database = yaml.safe_dump(now, sort_keys=False), folder / SWEEP, folder / DATABASE
     begun = any(folder.glob(f"{TRIALS}/*/config.yaml"))
-    refuse_incomplete(folder, begun)
-    before = read_config(path) if path.exists() else None
+    for file in (path, database):
+        if begun and not file.exists():
+            fix = "Put it back, or choose another folder with --out."
+            raise ConfigError(f"{folder}: {file.name} not found, but {TRIALS} of a sweep. {fix}")
     now = yaml.safe_load(text)
-    if before:
-        for name, config in before.get("configs", {}).items():
-            if "rivals" in config:  # the name of `baselines` in earlier versions; the shipped files moved, too
-                now["configs"].get(name, {}).pop("baselines", None)
-                del config["rivals"]
-            before["configs"][name] = update_config(config)
-    if before == now:
-        return
-    if before and (begun or (database.exists() and has_results(database))):
+    recorded = read_config(path) if path.exists() else now
+    before = update_description(recorded, now)
+    if begun and before != now:
         old, new = flatten(before), flatten(now)
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = "; ".join(f"{key} ({old.get(key)} -> {new.get(key)})" for key in keys)
         raise ConfigError(f"{folder} holds another sweep: {changes}. Undo the change, or give another --out")
-    database.unlink(missing_ok=True)
+    if before != now:
+        database.unlink(missing_ok=True)
+    elif renamed := {key: name for key in recorded["parameters"] if (name := new_option(key))}:
+        storage = storage_at(database)
+        with storage.engine.begin() as connection:
+            for names in renamed.items():
+                connection.exec_driver_sql("UPDATE trial_params SET param_name = ?2 WHERE param_name = ?1", names)
+        storage.engine.dispose()
     write_atomically(path, text)
 
 
-def refuse_incomplete(folder: Path, begun: bool) -> None:
-    """Refuse a sweep's folder that lost the description or the results of its trials.
+def update_description(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded description of a sweep with the present names of options and classes.
 
     Args:
-        folder: The sweep's folder.
-        begun: Whether a trial in it has begun.
-
-    Raises:
-        ConfigError: Names the lost file.
+        recorded: The description in the sweep's folder.
+        now: The present description. The baselines of its configs replace those recorded under their old name,
+            `rivals`, because the shipped files with baselines moved, too.
     """
-    left = {DATABASE: (folder / DATABASE).exists(), TRIALS: begun}
-    for name in (SWEEP, DATABASE):
-        rest = [one for one, exists in left.items() if exists and one != name]
-        if rest and not (folder / name).exists():
-            fix = "Put it back, or choose another folder with --out."
-            raise ConfigError(f"{folder}: {name} not found, but {rest[0]} of a sweep. {fix}")
+    configs = {name: update_config(config) for name, config in recorded["configs"].items()}
+    for name, config in recorded["configs"].items():
+        if "rivals" in config and name in now["configs"]:
+            configs[name]["baselines"] = now["configs"][name].get("baselines")
+    words = [_update_word(word) for word in shlex.split(recorded["command"])]
+    parameters = update_settings(recorded["parameters"])
+    return {**recorded, "command": shlex.join(words), "parameters": parameters, "configs": configs}
+
+
+def _update_word(word: str) -> str:
+    """Return a word of a command line with the present name of an option or a class."""
+    key, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    new = new_option(key.removeprefix("--"))
+    return (f"--{new}" if new else key) + sign + (new_class(value) or update_path(value))
 
 
 # --- The results -------------------------------------------------------------------------------------------------
@@ -489,10 +456,9 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> Table:
     columns = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
     table = Table(*columns, title=f"{sweep.name}: {len(results)} trials")
     for setting in rank_settings(results, sweep.maximize):
-        values = setting.values
-        average = f"{mean(values):.4f}" if values else ""
-        deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-        cells = [*(setting.settings[key] for key in keys), average + deviation]
+        values, figures = setting.values, spread(setting.values)
+        number = mean_and_std(figures.mean, figures.std, ".4f") if figures else ""
+        cells = [*(setting.settings[key] for key in keys), number]
         if has_seeds:
             cells.append(f"{len(values)} of {len(setting.results)}")
         if incomplete:

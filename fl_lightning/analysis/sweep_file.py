@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
@@ -17,7 +17,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import SuccessiveHalvingPruner
 
 from fl_lightning.analysis.baselines import to_word
-from fl_lightning.core.config import named_file, nearest_file, read_config, shipped
+from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import better_goal
 
@@ -26,6 +26,11 @@ UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}
 """Keys that do not affect the trials; a sweep continues although they change."""
 KEYS = {*UNRELATED_KEYS, "command", "method", "metric", "parameters", "early_terminate", "run_cap"}
 SWEEPS_OWN = {"config", "resume", "run_dir"}
+BOUNDS = ("min", "max")
+DISTRIBUTIONS = {"constant": ("value",), "categorical": ("values",), "int_uniform": BOUNDS} | {
+    f"{q}{name}": BOUNDS for name in ("uniform", "log_uniform", "log_uniform_values") for q in ("", "q_")
+}
+"""W&B's distributions that are supported, with the keys that they need."""
 FORM = '[${program}, fit, --config, NAME.yaml, ..., "${args}"]'
 
 
@@ -110,15 +115,6 @@ def sweep_path(name: str) -> Path:
     names = ", ".join(one.removesuffix(".yaml") for one in shipped("sweeps"))
     wrong = f"{name} is neither a file here nor a shipped sweep;" if name else "which one?"
     raise ConfigError(f"sweep: {wrong} " + (f"did you mean {near}?" if near else f"there are {names}"))
-
-
-def read_sweep(path: Path) -> dict[str, Any]:
-    """Return the content of a sweep file.
-
-    Raises:
-        ConfigError: The file is not a readable YAML mapping.
-    """
-    return read_config(path)
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:
@@ -262,11 +258,11 @@ def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
     if not isinstance(given, Mapping) or not given:
         raise ConfigError("parameters: name at least one key, each with values, value, or min and max")
     found = {}
-    for key, told in given.items():
+    for key, described in given.items():
         if key in SWEEPS_OWN:
             raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
         try:
-            found[str(key)] = _parameter(told)
+            found[str(key)] = _parameter(described)
         except ConfigError as error:
             raise ConfigError(f"parameters: {key}: {error}") from None
         if grid and found[key].values is None:
@@ -274,75 +270,64 @@ def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
     return found
 
 
-def _parameter(told: Any) -> Parameter:
-    if not isinstance(told, Mapping):
-        raise ConfigError(f"needs values, value, or min and max; it is {told!r}")
-    if "parameters" in told:
+def _parameter(given: Any) -> Parameter:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"needs values, value, or min and max; it is {given!r}")
+    if "parameters" in given:
         raise ConfigError("nested parameters are not supported. Write the key with dots")
-    if "probabilities" in told:
+    if "probabilities" in given:
         raise ConfigError("probabilities are not supported: values are drawn uniformly. Leave them out")
-    name = told.get("distribution") or _inferred(told)
+    name = given.get("distribution") or _default_distribution(given)
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"distribution {name!r} is not supported. Use one of {', '.join(DISTRIBUTIONS)}")
-    needs, make = DISTRIBUTIONS[name]
+    needs = DISTRIBUTIONS[name]
     q = {"q"} if name.startswith("q_") else set()
-    for key in told:
+    for key in given:
         if key not in {*needs, *q, "distribution"}:
             raise ConfigError(f"{name} takes {', '.join([*needs, *q])}, not {key}")
     for key in needs:
-        if key not in told:
+        if key not in given:
             raise ConfigError(f"{name} needs {key}")
-    return make(told)
-
-
-def _inferred(told: Mapping[str, Any]) -> str:
-    """Return the distribution that W&B uses if the file names none."""
-    for key, name in (("values", "categorical"), ("value", "constant")):
-        if key in told:
-            return name
-    if "min" in told and "max" in told:
-        return "int_uniform" if isinstance(told["min"], int) and isinstance(told["max"], int) else "uniform"
-    raise ConfigError(f"needs values, value, or min and max; it is {dict(told)}")
-
-
-def _listed(told: Mapping[str, Any]) -> Parameter:
-    values = [told["value"]] if "value" in told else told["values"]
+    if needs == BOUNDS:
+        return _numeric_parameter(name, given)
+    values = [given["value"]] if "value" in given else given["values"]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"values: {values!r} is not a list of values")
     return Parameter(CategoricalDistribution(list(dict.fromkeys(map(to_word, values)))))
 
 
-def _numbers(log: bool = False, exponents: bool = False, whole: bool = False) -> Callable[..., Parameter]:
-    """Return a function that makes a numeric parameter.
+def _default_distribution(given: Mapping[str, Any]) -> str:
+    """Return the distribution that W&B uses if the file names none."""
+    for key, name in (("values", "categorical"), ("value", "constant")):
+        if key in given:
+            return name
+    if "min" in given and "max" in given:
+        return "int_uniform" if isinstance(given["min"], int) and isinstance(given["max"], int) else "uniform"
+    raise ConfigError(f"needs values, value, or min and max; it is {dict(given)}")
 
-    Args:
-        log: Draw uniformly on a logarithmic scale.
-        exponents: The bounds are natural logarithms.
-        whole: Draw whole numbers.
-    """
 
-    def make(told: Mapping[str, Any]) -> Parameter:
-        low, high = (_number(key, told[key], whole) for key in ("min", "max"))
-        if low > high:
-            raise ConfigError(f"min {low} is above max {high}")
-        if exponents:
-            low, high = math.exp(low), math.exp(high)
-        if log and low <= 0:
-            raise ConfigError(f"min {low} is not above 0, which a logarithm needs")
-        if whole:
-            return Parameter(IntDistribution(int(low), int(high)))
-        numbers = FloatDistribution(low, high, log=log)
-        if not str(told.get("distribution")).startswith("q_"):
-            return Parameter(numbers)
-        q = _number("q", told.get("q", 1), whole=False)
-        if q <= 0:
-            raise ConfigError(f"q {q} is not above 0")
-        least, most = multiples(numbers, q)
-        if least > most:
-            raise ConfigError(f"no multiple of q {q} is between {low} and {high}")
-        return Parameter(numbers, q)
-
-    return make
+def _numeric_parameter(name: str, given: Mapping[str, Any]) -> Parameter:
+    """Return a parameter between two bounds, which are natural logarithms for `log_uniform` and `q_log_uniform`."""
+    whole, log = name == "int_uniform", "log" in name
+    low, high = (_number(key, given[key], whole) for key in BOUNDS)
+    if low > high:
+        raise ConfigError(f"min {low} is above max {high}")
+    if log and not name.endswith("_values"):
+        low, high = math.exp(low), math.exp(high)
+    if log and low <= 0:
+        raise ConfigError(f"min {low} is not above 0, which a logarithm needs")
+    if whole:
+        return Parameter(IntDistribution(int(low), int(high)))
+    numbers = FloatDistribution(low, high, log=log)
+    if not name.startswith("q_"):
+        return Parameter(numbers)
+    q = _number("q", given.get("q", 1), whole=False)
+    if q <= 0:
+        raise ConfigError(f"q {q} is not above 0")
+    least, most = multiples(numbers, q)
+    if least > most:
+        raise ConfigError(f"no multiple of q {q} is between {low} and {high}")
+    return Parameter(numbers, q)
 
 
 def _number(key: str, given: Any, whole: bool) -> float:
@@ -355,17 +340,3 @@ def multiples(numbers: Any, q: float) -> tuple[int, int]:
     """Return the smallest and the largest n for which n * q lies within a distribution's bounds."""
     slack = 1e-9  # of a q: 0.3 is three times 0.1
     return math.ceil(numbers.low / q - slack), math.floor(numbers.high / q + slack)
-
-
-BOUNDS = ("min", "max")
-DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., Parameter]]] = {
-    "constant": (("value",), _listed),
-    "categorical": (("values",), _listed),
-    "int_uniform": (BOUNDS, _numbers(whole=True)),
-    "uniform": (BOUNDS, _numbers()),
-    "q_uniform": (BOUNDS, _numbers()),
-    "log_uniform": (BOUNDS, _numbers(log=True, exponents=True)),
-    "q_log_uniform": (BOUNDS, _numbers(log=True, exponents=True)),
-    "log_uniform_values": (BOUNDS, _numbers(log=True)),
-    "q_log_uniform_values": (BOUNDS, _numbers(log=True)),
-}

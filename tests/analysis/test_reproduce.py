@@ -594,7 +594,7 @@ def test_what_was_not_run_is_not_judged(here):
     assert [(verdict.holds, verdict.mean, verdict.p) for verdict in made.verdicts] == [(None, None, None)] * 3
     assert claims_grid(made.verdicts)[1:] == []
     assert verdict_line(made.verdicts).startswith(
-        "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be told yet."
+        "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be judged yet."
     )
     assert "t-test" not in verdict_line(made.verdicts)
     assert made.order("alpha 1") == (None, None, 0)
@@ -665,7 +665,7 @@ def test_the_whole_table_in_markdown(here):
 | FedSKC > Uniform | alpha 1 | - | +2.0 | 1 of 1 | - | holds |
 | Uniform > FedSKC | alpha 1 | - | -2.0 | 0 of 1 | - | does not hold |
 
-Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be told yet. A claim holds where the mean \
+Claims: 2 hold (0 with p < 0.05), 1 do not (0 with p < 0.05), 0 cannot be judged yet. A claim holds where the mean \
 is ahead; p is of a paired t-test over seeds, two-sided, for each claim by itself. With 2 seeds p < 0.05 takes a \
 margin of 9.0 standard deviations."""
     )
@@ -683,7 +683,7 @@ def test_what_is_sure_is_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
     line = verdict_line(left("table.yaml", figures).verdicts)
-    assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be told yet.")
+    assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be judged yet.")
 
 
 def test_csv_has_a_line_a_cell_in_full_precision(here):

@@ -13,9 +13,10 @@ import wandb
 import yaml
 from commands import rows, run, summary
 from reduced import reduced
-from test_wandb import Logged, of_kind, summary_of, values
 from wandb import wandb_agent
+from wandb_files import Logged, of_kind, summary_of, values
 
+from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import config_path, flatten
 
@@ -149,6 +150,27 @@ def test_the_agents_command_line_runs(sweep, which, agent_at, monkeypatch):
     assert outcome.code == 0, outcome.err
     columns = rows(agent_at / "run")[0].keys() | summary(agent_at / "run").keys()
     assert loaded(sweep)["metric"]["name"] in columns
+
+
+@pytest.mark.fast_cases(1)
+def test_a_local_sweep_has_the_command_lines_of_wandbs_agent(sweep, agent_at, monkeypatch):
+    """Except that W&B is offline; and the grid has the trials of W&B's grid."""
+    ours, theirs = parse_sweep(loaded(sweep), sweep), list(points(sweep))
+    assert len(ours.grid()) == len(theirs)
+    for params, point in zip(ours.grid(), theirs, strict=True):
+        _, command, *words = started(sweep, point, monkeypatch).command
+        place = words.index("--logger.offline") + 1
+        assert (command, words[place]) == ("fit", "false")
+        assert list(ours.command(params)) == [*words[:place], "true", *words[place + 1 :]]
+
+
+def test_a_file_in_the_working_folder_precedes_a_shipped_sweep_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = sweep_path("fedskc_tau.yaml")
+    assert shipped == sweep_path("fedskc_tau") != Path("fedskc_tau.yaml")
+    assert shipped.read_text() == (ROOT / "sweeps" / "fedskc_tau.yaml").read_text()
+    Path("fedskc_tau.yaml").write_text("{}")
+    assert sweep_path("fedskc_tau.yaml") == Path("fedskc_tau.yaml")
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file.*config-run1:ResourceWarning")  # W&B's reading of its own file

@@ -4,11 +4,8 @@ import inspect
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ import wandb
 import yaml
 from commands import TINY, contents, rows, run, summary, tiny
 from experiments import client_series, experiment
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb_files import Logged, of_kind, summary_of, values
 
 import fl_lightning
 from fl_lightning.algorithms import Local
@@ -24,7 +21,6 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers.collection import Loggers, WandbRoundLogger
 from fl_lightning.loggers.wandb import Labels, grouped
 
-BLOCK = 32 * 1024
 WANDB = ["--logger", "WandbRoundLogger"]
 DRAWN = ["--callbacks", "[{class_path: ClassRelations, init_args: {every: 1}}, BytesByRound]"]
 PICTURES = ("figures/class_relations", "figures/bytes")
@@ -44,42 +40,6 @@ class Diverging(FedAvg):
 """
 
 
-def records(path: Path) -> list[Record]:
-    """The records of a `.wandb` file: a LevelDB log after a header of seven bytes."""
-    content = path.read_bytes()
-    assert content.startswith(b":W&B")
-    found, position, parts = [], 7, b""
-    while position + 7 <= len(content):
-        if BLOCK - position % BLOCK < 7:  # what is left of a block is too small for a header
-            position += BLOCK - position % BLOCK
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, position)
-        parts += content[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(Record.FromString(parts))
-            parts = b""
-    return found
-
-
-def finished(path: Path) -> list[Record]:
-    """The records of a run that is over: W&B's own process writes the last of them a moment after."""
-    deadline = time.monotonic() + 60
-    while not of_kind(found := records(path), "exit"):
-        assert time.monotonic() < deadline, f"{path} has no end"
-        time.sleep(0.02)
-    return found
-
-
-def of_kind(found, kind):
-    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
-
-
-def values(items):
-    """Keys and values of a history, summary or config record; nested keys are joined by dots."""
-    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
 def history(found):
     """One dict a logged row."""
     return [values(record.item) for record in of_kind(found, "history")]
@@ -97,24 +57,6 @@ def config_of(found):
     for record in of_kind(found, "config"):
         config |= values(record.update)
     return config
-
-
-def summary_of(found):
-    """The summary that a run shows."""
-    told = {}
-    for record in of_kind(found, "summary"):
-        told |= values(record.update)
-    return told
-
-
-class Logged:
-    """A run folder and its W&B files, oldest first."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.paths = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-        self.parts = [finished(path) for path in self.paths]
-        self.records = [record for part in self.parts for record in part]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@
   const data = JSON.parse($("data").textContent);
   const main = document.querySelector("main");
 
-  // Okabe and Ito's colours less yellow, which a white page swallows, and black, which a dark one does.
+  // Okabe and Ito's colours without yellow, which is invisible on white, and black, which is invisible on dark.
   const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
   const DASHES = { solid: "", dash: "8 4", dot: "2 3", dashdot: "8 3 2 3", longdash: "14 4" };
   const AXES = { round: "round", bytes: "bytes sent so far", seconds: "seconds so far" };
@@ -21,9 +21,9 @@
     runs: data.runs.filter((run) => run.group === i),
   }));
   const shown = () => groups.filter((group) => group.shown);
-  const drawings = []; // a function each; all are called when a switch is turned
+  const drawings = []; // functions that redraw a part of the page, called when a control changes
 
-  // --- elements: whatever text a run brings goes in as text, never as markup ---
+  // --- elements: text from a run is inserted as text, never as markup ---
 
   function make(tag, properties = {}, ...children) {
     const element = Object.assign(document.createElement(tag), properties);
@@ -38,13 +38,13 @@
     return place;
   }
 
-  function choice(place, label, names, turned) {
-    const select = make("select", { onchange: turned }, ...names.map((name) => make("option", { textContent: name })));
+  function choice(place, label, names, changed) {
+    const select = make("select", { onchange: changed }, ...names.map((name) => make("option", { textContent: name })));
     if (names.length > 1) place.append(make("p", { className: "choice" }, make("label", {}, `${label} `, select)));
     return select;
   }
 
-  // Dotted keys and metrics' names may be broken behind their signs.
+  // Dotted keys and names of metrics may break after a sign.
   const breakable = (content) => [content].flat().flatMap((part) => (typeof part === "string"
     ? part.split(/(?<=[./_])/).flatMap((piece) => [piece, document.createElement("wbr")])
     : [part]));
@@ -71,11 +71,11 @@
 
   // --- Plotly ---
 
-  // Plotly reads a few tags, entities and TeX in texts; with these signs as entities it finds none.
+  // Plotly interprets some tags, entities and TeX in texts. Escaping these signs prevents it.
   const plain = (text) => String(text).replace(/[&<>$]/g, (sign) => `&#${sign.codePointAt(0)};`);
   const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
-  // Its script travels compressed, a third of the size; the page's policy names its hash.
+  // Its script is compressed in the page, to a third of its size; the page's policy has its hash.
   async function loadPlotly() {
     const packed = Uint8Array.from(atob($("plotly").textContent), (character) => character.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -110,7 +110,7 @@
   });
   const yAxis = (title) => ({ title: { text: plain(title) }, type: state.logy ? "log" : "linear" });
 
-  // The surface between two lines; with a logarithmic axis only where there is one.
+  // The area between two lines; with a logarithmic axis only where it is above 0.
   function surface(x, low, high, group, opacity) {
     const kept = x.map((_, i) => i).filter((i) => !state.logy || low[i] > 0);
     const back = [...kept].reverse();
@@ -121,9 +121,9 @@
     };
   }
 
-  // --- curves: a line each group, the mean over its seeds, and the band they span ---
+  // --- curves: for each group a line, the mean over its seeds, and a band, their spread ---
 
-  // An exponential mean without the start's pull to zero, over the rounds that have a value.
+  // An exponential moving average with bias correction, over the rounds that have a value.
   function smoothed(values) {
     let sum = 0;
     let weight = 0;
@@ -187,7 +187,7 @@
     drawings.push(show);
   }
 
-  // --- single clients: how they spread by round in one run, and each of them in its last round ---
+  // --- clients: quantiles by round of one run, and all clients in the last evaluated round ---
 
   function spread(place, measures) {
     const measure = choice(place, "measure", measures, () => show());
@@ -252,7 +252,7 @@
     drawings.push(show);
   }
 
-  // --- who holds what ---
+  // --- partition ---
 
   function partition(place) {
     const names = data.partitions.map(({ runs }) => `${data.runs[runs[0]].name}${runs.length > 1 ? ` and ${runs.length - 1} more` : ""}`);
@@ -290,20 +290,20 @@
     drawings.push(show);
   }
 
-  // --- pictures and settings ---
+  // --- images and settings ---
 
-  function pictures(place) {
+  function images(place) {
     const large = make("img", { alt: "" });
     const dialog = document.body.appendChild(make("dialog", { onclick: () => dialog.close() }, large));
-    for (const name of new Set(data.pictures.map((picture) => picture.name))) {
-      const kind = data.pictures.filter((picture) => picture.name === name);
-      const grid = make("div", { className: "pictures" });
-      for (const picture of kind) {
-        const caption = `${data.runs[picture.run].name}, round ${picture.round}${picture.reduced ? " (reduced)" : ""}`;
-        const open = () => { large.src = picture.source; dialog.showModal(); };
-        const image = make("img", { src: picture.source, alt: `${name}: ${caption}`, onclick: open });
+    for (const name of new Set(data.images.map((image) => image.name))) {
+      const kind = data.images.filter((image) => image.name === name);
+      const grid = make("div", { className: "images" });
+      for (const { run, round, reduced, source } of kind) {
+        const caption = `${data.runs[run].name}, round ${round}${reduced ? " (reduced)" : ""}`;
+        const open = () => { large.src = source; dialog.showModal(); };
+        const image = make("img", { src: source, alt: `${name}: ${caption}`, onclick: open });
         const figure = make("figure", {}, image, make("figcaption", { textContent: caption }));
-        drawings.push(() => { figure.hidden = !groups[data.runs[picture.run].group].shown; });
+        drawings.push(() => { figure.hidden = !groups[data.runs[run].group].shown; });
         grid.append(figure);
       }
       const title = make("summary", { textContent: `${name} (${kind.length})` });
@@ -365,7 +365,7 @@
     }
     among(metrics, rest, (names) => curves(section("other", "Other metrics"), names));
     among(metrics, is.cost, (names) => curves(section("cost", "Time and bytes"), names));
-    if (data.pictures.length) pictures(section("pictures", "Images"));
+    if (data.images.length) images(section("images", "Images"));
     settings(section("settings", "Settings"));
     if (data.left_out.length) {
       section("left-out", "Left out").append(make("ul", {}, ...data.left_out.map((text) => make("li", { textContent: text }))));

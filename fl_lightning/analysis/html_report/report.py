@@ -15,7 +15,6 @@ import math
 import os
 import re
 import stat
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from itertools import accumulate
@@ -24,7 +23,7 @@ from string import Template
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
 from fl_lightning.analysis.comparison import Group, compare, spread, text
@@ -44,7 +43,7 @@ MOST_POINTS = 1000
 """The most clients of a run that are drawn as points."""
 MOST_CELLS = 300_000
 """The most cells, clients times classes, of all partitions together."""
-PICTURE_BYTES, PICTURES_BYTES = 150_000, 2_000_000
+IMAGE_BYTES, IMAGES_BYTES = 150_000, 2_000_000
 """The most bytes of one image, and of all images; a larger image is reduced."""
 MOST_FILE_BYTES = {".csv": 2**30, ".png": 20_000_000}
 MOST_PIXELS = 25_000_000
@@ -130,23 +129,16 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         rounds = drawn_rounds(run)
         if len(rounds) < len(run.rounds):
             left_out.append(f"{name}: {len(rounds):,} of {len(run.rounds):,} rounds are drawn")
-        shown.append(
-            {
-                "name": name,
-                "group": group_of[run],
-                "axes": axes(run, rounds),
-                "metrics": metrics(run, rounds),
-                "clients": _unless_unreadable(left_out, f"{name}/clients.csv", clients, run, rounds) or {},
-                "settings": settings,
-            }
-        )
+        values = {"axes": axes(run, rounds), "metrics": metrics(run, rounds)}
+        values["clients"] = _unless_unreadable(left_out, f"{name}/clients.csv", clients, run, rounds) or {}
+        shown.append({"name": name, "group": group_of[run], **values, "settings": settings})
     return {
         "groups": group_names,
         "runs": shown,
         "common": common,
         "summary": summary(groups),
         "partitions": partitions(runs, names, left_out),
-        "pictures": pictures(runs, names, left_out),
+        "images": images(runs, names, left_out),
         "left_out": left_out,
     }
 
@@ -199,12 +191,9 @@ def clients(run: Run, rounds: Sequence[int]) -> dict[str, Any]:
     columns = {name: np.asarray(column) for name, column in read_columns(own_file(run, "clients.csv")).items()}
     if not {"round", "client"} <= columns.keys():
         raise ValueError("the columns round and client are missing")
-    return {
-        name: spread
-        for name, values in columns.items()
-        if name not in ("round", "client")
-        and (spread := _spread(columns["round"], columns["client"], values, rounds)) is not None
-    }
+    round, client = columns.pop("round"), columns.pop("client")
+    spreads = {name: _spread(round, client, values, rounds) for name, values in columns.items()}
+    return {name: each for name, each in spreads.items() if each}
 
 
 def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: Sequence[int]) -> dict[str, Any] | None:
@@ -248,8 +237,8 @@ def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], 
 
 def setting_texts(run: Run) -> dict[str, str]:
     """Return a run's settings as text."""
-    told = {key: text(value) for key, value in run.settings.items()}
-    return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in told.items()}
+    texts = {key: text(value) for key, value in run.settings.items()}
+    return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in texts.items()}
 
 
 def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
@@ -266,12 +255,12 @@ def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
 def group_name(group: Group, groups: Sequence[Group]) -> str:
     """Return the name of a group: its method, and the settings in which it differs from others of that method."""
     alike = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
-    told = [
+    names = [
         value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
         for key, value in group.names.items()
         if key == "algorithm" or len({other.names.get(key) for other in alike}) > 1
     ]
-    return " ".join(told)
+    return " ".join(names)
 
 
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
@@ -295,11 +284,11 @@ def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
     found = spread(known)
     if found is None:
         return None
-    told = f"{found.mean:.4g} ± {found.std:.2g}" if found.std else f"{found.mean:.4g}"
-    return told if len(known) == len(values) else f"{told} ({len(known)} of {len(values)})"
+    cell = f"{found.mean:.4g} ± {found.std:.2g}" if found.std else f"{found.mean:.4g}"
+    return cell if len(known) == len(values) else f"{cell} ({len(known)} of {len(values)})"
 
 
-# --- partitions and pictures ---
+# --- partitions and images ---
 
 
 def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
@@ -307,8 +296,8 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
     found: dict[tuple[int, bytes], dict[str, Any]] = {}
     cells = 0
     for i, run in enumerate(runs):
-        told = f"{names[i]}/partition.csv"
-        counts = _unless_unreadable(left_out, told, lambda run: read_counts(own_file(run, "partition.csv")), run)
+        path = f"{names[i]}/partition.csv"
+        counts = _unless_unreadable(left_out, path, lambda run: read_counts(own_file(run, "partition.csv")), run)
         if counts is None:
             continue
         if known := found.get(key := (len(counts), counts.tobytes())):
@@ -317,38 +306,35 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         drawn = binned(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
-            left_out.append(f"{told}: the page is full of earlier partitions")
+            left_out.append(f"{path}: the page is full of earlier partitions")
             continue
         rows = [[rounded(count) for count in row] for row in drawn.tolist()]
         found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
     return list(found.values())
 
 
-def pictures(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
+def images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
     """Return the last image of each kind that a run's callbacks wrote, as far as they fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
-        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_pictures, run.run_dir) or []:
-            told = f"{names[i]}/figures/{name}/{file}"
-            picture = _unless_unreadable(left_out, told, embedded, run, name, file)
-            if picture is None:
-                continue
-            size += len(picture["source"])
-            if size > PICTURES_BYTES:
-                left_out.append(f"{told}: the page is full of earlier images")
-                size -= len(picture["source"])
-                continue
-            found.append({"run": i, "name": name, "round": int(file[6:-4]), **picture})
+        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_images, run.run_dir) or []:
+            path = f"{names[i]}/figures/{name}/{file}"
+            image = _unless_unreadable(left_out, path, embedded, run, name, file)
+            if image and size + len(image["source"]) > IMAGES_BYTES:
+                left_out.append(f"{path}: the page is full of earlier images")
+            elif image:
+                size += len(image["source"])
+                found.append({"run": i, "name": name, "round": int(file[6:-4]), **image})
     return found
 
 
-def last_pictures(folder: Path) -> list[tuple[str, str]]:
+def last_images(folder: Path) -> list[tuple[str, str]]:
     """Return the kinds of images in a run's `figures/`, with the file name of the last of each."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
         names = [path.name for path in kind.iterdir()] if kind.is_dir() else []
-        if pictures := [name for name in names if re.fullmatch(r"round-[0-9]{1,9}\.png", name)]:
-            found.append((kind.name, max(pictures, key=lambda name: int(name[6:-4]))))
+        if images := [name for name in names if re.fullmatch(r"round-[0-9]{1,9}\.png", name)]:
+            found.append((kind.name, max(images, key=lambda name: int(name[6:-4]))))
     return found
 
 
@@ -359,16 +345,18 @@ def embedded(run: Run, name: str, file: str) -> dict[str, Any]:
         ValueError: The file is not a PNG image, or too large.
     """
     content = own_file(run, "figures", name, file).read_bytes()
-    if content[:8] != b"\x89PNG\r\n\x1a\n" or content[12:16] != b"IHDR" or len(content) < 24:
-        raise ValueError("it is not a PNG image")
-    if math.prod(struct.unpack(">II", content[16:24])) > MOST_PIXELS:
-        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels")
     try:
         image = Image.open(io.BytesIO(content), formats=["PNG"])
+        if image.width * image.height > MOST_PIXELS:
+            raise Image.DecompressionBombError
         image.load()
+    except UnidentifiedImageError as error:
+        raise ValueError("it is not a PNG image") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels") from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged images
         raise ValueError(f"it is damaged: {one_line(error)}") from error
-    small = content if len(content) <= PICTURE_BYTES else reduced(image)
+    small = content if len(content) <= IMAGE_BYTES else reduced(image)
     return {"source": f"data:image/png;base64,{base64.b64encode(small).decode()}", "reduced": small is not content}
 
 
@@ -383,9 +371,9 @@ def reduced(image: Image.Image) -> bytes:
         image.thumbnail((side, side))
         few = image.quantize(128, method=Image.Quantize.FASTOCTREE)  # the default takes seconds
         few.save(content := io.BytesIO(), format="PNG", optimize=True)
-        if content.tell() <= PICTURE_BYTES:
+        if content.tell() <= IMAGE_BYTES:
             return content.getvalue()
-    raise ValueError(f"it takes more than {PICTURE_BYTES:,} bytes even if reduced")
+    raise ValueError(f"it takes more than {IMAGE_BYTES:,} bytes even if reduced")
 
 
 # --- files ---

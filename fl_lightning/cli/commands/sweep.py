@@ -17,9 +17,10 @@ from fl_lightning.analysis.sweep import (
     write_best,
     write_trials,
 )
-from fl_lightning.analysis.sweep_file import parse_sweep, read_sweep, sweep_path
+from fl_lightning.analysis.sweep_file import parse_sweep, sweep_path
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.sweep_metric import check_metric
+from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.runs.folder import lock_run_dir
 
@@ -27,7 +28,7 @@ from fl_lightning.runs.folder import lock_run_dir
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Start or resume a sweep, and print its table."""
     path = sweep_path(given.sweep or "")
-    content = read_sweep(path)
+    content = read_config(path)
     sweep = parse_sweep(content, path, given.set or [])
     check_positive("--", count=given.count, workers=given.workers, threads=given.threads)
     check_number("--seed", given.seed, "[0, inf)")
