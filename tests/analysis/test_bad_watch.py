@@ -1,4 +1,4 @@
-"""What callbacks and W&B cannot work with is refused before a run's folder is made; the rest works."""
+"""Wrong options of callbacks and loggers are refused before a run folder is created; correct ones work."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from fl_lightning.callbacks.monitor import is_among, round_metrics
 from methods import FEW_QUICK, METHODS
 from torch import nn
 
-from fl_lightning.algorithms import CFL, FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
+from fl_lightning.algorithms import FedAvg, FedBABU, FedNH, FedPer, Local, PeerFedPer, Proximal
 from fl_lightning.algorithms.aggregators import WeightedMean
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
@@ -52,7 +52,7 @@ def callback(name, **options):
 
 
 def kind(name, words, *told, **env):
-    """One kind of bad input: its name, the command, what the line must say, and the environment."""
+    """Return a case of bad input: its name, the command, parts of the message, and the environment."""
     return pytest.param(words, told, env, id=name)
 
 
@@ -72,14 +72,7 @@ KINDS = [
         "comm/total_bytes",
     ),
     kind("the round", callback("EarlyStopping", monitor="round"), "there is no metric 'round'"),
-    kind("no name", callback("EarlyStopping", monitor=""), "there is no metric ''; there are global/acc"),
     kind("no such client", callback("EarlyStopping", monitor="client_4/acc"), "'client_4/acc'; clients are 0 to 3"),
-    kind(
-        "like a client's",
-        callback("EarlyStopping", monitor="client_3/accuracy"),
-        "'client_3/accuracy'; did you mean client_<id>/acc?",
-    ),
-    kind("a figure that is not there", callback("EarlyStopping", monitor="drift/cosine_mean"), "there is no metric"),
     kind(
         "an accuracy that nobody has",
         [*callback("EarlyStopping"), "--algorithm", "Local", "--scenario.local_test", "0"],
@@ -93,26 +86,19 @@ KINDS = [
         kind(f"min_delta {value}", callback("EarlyStopping", min_delta=value), "callbacks: EarlyStopping.min_delta: ")
         for value in (-0.1, float("nan"), float("inf"))
     ),
-    kind("every", callback("RowNorms", every=0), "callbacks: RowNorms.every: 0 is below 1"),
-    kind("keep_last", callback("Checkpointing", keep_last=0), "callbacks: Checkpointing.keep_last: 0 is below 1"),
-    kind("Checkpointing.every", callback("Checkpointing", every=-1), "callbacks: Checkpointing.every: -1 is below 1"),
     kind("samples", callback("KnowledgeMap", samples=9), "callbacks: KnowledgeMap.samples: 9 is below 10"),
     kind("client", callback("KnowledgeMap", client=4), "KnowledgeMap.client: there is no client 4; clients are 0 to 3"),
-    kind("client below 0", callback("KnowledgeMap", client=-1), "KnowledgeMap.client: there is no client -1"),
     kind(
         "pair of others",
         callback("UnitDivergence", pairs=[[0, 1], [0, 4]]),
         "callbacks: UnitDivergence.pairs: [0, 4]; a pair is two different clients from 0 to 3",
     ),
-    kind("pair below 0", callback("UnitDivergence", pairs=[[-1, 2]]), "UnitDivergence.pairs: [-1, 2]"),
-    kind("pair of one", callback("UnitDivergence", pairs=[[2, 2]]), "UnitDivergence.pairs: [2, 2]"),
     # Several of one
     kind(
         "two checkpointings",
         [*FIT, "--callbacks", "[Checkpointing, Checkpointing]"],
         "callbacks: Checkpointing is there twice; list it once",
     ),
-    kind("two progress bars", [*FIT, "--callbacks", "[RoundProgress, RoundProgress]"], "RoundProgress is there twice"),
     kind(
         "two of one figure",
         [*FIT, "--callbacks", "[ClientDrift, ClientDrift]"],
@@ -121,38 +107,28 @@ KINDS = [
     # W&B
     kind("project", [*WANDB, "--logger.project", "a/b"], "logger.project: Invalid project name 'a/b'"),
     kind("long project", [*WANDB, "--logger.project", "p" * 129], "logger.project: ", "128 characters"),
-    kind("long name", [*WANDB, "--logger.name", "n" * 129], "logger.name: 129 characters, and W&B accepts at most 128"),
-    kind("long group", [*WANDB, "--logger.group", "g" * 129], "logger.group: 129 characters"),
     kind(
         "long job type", [*WANDB, "--logger.job_type", "j" * 65], "logger.job_type: 65 characters", "accepts at most 64"
     ),
-    kind("empty tag", [*WANDB, "--logger.tags", '[a, ""]'], "logger.tags: Tag at index 1 is empty"),
-    kind("long tag", [*WANDB, "--logger.tags", f"[{'t' * 65}]"], "logger.tags: ", "65 characters"),
     kind(
         "entity",
         [*WANDB, "--logger.entity", "my team"],
         "logger.entity: 'my team' is not the name of a W&B user or team",
     ),
     kind("WANDB_MODE", WANDB, "WANDB_MODE: Input should be 'online', 'offline'", WANDB_MODE="garbage"),
-    kind("WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: Run ID cannot contain", WANDB_RUN_ID="a/b"),
     kind("long WANDB_RUN_ID", WANDB, "WANDB_RUN_ID: 129 characters", WANDB_RUN_ID="i" * 129),
-    kind("WANDB_PROJECT", WANDB, "WANDB_PROJECT: Invalid project name 'a#b'", WANDB_PROJECT="a#b"),
-    kind("WANDB_NAME", WANDB, "logger.name: 129 characters", WANDB_NAME="n" * 129),
-    kind("WANDB_INIT_TIMEOUT", WANDB, "WANDB_INIT_TIMEOUT: Input should be a valid number", WANDB_INIT_TIMEOUT="soon"),
     kind("WANDB_BASE_URL", WANDB, "WANDB_BASE_URL: Input should be a valid URL", WANDB_BASE_URL="garbage"),
     # Other loggers
     kind("no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be"),
     kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "which is not given. Give both or neither"),
     kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'; there are save_dir"),
     kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is listed twice. List it once."),
-    kind("unknown logger", [*FIT, "--logger=[CSVLogger, Paper]"], "logger: there is no class 'Paper'", "CSVLogger"),
-    kind("true", [*FIT, "--logger=true"], "logger: there is no class 'true'", "WandbRoundLogger"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def no_wandb_variables(tmp_path, monkeypatch):
-    """W&B's own folders out of the way, and no word of it in the environment."""
+    """Redirect W&B's own folders, and remove its variables from the environment."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
@@ -160,7 +136,7 @@ def no_wandb_variables(tmp_path, monkeypatch):
 
 
 def refusal(words, folder):
-    """The one line that a command says to bad input, which leaves a folder as it was."""
+    """Return the one line that a command prints for bad input, after checking that it changed no file."""
     before = contents(folder)
     code, out, err = run(*words)
     assert code == 2
@@ -173,7 +149,7 @@ def refusal(words, folder):
 
 @pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("words", "told", "env"), KINDS)
-def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, env, tmp_path, monkeypatch):
+def test_bad_input_is_one_line_and_leaves_no_file(words, told, env, tmp_path, monkeypatch):
     (folder := tmp_path / "here").mkdir()
     (folder / "tiny.yaml").write_text(TINY)
     monkeypatch.chdir(folder)
@@ -230,7 +206,7 @@ NOTHING_TO_LOOK_AT = {
 
 
 def refused(one):
-    """Which of a run's callbacks refuse it before it begins, and why."""
+    """Return which callbacks of a run refuse it before it begins, with their messages."""
     one._build()
     told = {}
     for watcher in one.callbacks:
@@ -242,15 +218,15 @@ def refused(one):
 
 
 def seen(one):
-    """Names of the metrics that a run's rounds had."""
+    """Return the names of the metrics in a run's rounds."""
     single = (client_series(one.run_dir, round) for round in range(1, one.round + 1))
     return {name for row in (*one.csv.rows, *single) for name in row} - {"round"}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
-def test_each_callback_watches_a_method_or_refuses_it_before_there_is_a_folder(tmp_path, name):
-    """And the metrics of a run's rounds are those, and all those, that are known beforehand."""
+def test_each_callback_works_with_a_method_or_refuses_it(tmp_path, name):
+    """The metrics of the rounds are exactly those that were known beforehand."""
     method, options = METHODS[name]
     make = partial(experiment, tmp_path / "run", rounds=2, **options)
     told = refused(make(method(), callbacks=[watcher() for watcher in WATCHERS.values()]))
@@ -276,7 +252,7 @@ def test_each_callback_watches_a_method_or_refuses_it_before_there_is_a_folder(t
     ],
     ids=["received", "drop", "no test data", "official", "a term that is off"],
 )
-def test_the_metrics_of_every_option_are_known_beforehand(tmp_path, options):
+def test_metrics_are_known_beforehand_for_every_option(tmp_path, options):
     one = experiment(tmp_path, rounds=2, **options)
     one.fit()
     known, found = round_metrics(one), seen(one)
@@ -285,14 +261,14 @@ def test_the_metrics_of_every_option_are_known_beforehand(tmp_path, options):
 
 
 class Convolved(Backbone):
-    """A model whose head ends with a convolution, and no row of weights a class."""
+    """A model whose head has no row of weights for each class."""
 
     def __init__(self, in_shape, num_classes):
         super().__init__(nn.Flatten(2), nn.Sequential(nn.Conv1d(1, num_classes, 64), nn.Flatten()), 64)
 
 
 @pytest.mark.thorough
-def test_a_model_without_a_class_layer_is_refused_by_those_that_look_at_it(tmp_path):
+def test_callbacks_of_the_class_layer_refuse_a_model_without_one(tmp_path):
     make = partial(experiment, tmp_path, rounds=2, model=Convolved)
     watchers = [RowNorms, ClassRelations, UnitDivergence, ClientDrift, KnowledgeMap]
     assert refused(make(callbacks=[watcher() for watcher in watchers])) == {
@@ -342,8 +318,8 @@ class Trained(RoundCallback):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, FedNH, Local, partial(PeerFedPer, n_com=2)])
-def test_what_is_looked_at_is_the_clients_model_as_it_was_trained(tmp_path, method):
-    """A head that stays on the client, or is the same for all, is not the initial one."""
+def test_callbacks_see_the_clients_model_as_trained(tmp_path, method):
+    """A head that stays on the client, or is the same for all clients, is not the initial one."""
     watcher = Trained(algorithm := method())
     experiment(tmp_path, algorithm, rounds=2, callbacks=[watcher]).fit()
     assert watcher.compared == 8
@@ -353,7 +329,7 @@ def test_what_is_looked_at_is_the_clients_model_as_it_was_trained(tmp_path, meth
 
 
 class Score(RoundCallback):
-    """Adds a metric, and does not say so."""
+    """Adds a metric without declaring it."""
 
     values = (1.0, 2.0, 3.0)
 
@@ -367,14 +343,14 @@ class DeclaredScore(Score):
 
 
 class Accuracy(Score):
-    """Adds metrics whose names begin as others do."""
+    """Declares metrics whose names resemble others."""
 
     def metrics(self, run):
         return ["acc", "mine/train_acc", "mine/accidents"]
 
 
 class Half(DeclaredScore):
-    """Adds it in the second round."""
+    """Adds the metric only in the second round."""
 
     def on_round_metrics(self, run, metrics):
         if run.round == 2:
@@ -382,14 +358,14 @@ class Half(DeclaredScore):
 
 
 @pytest.mark.parametrize("own", [Score, DeclaredScore])
-def test_a_metric_of_ones_own_can_be_watched(tmp_path, own):
-    """Whoever adds it, and wherever it stands in the list."""
+def test_a_users_own_metric_can_be_monitored(tmp_path, own):
+    """The order of the callbacks does not matter."""
     watcher = EarlyStopping("score", patience=9)
     experiment(tmp_path, callbacks=[watcher, own()]).fit()
     assert watcher.best == 3.0
 
 
-def test_what_nobody_claims_is_refused_in_the_first_round_where_somebody_may_add_it(tmp_path):
+def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"no metric 'scor'; there are client/train_loss, .*score, .*; a callback that adds",
@@ -402,7 +378,7 @@ def test_what_nobody_claims_is_refused_in_the_first_round_where_somebody_may_add
 
 
 @pytest.mark.parametrize("watcher", [EarlyStopping, Checkpointing])
-def test_rounds_without_a_metric_that_others_have_do_not_count_and_it_is_told_once(tmp_path, watcher):
+def test_rounds_without_the_metric_do_not_count_and_are_warned_of_once(tmp_path, watcher):
     one = experiment(tmp_path, callbacks=[watcher(monitor="score"), Half()])
     line = f"callbacks: {watcher.__name__}.monitor: round 1 has no 'score'; only rounds that have it count"
     with pytest.warns(UserWarning, match=re.escape(line)) as told:
@@ -410,7 +386,7 @@ def test_rounds_without_a_metric_that_others_have_do_not_count_and_it_is_told_on
     assert [str(warning.message) for warning in told] == [line]
 
 
-def test_a_metric_that_is_not_measured_in_a_round_without_an_evaluation_is_not_missed(tmp_path):
+def test_rounds_without_an_evaluation_are_not_warned_of(tmp_path):
     watcher = EarlyStopping("global/acc", patience=9)
     experiment(tmp_path, rounds=4, evaluate_every=2, callbacks=[watcher]).fit()
     assert watcher.best is not None
@@ -420,16 +396,13 @@ def test_a_metric_that_is_not_measured_in_a_round_without_an_evaluation_is_not_m
     ("monitor", "mode", "right"),
     [
         ("global/loss", "max", "min"),
-        ("client/train_ce", "max", "min"),
         ("client/acc_std", "max", "min"),
         ("client_3/train_loss", "max", "min"),
         ("global/acc", "min", "max"),
-        ("client/acc_worst_decile", "min", "max"),
         ("client_0/acc", "min", "max"),
-        ("acc", "min", "max"),
     ],
 )
-def test_taking_the_worst_for_the_best_is_told(tmp_path, monitor, mode, right):
+def test_a_mode_in_the_wrong_direction_is_warned_of(tmp_path, monitor, mode, right):
     watchers = [EarlyStopping(monitor, mode), Checkpointing(monitor=monitor, mode=right)]
     one = experiment(tmp_path, callbacks=[*watchers, Accuracy()])
     one._build()
@@ -440,32 +413,22 @@ def test_taking_the_worst_for_the_best_is_told(tmp_path, monitor, mode, right):
     ]
 
 
-def test_the_worst_accuracy_is_no_better_for_want_of_a_name(tmp_path):
-    one = experiment(tmp_path, callbacks=[EarlyStopping(mode="min")])
-    one._build()
-    with pytest.warns(UserWarning, match="min takes the worst global/acc for the best; set mode max"):
-        one._notify("check")
-
-
 @pytest.mark.parametrize(
     ("monitor", "mode"),
     [
         ("comm/total_bytes", "max"),
-        ("comm/total_bytes", "min"),
-        ("mine/train_acc", "max"),
         ("mine/accidents", "min"),
-        ("mine/accidents", "max"),
     ],
 )
-def test_what_may_be_good_either_way_is_left_alone(tmp_path, monitor, mode):
+def test_metrics_without_a_known_direction_take_any_mode(tmp_path, monitor, mode):
     one = experiment(tmp_path, callbacks=[EarlyStopping(monitor, mode), Accuracy()])
     one._build()
     one._notify("check")
 
 
 @pytest.mark.parametrize(("mode", "values", "best"), [("max", [1.0, 2.0], 2.0), ("min", [2.0, 1.0], -1.0)])
-def test_nan_is_the_worst_there_is(mode, values, best):
-    """A run whose first loss is NaN can still get better; one that stays so comes to its end."""
+def test_nan_is_worse_than_any_number(mode, values, best):
+    """A run whose first loss is NaN can still improve; one whose loss stays NaN stops."""
     watcher = EarlyStopping("global/loss", mode, patience=2)
     for value in (float("nan"), *values):
         watcher.on_round_metrics(None, {"global/loss": value, "global/acc": 0.5})
@@ -485,15 +448,12 @@ def test_a_mode_is_max_or_min():
     ("monitor", "known"),
     [
         ("client_0/acc", True),
-        ("client_3/acc", True),
         ("client_03/acc", False),
         ("client_4/acc", False),
-        ("client_<id>/acc", False),
         ("client_" + "9" * 5000 + "/acc", False),
-        ("clients/acc", False),
     ],
 )
-def test_single_clients_are_known_by_their_numbers(tmp_path, monitor, known):
+def test_metrics_of_single_clients(tmp_path, monitor, known):
     one = experiment(tmp_path, scenario=digits(4), callbacks=[EarlyStopping(monitor)])
     one._build()
     if known:
@@ -503,7 +463,7 @@ def test_single_clients_are_known_by_their_numbers(tmp_path, monitor, known):
             one._notify("check")
 
 
-def test_only_clients_that_are_scored_have_an_accuracy(tmp_path):
+def test_only_evaluated_clients_have_an_accuracy(tmp_path):
     evaluation = Evaluation("received", max_clients=2)
     one = experiment(tmp_path, evaluation=evaluation)
     one._build()
@@ -520,13 +480,13 @@ def test_only_clients_that_are_scored_have_an_accuracy(tmp_path):
 
 
 class OwnTerm(Proximal):
-    """A term of a user's that may count later."""
+    """A user's loss term that may become active later."""
 
     def __init__(self):
         super().__init__(0.0)
 
 
-def test_a_term_of_ones_own_may_count_in_a_later_round(tmp_path):
+def test_a_users_loss_term_may_become_active_later(tmp_path):
     for term, words in ((OwnTerm(), "a callback that adds one"), (Proximal(0.0), "did you mean client/train_loss")):
         monitor = f"client/train_{term.name}"
         one = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), callbacks=[EarlyStopping(monitor, "min")])
@@ -535,14 +495,14 @@ def test_a_term_of_ones_own_may_count_in_a_later_round(tmp_path):
 
 
 class OwnAggregator(WeightedMean):
-    """Leaves weights, and does not say so."""
+    """Records weights without declaring it."""
 
     def finish(self, folded, before, knowledge):
         weights = {"client": torch.tensor([0, 1]), "value": torch.tensor([0.25, 0.75])}
         return super().finish(folded, before, knowledge) | {"weights": weights}
 
 
-def test_an_aggregator_of_ones_own_is_seen_to_have_weights_or_none_in_the_first_round(tmp_path):
+def test_a_users_aggregator_may_have_weights_or_none(tmp_path):
     one = experiment(tmp_path / "a", FedAvg(aggregator=OwnAggregator()), rounds=1, callbacks=[AggregationWeights()])
     one.fit()
     assert client_series(tmp_path / "a", 1)["client_1/weight"] == 0.75
@@ -554,16 +514,10 @@ def test_an_aggregator_of_ones_own_is_seen_to_have_weights_or_none_in_the_first_
         experiment(tmp_path / "b", FedAvg(aggregator=Plain()), rounds=1, callbacks=[AggregationWeights()]).fit()
 
 
-def test_what_watches_comes_after_what_adds_and_before_what_keeps(tmp_path):
+def test_order_of_callbacks(tmp_path):
     watcher, keeper = EarlyStopping("drift/cosine_mean"), Checkpointing()
     kinds = [type(one) for one in experiment(tmp_path, callbacks=[keeper, watcher, ClientDrift()]).callbacks]
     assert kinds[-2:] == [EarlyStopping, Checkpointing]
-
-
-def test_splits_of_clusters_can_be_watched(tmp_path):
-    watcher = EarlyStopping("clusters/mean_norm_0", "min", patience=9)
-    experiment(tmp_path, CFL(), callbacks=[watcher, ClusterNorms()]).fit()
-    assert watcher.best is not None
 
 
 # --- W&B -------------------------------------------------------------------------------------------------------------
@@ -573,21 +527,21 @@ LABELS = Labels("name", "group", ["FedSKC", "Digits"])
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory):
-    """A finished run that W&B has logged."""
+    """Return a finished run that W&B logged."""
     run_dir = tmp_path_factory.mktemp("noted") / "run"
     tiny(run_dir, "--rounds", "1", "--logger", "WandbRoundLogger")
     return run_dir
 
 
 def damages(content):
-    """Ways in which a note is no longer as it was written."""
-    flipped = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(0, len(content), 7)]
-    cut = [content[: len(content) * n // 10] for n in range(10)]
+    """Return damaged versions of a note."""
+    flipped = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(0, len(content), 37)]
+    cut = [content[: len(content) * n // 10] for n in (0, 5, 9)]
     others = [b"\xff" + content, b"[" * 100_000, b"[]", b"null", b"{}", b'{"sha256": 1}', content + b"\n", b"\0" * 99]
     return [*flipped, *cut, *others]
 
 
-def test_a_changed_byte_of_the_note_is_noticed_before_anything_is_written(noted, tmp_path):
+def test_a_damaged_note_is_refused_before_anything_is_written(noted, tmp_path):
     content = (noted / NOTE).read_bytes()
     (tmp_path / NOTE).parent.mkdir()
     logger = WandbRoundLogger()
@@ -600,7 +554,7 @@ def test_a_changed_byte_of_the_note_is_noticed_before_anything_is_written(noted,
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
-def test_a_damaged_note_is_one_line_and_a_resume_without_it_goes_on(noted, tmp_path):
+def test_a_run_resumes_without_a_note_but_not_with_a_damaged_one(noted, tmp_path):
     folder = shutil.copytree(noted, tmp_path / "run")
     (folder / NOTE).write_bytes((folder / NOTE).read_bytes()[:-9])
     before = contents(folder)
@@ -625,7 +579,7 @@ def test_a_note_of_another_run_is_refused(noted, tmp_path):
     )
 
 
-def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
+def test_links_in_place_of_wandbs_folder_are_refused(tmp_path):
     logger = WandbRoundLogger()
     logger.check(tmp_path / "nowhere")
     (victim := tmp_path / "victim").mkdir()
@@ -649,7 +603,7 @@ def test_links_and_files_in_the_place_of_folders_are_not_followed(tmp_path):
         logger.check(tmp_path)
 
 
-def test_what_wandb_refuses_when_it_begins_leaves_nothing_of_it(tmp_path, monkeypatch):
+def test_a_failed_start_of_wandb_leaves_no_file(tmp_path, monkeypatch):
     """A second try works."""
 
     def refuses(**told):
@@ -669,7 +623,7 @@ def test_what_wandb_refuses_when_it_begins_leaves_nothing_of_it(tmp_path, monkey
     assert list(tmp_path.glob("wandb")) == []
 
 
-def test_what_wandb_left_in_an_earlier_sitting_stays(noted, tmp_path, monkeypatch):
+def test_a_failed_start_of_wandb_keeps_earlier_files(noted, tmp_path, monkeypatch):
     folder = shutil.copytree(noted, tmp_path / "run")
     before = contents(folder)
     monkeypatch.setattr(wandb, "init", lambda **told: 1 / 0)
@@ -679,8 +633,8 @@ def test_what_wandb_left_in_an_earlier_sitting_stays(noted, tmp_path, monkeypatc
     assert contents(folder) == before
 
 
-def test_without_a_key_there_is_one_line_and_no_question(tmp_path, monkeypatch):
-    """Where there is a terminal, W&B asks."""
+def test_a_missing_api_key_is_one_line(tmp_path, monkeypatch):
+    """With a terminal, W&B would ask."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -692,16 +646,8 @@ def test_without_a_key_there_is_one_line_and_no_question(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_a_long_class_name_is_a_tag_that_wandb_takes(tmp_path):
+def test_a_long_class_name_is_cut_to_wandbs_limit(tmp_path):
     logger = WandbRoundLogger(offline=True)
     logger.attach(tmp_path, {}, Labels("name", "group", ["D" * 99]))
     assert logger.experiment.tags == ("D" * 64,)
     logger.finalize("success")
-
-
-def test_names_as_long_as_wandb_takes_them_are_let_through(tmp_path):
-    WandbRoundLogger(project="p" * 128, name="n" * 128, group="g" * 128, job_type="j" * 64, tags=["t" * 64]).check()
-
-
-def test_there_are_kinds_enough():
-    assert len({param.id for param in KINDS}) == len(KINDS) >= 40

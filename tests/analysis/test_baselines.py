@@ -1,4 +1,4 @@
-"""One config runs a paper's whole table: `--algorithm NAME` brings the baseline's own settings."""
+"""Baselines of a config: `--algorithm NAME` adds the baseline's settings."""
 
 import importlib
 import inspect
@@ -50,7 +50,7 @@ def spelled(*words):
     return expand_baseline(["fit", *words])[1:]
 
 
-def test_a_baseline_is_spelled_out_where_it_stood(here):
+def test_a_baseline_is_replaced_by_its_options(here):
     prox = [*ANEW, "FedProx", "--algorithm.mu", "0.5", "--model.hidden", "[7]"]
     uniform = [*ANEW, "FedAvg", "--algorithm.weighting", "uniform"]
     before = ["--config", "table.yaml"]
@@ -61,7 +61,7 @@ def test_a_baseline_is_spelled_out_where_it_stood(here):
 
 
 @pytest.mark.parametrize("words", [["--algorithm", "FedSKC"], ["--algorithm.mu", "3"], [], ["--algorithm"]])
-def test_what_is_no_baseline_stays(here, words):
+def test_a_line_without_a_baseline_does_not_change(here, words):
     assert spelled("--config", "table.yaml", *words) == ["--config", "table.yaml", *words]
     assert spelled(*words) == words
 
@@ -74,7 +74,7 @@ def test_later_configs_add_to_the_baselines(here):
     assert spelled(*own) == own  # a config that names no algorithm leaves the one before it
 
 
-def test_a_baseline_runs_as_itself_and_resumes(here):
+def test_a_run_of_a_baseline_and_its_resume(here):
     code, _, err = run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--run_dir", "run")
     assert (code, err) == (0, "")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
@@ -88,18 +88,13 @@ def test_a_baseline_runs_as_itself_and_resumes(here):
     assert (code, err) == (0, "")
 
 
-def test_an_option_after_the_baseline_wins(here):
-    run("fit", "--config", "table.yaml", "--algorithm", "FedProx", "--algorithm.mu", "0.25", "--run_dir", "run")
-    assert yaml.safe_load(Path("run/config.yaml").read_text())["algorithm"]["init_args"]["mu"] == 0.25
-
-
 def chosen(*words):
-    """The algorithm that a command line comes to."""
+    """Return the algorithm of a command line."""
     return plain_config(experiment_parser().parse_args(expand(words)), experiment_parser())["algorithm"]
 
 
 def test_another_algorithm_starts_from_its_own_defaults(here):
-    """FedSKC and MOON both have a `tau`; only what all algorithms take stays."""
+    """FedSKC and MOON both have a `tau`; only options that all algorithms share stay."""
     Path("own.yaml").write_text(TINY.replace("{tau: 0.5}", "{tau: 0.01, buffers: drop}"))
     for words in (["--algorithm", "MOON"], ["--algorithm=fl_lightning.algorithms.MOON"]):
         options = chosen("--config", "own.yaml", *words)["init_args"]
@@ -135,7 +130,7 @@ def test_the_old_name_is_refused_with_the_new_one(here):
 
 
 def shipped():
-    """Each baseline of each table, with the first of the configs that have the table."""
+    """Yield each baseline of each table, with the first config that has the table."""
     tables = {}
     for path, named in WITH_BASELINES.items():
         tables.setdefault(repr(named), (path, named))
@@ -157,8 +152,8 @@ def baselines_of(config):
 
 @pytest.mark.fast_cases(20)
 @pytest.mark.parametrize(("config", "name"), list(shipped()))
-def test_every_baseline_of_a_shipped_config_is_understood(parser, config, name):
-    """And has no option of the config's own method: one of the same name stays when the class changes."""
+def test_every_baseline_of_a_shipped_config_parses(parser, config, name):
+    """It keeps no option of the config's own method that has the same name."""
     words = expand_baseline(with_config_paths(["--config", config, "--algorithm", name]))
     parsed = parser.parse_args(words).algorithm
     package, _, method = parsed.class_path.rpartition(".")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from page_folders import write_counts, write_picture, write_run
+from run_folders import write_counts, write_image, write_run
 
 from fl_lightning.analysis.html_report.report import write_report
 from fl_lightning.runs.reader import open_runs
@@ -19,25 +19,13 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH; F
 ROUNDS, CLIENTS = 60, 7
 ALPHA, BETA = "FedAlpha", "FedBeta"
 SEEDS = {ALPHA: (0, 1, 2), BETA: (0, 1)}
-SECTIONS = [
-    "summary",
-    "accuracy",
-    "loss",
-    "clients",
-    "partition",
-    "weights",
-    "drift",
-    "other",
-    "cost",
-    "pictures",
-    "settings",
-    "left-out",
-]
+SECTIONS = ["summary", "accuracy", "loss", "clients", "partition", "weights", "drift", "other", "cost"]
+SECTIONS += ["images", "settings", "left-out"]
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>&lt;b&gt; <b>b</b> %{y} $x$ </script>'
 
 
 def figures(method, seed):
-    """What a run is made of: columns of metrics.csv, and `(rounds, clients)` accuracies."""
+    """Return the columns of a run's metrics.csv, and `(rounds, clients)` accuracies."""
     random = np.random.default_rng([seed, len(method)])
     accuracy = 0.1 + 0.8 * np.linspace(0, 1, ROUNDS) ** (0.5 + 0.1 * len(method)) + 0.02 * random.random(ROUNDS)
     up = random.integers(1000, 2000, ROUNDS)
@@ -58,14 +46,14 @@ def write_method(folder, method, seed):
     lines = {"round": np.repeat(np.arange(1, ROUNDS + 1), CLIENTS), "client": np.tile(np.arange(CLIENTS), ROUNDS)}
     lines |= {name: own.ravel() for name in ("acc", "weight", "drift_cosine")}
     config = {"algorithm": method, "seed": seed, "scenario": {"clients": CLIENTS}}
-    run = write_run(folder, config, metrics, {name: column.tolist() for name, column in lines.items()})
+    run = write_run(folder, config, metrics, clients={name: column.tolist() for name, column in lines.items()})
     write_counts(run, np.arange(CLIENTS * 3).reshape(CLIENTS, 3) + seed)
-    write_picture(run / "figures" / "drift" / "round-60.png", np.full((40, 60, 3), 40 * seed))
+    write_image(run / "figures" / "drift" / "round-60.png", np.full((40, 60, 3), 40 * seed))
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A page of five runs of two groups, with something in every section."""
+    """Return a page of five runs in two groups, with content in every section."""
     folder = tmp_path_factory.mktemp("report")
     for method, seeds in SEEDS.items():
         for seed in seeds:
@@ -86,7 +74,7 @@ def browser():
 
 @contextmanager
 def opened(browser, path, **how):
-    """A tab with the page drawn; whatever it said, raised or fetched on the way fails the test."""
+    """Open the page in a tab. Messages, errors and requests of the page fail the test."""
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **how})
     context.set_default_timeout(60_000)
     tab = context.new_page()
@@ -110,7 +98,7 @@ def one_tab(browser, report):
 
 @pytest.fixture
 def tab(one_tab):
-    """The page as it stands when it is opened; a tab of its own for each test would take half a minute more."""
+    """Return the shared tab with all controls reset; a tab for each test would take half a minute more."""
     one_tab.select_option("#axis", "round")
     one_tab.select_option("#band", "range")
     one_tab.locator("#smoothing").fill("0")
@@ -124,19 +112,19 @@ def tab(one_tab):
 
 
 def drawn(tab, place):
-    """The traces of a plot, as Plotly holds them."""
+    """Return the traces of a plot, as Plotly holds them."""
     keys = ["x", "y", "text", "name", "fill", "line", "marker"]
     pick = f"plot => plot.data.map(trace => Object.fromEntries({keys}.map(key => [key, trace[key]])))"
     return tab.locator(place).evaluate(pick)
 
 
 def lines(tab, place="#accuracy .plot"):
-    """A plot's lines by group: `(x, y)`."""
+    """Return a plot's lines by group: `(x, y)`."""
     return {each["name"]: (each["x"], each["y"]) for each in drawn(tab, place) if each["fill"] is None}
 
 
 def bands(tab, place="#accuracy .plot"):
-    """The bands in the groups' order: what is below and what above, by x."""
+    """Return the lower and upper ends of the bands, in the order of the groups."""
     found = []
     for each in drawn(tab, place):
         if each["fill"] == "toself":
@@ -147,7 +135,7 @@ def bands(tab, place="#accuracy .plot"):
 
 
 def column(method, name):
-    """`(seeds, rounds)` of one metric, NaN where it is blank."""
+    """Return `(seeds, rounds)` values of one metric, NaN where it is blank."""
     return np.array([figures(method, seed)[0][name] for seed in SEEDS[method]], dtype=float)
 
 
@@ -170,14 +158,14 @@ def test_every_section_is_there_and_draws(tab):
         assert tab.locator(f"{place} .plot.points .boxlayer .trace").count() == 2
         assert tab.locator(f"{place} .plot.points .boxlayer path.point").count() == 5 * CLIENTS
     assert tab.locator("#partition .scatterlayer path.point").count() == 3 * CLIENTS - 1  # a client lacks a class
-    assert tab.locator("#pictures img").count() == 5
-    assert tab.locator("#pictures img").evaluate_all("all => all.every(one => one.naturalWidth === 60)")
+    assert tab.locator("#images img").count() == 5
+    assert tab.locator("#images img").evaluate_all("all => all.every(one => one.naturalWidth === 60)")
     assert tab.locator("#left-out li").all_inner_texts() == [
         "FedBeta-1/partition.csv: it does not begin with client, split and a column per class"
     ]
 
 
-def test_lines_are_means_over_seeds_and_bands_what_they_span(tab):
+def test_lines_are_means_over_seeds_and_bands_their_range(tab):
     found = lines(tab)
     assert list(found) == [ALPHA, BETA]
     for (method, (x, y)), (low, high) in zip(found.items(), bands(tab), strict=True):
@@ -188,7 +176,7 @@ def test_lines_are_means_over_seeds_and_bands_what_they_span(tab):
         close(high, accuracy.max(axis=0))
 
 
-def test_a_line_says_what_it_is_under_the_pointer(tab):
+def test_hovering_shows_the_values(tab):
     tab.locator("#accuracy .plot").scroll_into_view_if_needed()
     tab.evaluate("Plotly.Fx.hover(document.querySelector('#accuracy .plot'), [{curveNumber: 1, pointNumber: 8}])")
     said = tab.locator("#accuracy .hoverlayer").text_content()
@@ -221,7 +209,7 @@ def test_clients_spread_as_they_were_measured(tab):
     close(lines(tab, "#clients .plot.fan")["FedBeta-1"][1], np.median(figures(BETA, 1)[1], axis=1))
 
 
-def test_bubbles_are_who_holds_what(tab):
+def test_bubbles_show_the_partition(tab):
     choice = tab.locator("#partition select")
     assert choice.locator("option").all_inner_texts() == [
         "FedAlpha-0 and 1 more",
@@ -236,7 +224,7 @@ def test_bubbles_are_who_holds_what(tab):
     assert bubbles["marker"]["size"] == [i + 2 for i in range(3 * CLIENTS)]
 
 
-def test_settings_are_told(tab):
+def test_settings_are_shown(tab):
     cells = tab.locator("#settings > .scroll tr").evaluate_all(
         "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
     )
@@ -250,16 +238,16 @@ def test_settings_are_told(tab):
     assert keys == {"algorithm": BETA, "seed": "1", "scenario.clients": str(CLIENTS)}
 
 
-def test_a_picture_opens_and_closes(tab):
-    tab.locator("#pictures summary").click()
-    tab.locator("#pictures img").nth(1).click()
-    assert tab.locator("dialog img").get_attribute("src") == tab.locator("#pictures img").nth(1).get_attribute("src")
+def test_an_image_opens_and_closes(tab):
+    tab.locator("#images summary").click()
+    tab.locator("#images img").nth(1).click()
+    assert tab.locator("dialog img").get_attribute("src") == tab.locator("#images img").nth(1).get_attribute("src")
     assert tab.locator("dialog").is_visible()
     tab.locator("dialog").click()
     assert not tab.locator("dialog").is_visible()
 
 
-def test_a_figure_can_be_saved_as_a_picture(tab):
+def test_a_figure_can_be_saved_as_an_image(tab):
     tab.locator("#accuracy .plot").hover()
     buttons = tab.locator("#accuracy .modebar-btn")
     assert buttons.count() == 6  # none of Plotly's that lead to another site
@@ -335,7 +323,7 @@ def test_a_click_on_the_legend_hides_a_group_everywhere(tab):
         assert [each["name"] for each in drawn(tab, f"{place} .plot.points")] == [BETA]
         assert list(lines(tab, f"{place} .plot.fan")) == ["FedBeta-0"]
     assert tab.locator("#summary tbody tr:visible").count() == 1
-    assert tab.locator("#pictures figure:not([hidden])").count() == 2
+    assert tab.locator("#images figure:not([hidden])").count() == 2
     second.click()
     assert drawn(tab, "#accuracy .plot") == drawn(tab, "#clients .plot.fan") == []
     first.click()
@@ -343,7 +331,7 @@ def test_a_click_on_the_legend_hides_a_group_everywhere(tab):
     assert before == {place: drawn(tab, place) for place in before}
 
 
-def test_a_double_click_on_the_legend_leaves_one_group_and_another_all(tab):
+def test_a_double_click_on_the_legend_shows_one_group_or_all(tab):
     second = tab.locator("#legend button").nth(1)
     second.dblclick()
     assert list(lines(tab)) == [BETA]
@@ -415,14 +403,14 @@ def test_sections_without_data_are_left_out(browser, tmp_path):
 # --- safety ---
 
 
-def test_hostile_text_is_shown_and_does_nothing(browser, tmp_path):
+def test_hostile_text_is_shown_as_text(browser, tmp_path):
     name = HOSTILE.replace("/", "|")
     lines_of = {"round": [1, 1], "client": [0, 1], "acc": [0.25, 0.5], HOSTILE: [0.5, 0.75]}
     for i, seed in enumerate((0, 1)):
         config = {"algorithm": HOSTILE + str(i), HOSTILE: HOSTILE, "seed": seed}
-        run = write_run(tmp_path / f"{name}{i}", config, {"global/acc": [0.5], HOSTILE: [0.5]}, lines_of)
+        run = write_run(tmp_path / f"{name}{i}", config, {"global/acc": [0.5], HOSTILE: [0.5]}, clients=lines_of)
         write_counts(run, np.eye(2, dtype=int) + i)
-        write_picture(run / "figures" / name / "round-1.png", np.zeros((9, 9, 3)))
+        write_image(run / "figures" / name / "round-1.png", np.zeros((9, 9, 3)))
     write_report(open_runs(tmp_path), tmp_path / "page.html")
     with opened(browser, tmp_path / "page.html") as tab:
         tab.locator("#settings details summary").first.click()
@@ -442,7 +430,7 @@ def test_hostile_text_is_shown_and_does_nothing(browser, tmp_path):
         assert HOSTILE in tab.locator("#other .ytitle").text_content()
 
 
-def test_what_is_not_the_pages_own_script_is_not_run_and_nothing_is_fetched(browser, report, tmp_path):
+def test_foreign_scripts_do_not_run_and_nothing_is_fetched(browser, report, tmp_path):
     text = report.read_text()
     tampered = tmp_path / "page.html"
     attack = "<script>window.pwned=1</script><img src='x' onerror='window.pwned=1'>"

@@ -1,3 +1,5 @@
+"""Tables of results and partitions, and the figure of a partition."""
+
 import csv
 from pathlib import Path
 from typing import Any
@@ -6,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from fl_lightning.callbacks.plots import partition_figure
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -50,7 +50,7 @@ SUMMARY: dict[str, Any] = {
 # --- Tables ---
 
 
-def test_a_run_ends_with_its_figures() -> None:
+def test_summary_table() -> None:
     table = tables.summary_table(SUMMARY)
     assert cells(table) == [
         ["global acc", "0.6123", "0.7000", "5"],
@@ -65,12 +65,7 @@ def test_a_run_ends_with_its_figures() -> None:
     assert [column.header for column in table.columns] == ["", "last", "best", "best\nround"]
 
 
-def test_without_a_global_model_r_acc_is_the_clients() -> None:
-    summary = {name: value for name, value in SUMMARY.items() if not name.startswith("global/")}
-    assert ["R_0.5 (client)", "round 3", "", ""] in cells(tables.summary_table(summary))
-
-
-def test_test_shows_figures_without_the_single_clients() -> None:
+def test_table_of_a_test() -> None:
     table = tables.test_table(
         {"round": 4, "global/acc": 0.5, "client/acc_mean": 0.25, "client_3/acc": 0.1}, server=True
     )
@@ -78,7 +73,7 @@ def test_test_shows_figures_without_the_single_clients() -> None:
     assert cells(table) == [["global/acc", "0.5000"], ["client/acc_mean", "0.2500"]]
 
 
-def test_who_holds_what_shows_counts_and_shades() -> None:
+def test_partition_table() -> None:
     counts = np.array([[8, 0, 1], [2, 4, 6]])
     table = tables.partition_table(counts, np.array([[3, 0, 0], [1, 2, 2]]))
     assert [column.header for column in table.columns] == ["client", "0", "1", "2", " train", " test"]
@@ -103,7 +98,7 @@ def test_many_classes_are_shades_only(classes: int, wide: bool) -> None:
 
 
 @pytest.mark.parametrize("clients", [100, 101, 1000])
-def test_of_many_clients_the_first_and_the_last_are_shown(clients: int) -> None:
+def test_of_many_clients_the_first_and_last_are_shown(clients: int) -> None:
     counts = np.arange(2 * clients).reshape(clients, 2) + 1
     shown = cells(tables.partition_table(counts, counts))
     if clients == 100:
@@ -114,11 +109,11 @@ def test_of_many_clients_the_first_and_the_last_are_shown(clients: int) -> None:
     assert [row[-1] for row in shown[21:]] == [str(row.sum()) for row in counts[-20:]]
 
 
-def test_clients_without_anything_are_blank() -> None:
+def test_clients_without_samples_are_blank() -> None:
     assert cells(tables.partition_table(np.zeros((1, 2), int), np.zeros((1, 2), int))) == [["0", " ", " ", "0", "0"]]
 
 
-def test_who_holds_what_as_csv(tmp_path: Path) -> None:
+def test_partition_as_csv(tmp_path: Path) -> None:
     y = torch.tensor([0, 2, 2, 1, 0, 2])
     loaded = LoadedData(torch.zeros(6, 1), y, torch.zeros(1, 1), y[:1], 4, Normalize())
     shards = [Shard(torch.tensor([1, 2, 3]), torch.tensor([5])), Shard(torch.tensor([0]), torch.tensor([4]))]
@@ -137,27 +132,15 @@ def test_who_holds_what_as_csv(tmp_path: Path) -> None:
     ("count", "text"),
     [
         (0, "0 B"),
-        (1, "1 B"),
         (999, "999 B"),
-        (1000, "1 kB"),
         (1234, "1.23 kB"),
-        (999_499, "999 kB"),
         (999_600, "1 MB"),
-        (10**6, "1 MB"),
         (6_653_480, "6.65 MB"),
-        (10**9, "1 GB"),
         (5 * 10**12, "5 TB"),
     ],
 )
 def test_bytes_read_in_decimal_units(count: int, text: str) -> None:
     assert tables.human_bytes(count) == text
-
-
-@given(st.integers(0, 10**14))
-def test_bytes_keep_three_digits_and_no_exponent(count: int) -> None:
-    number, unit = tables.human_bytes(count).split()
-    assert "e" not in number
-    assert abs(float(number) * 1000 ** ["B", "kB", "MB", "GB", "TB"].index(unit) - count) <= 0.005 * count
 
 
 # --- Figures ---
@@ -176,7 +159,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-def test_a_bubble_a_client_and_class_has_the_area_of_its_samples(drawn: list[Figure], tmp_path: Path) -> None:
+def test_bubbles_have_the_area_of_their_samples(drawn: list[Figure], tmp_path: Path) -> None:
     counts = np.array([[8, 0, 1, 3], [2, 4, 0, 0], [0, 0, 0, 16]])
     path = tmp_path / "figures" / "partition.png"
     partition_figure(counts, path)
@@ -198,7 +181,7 @@ def test_a_bubble_a_client_and_class_has_the_area_of_its_samples(drawn: list[Fig
     assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
 
 
-def test_of_many_clients_a_heat_map_of_neighbours_is_drawn(drawn: list[Figure], tmp_path: Path) -> None:
+def test_many_clients_are_drawn_as_a_heat_map(drawn: list[Figure], tmp_path: Path) -> None:
     counts = np.zeros((1000, 3), int)
     counts[np.arange(1000), np.arange(1000) % 2] = np.random.default_rng(0).permutation(1000) + 1
     partition_figure(counts, tmp_path / "partition.png")
@@ -214,9 +197,7 @@ def test_of_many_clients_a_heat_map_of_neighbours_is_drawn(drawn: list[Figure], 
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])
-def test_the_figure_keeps_to_a_page_and_its_ticks_apart(
-    clients: int, classes: int, drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_size_and_ticks_of_the_figure(clients: int, classes: int, drawn: list[Figure], tmp_path: Path) -> None:
     partition_figure(np.ones((clients, classes), int), tmp_path / "partition.png")
     assert max(drawn[0].get_size_inches()) <= 24
     (axes,) = drawn[0].axes
@@ -225,8 +206,3 @@ def test_the_figure_keeps_to_a_page_and_its_ticks_apart(
         assert ticks[-1] < size
         assert len(ticks) <= 40
         assert (ticks == ticks.astype(int)).all()
-
-
-def test_an_empty_split_is_an_empty_figure(drawn: list[Figure], tmp_path: Path) -> None:
-    partition_figure(np.zeros((2, 3), int), tmp_path / "partition.png")
-    assert len(drawn[0].axes[0].collections[0].get_offsets()) == 0

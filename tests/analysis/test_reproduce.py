@@ -1,8 +1,7 @@
-"""A paper's table by one command: its file, its runs, ours beside the paper's, and what is printed of it."""
+"""`fl-lightning reproduce`: the table's file, its runs, and the comparison with the paper."""
 
 import csv
 import io
-import itertools
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import yaml
 from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
+from run_folders import write_run
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.executor import FAILED, JobResult, is_finished
@@ -35,7 +35,6 @@ from fl_lightning.analysis.reproduction import (
     read,
 )
 from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
-from fl_lightning.cli.catalogue import descriptions
 from fl_lightning.cli.commands import reproduce
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
@@ -99,7 +98,7 @@ claims:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working folder with two tables, a config and its baselines."""
+    """Change to a folder with two tables, a config and its baselines."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
     Path("baselines.yaml").write_text(BASELINES)
@@ -110,7 +109,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Runs are carried out in this process; what was asked for, in order."""
+    """Run jobs in this process; return what was requested, in order."""
     asked = []
 
     def run_jobs(jobs, program, workers, threads):
@@ -127,15 +126,13 @@ def at_once(monkeypatch):
 
 
 def leave_run(folder: Path, **summary):
-    """A folder as a finished run leaves it, with these figures."""
-    (folder / "final").mkdir(parents=True)
-    rows = "".join(f"{round},0.5\n" for round in range(1, 21))
-    (folder / "metrics.csv").write_text("round,global/acc\n" + rows)
+    """Write the folder of a finished run with these figures."""
+    write_run(folder, None, [{"round": round, "global/acc": 0.5} for round in range(1, 21)])
     (folder / "final" / "summary.json").write_text(json.dumps({"rounds": 20} | summary))
 
 
 def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
-    """A table whose runs have these figures, a list by seed for each cell; None where nothing was run."""
+    """Return a table whose runs have these figures, a list by seed for each cell; '-' stands for no run."""
     table = read_table(name)
     points = table_jobs(table, Path("out"))
     for (column, row), by_seed in figures.items():
@@ -149,7 +146,7 @@ def left(name: str, figures: dict[tuple[str, str], list]) -> Reproduction:
 # --- The command lines -----------------------------------------------------------------------------------------------
 
 
-def test_the_words_of_a_cell_are_its_columns_then_its_rows(here):
+def test_the_command_line_of_a_cell_is_its_columns_then_its_rows(here):
     points = table_jobs(read_table("table.yaml"), Path("out"), overrides=["model.hidden=[4, 4]", "rounds=3"])
     last = ["--model.hidden", "[4, 4]", "--rounds", "3"]
     first = ["--config", "tiny.yaml", "--scenario.partition.alpha", "0.1"]
@@ -166,35 +163,7 @@ def test_the_words_of_a_cell_are_its_columns_then_its_rows(here):
     }
 
 
-def words_by_hand(column, row):
-    words = ["--config", column["config"]]
-    for key in column:
-        if key not in ("config", "metric"):
-            words += ["--" + key, column[key] if isinstance(column[key], str) else json.dumps(column[key])]
-    words += ["--algorithm", row["algorithm"]]
-    for key in row:
-        if key not in ("algorithm", "metric"):
-            words += ["--" + key, row[key] if isinstance(row[key], str) else json.dumps(row[key])]
-    return words
-
-
-@pytest.mark.parametrize("name", [name.removesuffix(".yaml") for name in descriptions("papers")])
-def test_the_words_of_every_shipped_cell(name):
-    table, content = read_table(name), yaml.safe_load((PAPERS / f"{name}.yaml").read_text())
-    assert (table.name, table.title, table.seeds) == (name, content["title"], tuple(content["seeds"]))
-    for (i, (column, keys)), (row, method) in itertools.product(
-        enumerate(content["columns"].items()), content["rows"].items()
-    ):
-        assert table.words(column, row) == words_by_hand(keys, method)
-        assert table.figure(column, row) == {**content, **keys, **method}["metric"]
-        value = content["paper_values"][row][i]
-        expected = None if value is None else PaperValue(*(value if isinstance(value, list) else [value]))
-        assert table.paper_values.get((column, row)) == expected
-    claims = [(c["better"], c["than"], tuple(c.get("columns", content["columns"]))) for c in content.get("claims", [])]
-    assert [tuple(claim) for claim in table.claims] == claims
-
-
-def test_a_row_may_leave_the_configs_own_algorithm(here):
+def test_a_row_may_keep_the_algorithm_of_the_config(here):
     Path("table.yaml").write_text(TABLE.replace("{algorithm: Uniform}", "{algorithm.tau: 0.1}"))
     assert read_table("table.yaml").words("alpha 1", "Uniform") == ["--config", "tiny.yaml", "--algorithm.tau", "0.1"]
 
@@ -206,7 +175,7 @@ def folders(name="table.yaml", scale=1.0, overrides=()):
     return {key: point.folder for key, point in table_jobs(read_table(name), Path("out"), scale, overrides).items()}
 
 
-def test_a_folder_is_called_after_what_it_runs(here):
+def test_folder_names(here):
     found = folders()
     assert len(set(found.values())) == 8
     folder = found["alpha 0.1", "FedSKC", 3]
@@ -215,7 +184,7 @@ def test_a_folder_is_called_after_what_it_runs(here):
     assert found["alpha 1", "Uniform", 0].parent == Path("out", "tiny", "Uniform")
 
 
-def test_names_that_no_folder_can_have_are_made_plain(here):
+def test_folder_names_have_no_special_characters(here):
     text = (
         TABLE.replace("FedSKC:", "'../w/ Dist.':").replace(": FedSKC,", ": '../w/ Dist.',").replace(": FedSKC}", ": x}")
     )
@@ -230,7 +199,7 @@ def test_names_that_no_folder_can_have_are_made_plain(here):
     }
 
 
-def test_columns_that_read_another_figure_share_their_runs(here):
+def test_columns_that_differ_in_the_metric_share_their_runs(here):
     found = folders("rounds.yaml")
     assert len(found) == 27
     assert len(set(found.values())) == 9
@@ -241,9 +210,8 @@ def test_columns_that_read_another_figure_share_their_runs(here):
     "change",
     [
         {"scale": 0.5},
-        {"overrides": ["rounds=2"], "same": True},  # what the config says anyway
+        {"overrides": ["rounds=2"], "same": True},  # the value in the config
         {"overrides": ["rounds=3"]},
-        {"overrides": ["model=CNN4"]},
         {"config": CONFIG.replace("lr: 0.5", "lr: 0.25")},
         {"config": "# other words\n" + CONFIG, "same": True},
         {"baselines": BASELINES.replace("uniform", "samples"), "changed": "Uniform"},
@@ -262,7 +230,7 @@ def test_other_settings_are_other_runs(here, change):
     assert not set(now.values()) & {folder for key, folder in before.items() if now[key] != folder}
 
 
-def test_settings_are_those_that_fit_would_have(here):
+def test_settings_are_those_of_fit(here):
     words = ["--config", "tiny.yaml", "--algorithm", "FedProx", "--model.hidden", "[4]", "--rounds", "7"]
     found = settings_of(words)
     parsed = experiment_parser().parse_args(expand_baseline(with_config_paths(words)))
@@ -278,7 +246,7 @@ def test_settings_are_those_that_fit_would_have(here):
 
 
 def times(number, scale):
-    """Exact, as on paper."""
+    """Return the product, rounded up, in exact arithmetic."""
     return max(1, math.ceil(Fraction(str(number)) * Fraction(str(scale))))
 
 
@@ -290,26 +258,17 @@ def test_the_scale_is_exact(rounds, epochs, thousandths):
     assert found == [*numbers, "--scenario.train_samples", str(scale)]
 
 
-def test_the_scale_does_not_round_up_what_floats_add():
-    assert 100 * 0.07 > 7
-    assert scaling({"rounds": 100}, 0.07)[:2] == ["--rounds", "7"]
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({"rounds": 10}, {"rounds": 3, "scenario.train_samples": 0.25}),
-        (
-            {"rounds": 1, "trainer.max_epochs": 1},
-            {"rounds": 1, "trainer.max_epochs": 1, "scenario.train_samples": 0.25},
-        ),
         ({"rounds": 8, "trainer.max_epochs": -1}, {"rounds": 2, "scenario.train_samples": 0.25}),
         ({"rounds": 8, "scenario.train_samples": 1001}, {"rounds": 2, "scenario.train_samples": 251}),
         ({"rounds": 8, "scenario.train_samples": 0.5}, {"rounds": 2, "scenario.train_samples": 0.125}),
         ({"rounds": 8, "scenario.train_samples": None}, {"rounds": 2, "scenario.train_samples": 0.25}),
     ],
 )
-def test_what_the_scale_makes_of(settings, expected):
+def test_scaled_settings(settings, expected):
     words = scaling(settings, 0.25)
     assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {
         f"--{k}": v for k, v in expected.items()
@@ -321,13 +280,11 @@ def test_what_the_scale_makes_of(settings, expected):
     ("name", "column", "row"),
     [
         ("fedskc_table1", "CIFAR-100, alpha 0.05", "MOON"),
-        ("feddw_table2", "CIFAR-10, 25 rounds of 10 epochs", "FedRep"),
-        ("fedsiam_da_fig4", "CIFAR-100, beta 0.5", "FedSiam-DA"),
         ("cwfedavg_table1", "AG News, practical", "IFCA"),
         ("ua_pdfl_table1", "VGG-11, SVHN", "DFedAvgM"),
     ],
 )
-def test_the_scale_changes_nothing_else_of_a_papers_experiment(name, column, row):
+def test_the_scale_changes_no_other_setting(name, column, row):
     table, parser = read_table(name).part([row], [column], [1]), experiment_parser()
 
     def config(scale):
@@ -343,10 +300,10 @@ def test_the_scale_changes_nothing_else_of_a_papers_experiment(name, column, row
     assert small == whole
 
 
-# --- What of a table -------------------------------------------------------------------------------------------------
+# --- Parts of a table -------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_named_by_fragments_and_keep_the_tables_order():
+def test_parts_of_a_table():
     table = read_table("cwfedavg_table1")
     part = table.part(["W/ wdr", "FedAvg", "w/o"], ["AG", "MNIST, pr"], [5, 5, 2])
     assert list(part.rows) == ["FedAvg", "cwFedAVG w/o WDR", "cwFedAVG w/ WDR"]
@@ -364,22 +321,17 @@ def test_parts_are_named_by_fragments_and_keep_the_tables_order():
     [
         (["--rows", "nothing"], "--rows: there is no row 'nothing'; there are Uniform | FedSKC"),
         (["--columns", "alpha"], "--columns: 'alpha' is in alpha 0.1 | alpha 1. Give the whole name"),
-        (["--columns", "beta"], "--columns: there is no column 'beta'; there are alpha 0.1 | alpha 1"),
         (["--seeds", "0", "-1"], "--seeds: -1 is below 0"),
         (["--scale", "0"], "--scale: 0 is not above 0 and at most 1"),
-        (["--scale", "1.5"], "--scale: 1.5 is not above 0 and at most 1"),
-        (["--scale", "-0.1"], "--scale: -0.1 is not above 0 and at most 1"),
         (["--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
-        (["--set", "=3"], "--set: '=3' is not of the form KEY=VALUE"),
         (["--set", "seed=3"], "--set: seed is set by --seeds. Leave it out"),
-        (["--set", "algorithm=MOON"], "--set: algorithm is set by rows. Leave it out"),
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean --rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
         (["--workers", "0"], "--workers: 0 is below 1"),
         (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),
     ],
 )
-def test_bad_words_are_one_line(here, words, message):
+def test_a_wrong_option_is_one_line(here, words, message):
     code, out, err = run("reproduce", "table.yaml", *words)
     lines = [line for line in err.splitlines() if "runs are missing" not in line]
     assert (code, out, len(lines)) == (2, "", 1)
@@ -392,9 +344,7 @@ BAD = [
     ("paper: tiny", "[a, b", "is no readable YAML: "),
     ("paper: tiny", "paper: tiny\nnote: 1", "unknown key note"),
     ("unit: percent", "unit: metres", "unit: 'metres' is not percent or rounds"),
-    ("[0, 3]", "[]", "seeds: [] is not a list of whole numbers >= 0"),
     ("[0, 3]", "[0, 1.5]", "seeds: [0, 1.5] is not a list of whole numbers >= 0"),
-    ("[0, 3]", "3", "seeds: 3 is not a list of whole numbers >= 0"),
     ("{config: tiny.yaml}", "{rounds: 3}", "columns: alpha 1 has no config"),
     ("{config: tiny.yaml}", "tiny.yaml", "columns: alpha 1 is not a mapping {key: value, ...}"),
     ("  Uniform: {algorithm: Uniform}", "  Uniform:", "rows: Uniform is not a mapping {key: value, ...}"),
@@ -404,13 +354,11 @@ BAD = [
         "[50]",
         "paper_values: Uniform needs 2 numbers, one per column. Use null",
     ),
-    ("[50, [60.5, 0.25]]", "50", "paper_values: Uniform needs 2 numbers"),
     (
         "[50, [60.5, 0.25]]",
         "[50, [1, 2, 3]]",
         "paper_values: Uniform: [1, 2, 3] is neither a number nor [mean, deviation]",
     ),
-    ("[50, [60.5, 0.25]]", "[50, '60']", "paper_values: Uniform: '60' is neither a number nor [mean, deviation]"),
     (
         "- {better: FedSKC, than: Uniform}",
         "- {better: FedSKC}",
@@ -432,7 +380,7 @@ def test_a_bad_table_is_one_line(here, old, new, message):
     assert err.startswith(f"fl-lightning: error: bad.yaml{joint}{message}")
 
 
-def test_a_table_that_is_not_there_is_one_line(here):
+def test_a_missing_table_is_one_line(here):
     message = "nowhere: neither a file nor a shipped table; `fl-lightning list papers` lists the shipped tables"
     assert run("reproduce", "nowhere") == (2, "", f"fl-lightning: error: {message}\n")
 
@@ -446,7 +394,7 @@ def test_the_tables_are_listed(here):
         assert read_table(name) == read_table(name.removesuffix(".yaml"))
 
 
-# --- Ours beside the paper's -----------------------------------------------------------------------------------------
+# --- Comparison with the paper ------------------------------------------------------------------------------------
 
 
 def test_a_cell_is_read_from_its_runs(here):
@@ -455,12 +403,10 @@ def test_a_cell_is_read_from_its_runs(here):
     assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading(7.0)
     assert read(Path("run"), "R_0.9", "R_0.9", "rounds") == Reading(21.0, reached=False)
     missing = read(Path("run"), "R_0.7", "R_0.7", "rounds")
-    assert missing.value is None
     assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
     assert read(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == Reading()
     Path("run/metrics.csv").write_text("nonsense")
     damaged = read(Path("run"), "R_0.5", "R_0.5", "rounds")
-    assert damaged.value is None
     assert damaged.reason.startswith("run: ")
     Path("run/final/summary.json").unlink()
     assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
@@ -485,7 +431,7 @@ def test_a_table_reads_the_best_round_the_last_or_the_mean_of_the_last_ten(here,
 
 
 @pytest.mark.parametrize("metric", ["global/acc", "global/acc_final"])
-def test_a_percent_table_names_its_reading(here, metric):
+def test_a_metric_in_percent_needs_a_suffix(here, metric):
     Path("table.yaml").write_text(TABLE.replace("global/acc_last", metric))
     with pytest.raises(ConfigError) as raised:
         read_table("table.yaml")
@@ -493,74 +439,23 @@ def test_a_percent_table_names_its_reading(here, metric):
     assert str(raised.value) == wanted
 
 
-def test_a_cell_is_mean_and_deviation_over_seeds():
-    cell = Cell({0: Reading(70.0), 1: Reading(72.5), 2: Reading(), 5: Reading(71.0)}, PaperValue(70.0, 0.5))
-    assert cell.mean == pytest.approx(np.mean([70, 72.5, 71]))
-    assert cell.std == pytest.approx(np.std([70, 72.5, 71], ddof=1))
-    assert cell.difference == pytest.approx(cell.mean - 70)
-    assert cell.values == {0: 70.0, 1: 72.5, 5: 71.0}
-    alone, nothing = Cell({0: Reading(70.0)}), Cell({0: Reading()}, PaperValue(3))
-    assert (alone.mean, alone.std, alone.difference) == (70.0, None, None)
-    assert (nothing.mean, nothing.std, nothing.difference) == (None, None, None)
-
-
-def tau_b(a, b):
-    pairs = list(itertools.combinations(range(len(a)), 2))
-    signs = [(np.sign(a[i] - a[j]), np.sign(b[i] - b[j])) for i, j in pairs]
-    score = sum(x * y for x, y in signs)
-    return score / math.sqrt(sum(x != 0 for x, _ in signs) * sum(y != 0 for _, y in signs))
-
-
-def spearman(a, b):
-    def ranks(values):
-        return [
-            sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values
-        ]
-
-    return np.corrcoef(ranks(a), ranks(b))[0, 1]
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=9))
-def test_the_order_is_that_of_ranks(pairs):
-    mine, papers = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
-    order = rank_correlations(mine, papers)
-    assert order.rows == len(pairs)
-    if len(set(mine)) == 1 or len(set(papers)) == 1:
-        assert order[:2] == (None, None)
-    else:
-        assert order.spearman == pytest.approx(spearman(mine, papers), abs=1e-12)
-        assert order.kendall == pytest.approx(tau_b(mine, papers), abs=1e-12)
-
-
-def test_the_order_of_nothing_is_none():
+def test_rank_correlations():
+    order = rank_correlations([1.0, 2.0, 2.0, 4.0], [1.0, 3.0, 2.0, 4.0])
+    assert (order.spearman, order.kendall, order.rows) == pytest.approx((math.sqrt(0.9), 5 / math.sqrt(30), 4))
     assert rank_correlations([], []) == (None, None, 0)
-    assert rank_correlations([1.0], [2.0]) == (None, None, 1)
+    assert rank_correlations([1.0, 1.0], [2.0, 3.0]) == (None, None, 2)
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=2, max_size=8))
-def test_p_is_that_of_a_paired_t_test(pairs):
-    a, b = (np.array(side) for side in zip(*pairs, strict=True))
-    margins = (a - b).tolist()
-    if np.std(margins) > 1e-6:
-        assert paired_p(margins) == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue, rel=1e-6, abs=1e-12)
-
-
-def test_p_is_none_where_it_cannot_tell():
-    assert paired_p([]) is None
-    assert paired_p([2.0]) is None
-    assert paired_p([2.0, 2.0, 2.0]) is None
-    assert paired_p([0.0, 0.0]) is None
-
-
-def test_p_by_hand():
+def test_p_value():
     """t = 2 / (1 / sqrt 3) with two degrees of freedom, whose distribution has a closed form."""
+    assert [paired_p(margins) for margins in ([], [2.0], [2.0, 2.0, 2.0])] == [None] * 3
     t = 2 * math.sqrt(3)
     assert paired_p([1.0, 2.0, 3.0]) == pytest.approx(1 - t / math.sqrt(2 + t**2))
     assert paired_p([-1.0, -2.0, -3.0]) == paired_p([1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
-def test_the_margin_needed_is_where_p_is_a_twentieth(seeds):
+@pytest.mark.parametrize("seeds", [2, 5])
+def test_margin_needed_for_p_005(seeds):
     margins = np.random.default_rng(seeds).normal(size=seeds)
     margins = (margins - margins.mean()) / margins.std(ddof=1) + margin_needed(seeds)
     assert paired_p(margins.tolist()) == pytest.approx(0.05)
@@ -589,7 +484,7 @@ def test_a_claim_is_judged_seed_by_seed(here):
     assert (third.holds, third.ahead) == (False, 0)
 
 
-def test_what_was_not_run_is_not_judged(here):
+def test_claims_without_runs_have_no_verdict(here):
     made = left("table.yaml", {})
     assert [(verdict.holds, verdict.mean, verdict.p) for verdict in made.verdicts] == [(None, None, None)] * 3
     assert claims_grid(made.verdicts)[1:] == []
@@ -614,7 +509,7 @@ def test_fewer_rounds_are_better(here):
     assert ours(made.cells["R_50", "B"]) == "6.3 ± 2.3"
 
 
-def test_two_that_never_reach_it_are_not_compared(here):
+def test_two_runs_that_never_reach_the_target_are_not_compared(here):
     points = table_jobs(read_table("rounds.yaml"), Path("out"))
     for (_, row, seed), point in points.items():
         if not is_finished(point.folder):
@@ -625,10 +520,10 @@ def test_two_that_never_reach_it_are_not_compared(here):
     assert (made.verdicts[0].holds, made.verdicts[0].p, made.verdicts[0].ahead) == (False, None, 0)
 
 
-# --- What is printed -------------------------------------------------------------------------------------------------
+# --- Output -------------------------------------------------------------------------------------------------
 
 
-def test_cells_are_told_in_short():
+def test_text_of_cells():
     two = {0: Reading(70.0), 1: Reading(72.0)}
     assert ours(Cell(two)) == "71.0 ± 1.4"
     assert ours(Cell({0: Reading(70.0)})) == "70.0"
@@ -671,7 +566,7 @@ margin of 9.0 standard deviations."""
     )
 
 
-def test_titles_and_names_are_plain_text_in_markdown(here):
+def test_titles_and_names_are_escaped_in_markdown(here):
     text = TABLE.replace("Tiny, Table 1", "<b>T</b> [x](y) *z*").replace('alpha 1"', '<i>"')
     Path("table.yaml").write_text(text)
     out = run("reproduce", "table.yaml", "--show", "--format", "markdown").out
@@ -679,14 +574,14 @@ def test_titles_and_names_are_plain_text_in_markdown(here):
     assert not re.search(r"(?<!\\)<(?!br>)", out)
 
 
-def test_what_is_sure_is_counted(here):
+def test_significant_claims_are_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
     line = verdict_line(left("table.yaml", figures).verdicts)
     assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be judged yet.")
 
 
-def test_csv_has_a_line_a_cell_in_full_precision(here):
+def test_csv_has_a_line_for_each_cell(here):
     made = left("rounds.yaml", {("R_50", "A"): [8, 9, 11], ("R_50", "C"): [None, 3, "-"]})
     lines = list(csv.DictReader(io.StringIO(as_csv(made))))
     assert [(line["column"], line["row"]) for line in lines] == list(made.cells)
@@ -703,7 +598,7 @@ def test_csv_has_a_line_a_cell_in_full_precision(here):
     assert (unread["seeds"], unread["missing"], unread["mean"], unread["paper"]) == ("0", "3", "", "")
 
 
-def test_bars_and_brackets_in_names_stay_what_they_are(here):
+def test_bars_and_brackets_in_names_are_escaped(here):
     text = TABLE.replace("Uniform", "'U|[red]x'").replace("algorithm: 'U|[red]x'", "algorithm: FedAvg")
     Path("table.yaml").write_text(text)
     assert run("reproduce", "table.yaml", "--show", "--format", "markdown").out.count("| U\\|\\[red]x |") == 1
@@ -723,7 +618,7 @@ def test_show_runs_nothing_and_needs_no_torch(here):
     assert not Path("runs").exists()
 
 
-def test_only_what_is_missing_is_run(here, at_once):
+def test_only_missing_runs_are_run(here, at_once):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")
     assert code == 0
@@ -764,7 +659,7 @@ def test_a_scaled_run_is_a_small_one(here, at_once):
     assert held == math.ceil(0.1 * len(Digits().load().y_train))
 
 
-def test_what_failed_is_told_and_the_rest_is_there(here, at_once):
+def test_failed_runs_are_reported(here, at_once):
     failing = ["--set", "optimizer.lr=1e30", "--seeds", "0", "3"]
     code, out, err = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing)
     assert code == 1
@@ -779,7 +674,7 @@ def test_what_failed_is_told_and_the_rest_is_there(here, at_once):
     assert (shown.code, shown.out, at_once) == (0, out, [])
 
 
-def test_one_reason_is_told_once(here, at_once):
+def test_each_reason_is_reported_once(here, at_once):
     data = ["--set", "scenario.dataset=MNIST", "scenario.dataset.data_dir=nowhere"]
     code, out, _ = run("reproduce", "table.yaml", "--seeds", "0", *data, "--format", "markdown")
     assert code == 1
@@ -790,8 +685,8 @@ def test_one_reason_is_told_once(here, at_once):
 
 
 @pytest.mark.slow
-def test_a_table_that_was_killed_goes_on(here):
-    """Two rows and two seeds in processes of their own; killed with some done, then run again to the end."""
+def test_a_killed_table_continues(here):
+    """Two rows and two seeds in processes; killed when some are done, then run again to the end."""
     words = ["reproduce", "table.yaml", "--columns", "alpha 0.1"]
     command = [sys.executable, "-m", "fl_lightning", *words, "--workers", "2", "--threads", "1"]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

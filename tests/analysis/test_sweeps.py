@@ -1,4 +1,4 @@
-"""Every sweep file is what W&B takes, and the command lines its agent makes of one run."""
+"""The shipped sweep files: W&B accepts them, and the command lines of its agent run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ except ImportError:  # W&B before 0.30
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
-FOR_ANY = {"FL_CONFIG": "digits_fedskc.yaml"}  # what a sweep over a config of the agent's choice is given here
+FOR_ANY = {"FL_CONFIG": "digits_fedskc.yaml"}  # the config of sweeps that take it from the environment
 KEYS = {"program", "project", "name", "command", "method", "metric", "parameters"}
 
 
@@ -40,7 +40,7 @@ def sweep(request):
 
 @pytest.fixture
 def agent_at(tmp_path, monkeypatch):
-    """W&B's agent in a folder of its own, with what it puts into the environment."""
+    """Change to an empty folder, with the environment that W&B's agent sets."""
     monkeypatch.chdir(tmp_path)
     wandb.teardown()  # else it ends in the copy, and the environment goes on telling where it is
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -49,7 +49,7 @@ def agent_at(tmp_path, monkeypatch):
 
 
 class Caught:
-    """Takes the place of the process that the agent would start."""
+    """Replaces the process that the agent would start."""
 
     def __init__(self, command, env, forward_signals):
         self.command, self.env = command, env
@@ -60,14 +60,14 @@ def loaded(sweep):
 
 
 def points(sweep):
-    """Every point of a grid, in W&B's form."""
+    """Yield every trial of a grid, in W&B's form."""
     parameters = loaded(sweep)["parameters"]
     for chosen in product(*(parameter["values"] for parameter in parameters.values())):
         yield {name: {"value": value} for name, value in zip(parameters, chosen, strict=True)}
 
 
 def started(sweep, point, monkeypatch):
-    """The process that W&B's agent starts for a point: its command line and environment."""
+    """Return the process that W&B's agent starts for a trial: its command line and environment."""
     monkeypatch.setattr(wandb_agent, "AgentProcess", Caught)
     given = loaded(sweep)
     agent = wandb_agent.Agent(api=None, queue=None)
@@ -83,7 +83,7 @@ def config_of(sweep):
     return FOR_ANY["FL_CONFIG"] if name == "${envvar:FL_CONFIG}" else name
 
 
-def test_there_is_one_for_each_of_the_papers_parameters():
+def test_each_parameter_of_the_papers_has_a_sweep():
     swept = {(Path(config_of(path)).stem.split("_")[1], name) for path in SWEEPS for name in loaded(path)["parameters"]}
     assert swept >= {
         ("fedskc", "algorithm.tau"),
@@ -109,7 +109,7 @@ def test_it_follows_wandbs_schema(sweep):
     assert list(validator.iter_errors({**loaded(sweep), "method": "girdle"}))
 
 
-def test_wandbs_client_takes_it_as_it_is(sweep):
+def test_wandbs_client_accepts_it(sweep):
     given = loaded(sweep)
     assert checked_by_wandb(given) == given
     assert given.keys() == KEYS
@@ -126,8 +126,8 @@ def test_its_first_line_describes_it(sweep):
 
 
 @pytest.mark.fast_cases(1)
-def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
-    """A parameter is a key of the config, and has the point's value in the resolved one."""
+def test_each_trial_is_a_valid_config(sweep, agent_at, monkeypatch):
+    """A parameter is a key of the config, and has the trial's value in the resolved config."""
     parser = experiment_parser()
     for point in points(sweep):
         program, command, *words = started(sweep, point, monkeypatch).command
@@ -140,7 +140,7 @@ def test_each_of_its_points_is_a_config(sweep, agent_at, monkeypatch):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), -1], ids=["first", "last"])
 def test_the_agents_command_line_runs(sweep, which, agent_at, monkeypatch):
-    """The line that W&B's agent builds for a point, less the program and with overrides that make it small."""
+    """The command line of W&B's agent runs, with overrides that make the experiment small."""
     chosen = list(points(sweep))[which]
     command = started(sweep, chosen, monkeypatch).command
     small = reduced(config_of(sweep), agent_at, monkeypatch)
@@ -175,7 +175,7 @@ def test_a_file_in_the_working_folder_precedes_a_shipped_sweep_of_that_name(tmp_
 
 @pytest.mark.filterwarnings("ignore:unclosed file.*config-run1:ResourceWarning")  # W&B's reading of its own file
 def test_a_run_is_wandbs_run_of_the_sweep(agent_at, monkeypatch):
-    """In the agent's environment: the id is the agent's, and metric and parameters are where the sweep looks."""
+    """The run has the agent's id, and the metric and parameters under the sweep's names."""
     sweep = ROOT / "sweeps" / "heterogeneity.yaml"
     process = started(sweep, {"scenario.partition.alpha": {"value": 0.5}, "seed": {"value": 2}}, monkeypatch)
     for name, text in process.env.items():

@@ -1,11 +1,14 @@
-"""Run folders as a run would leave them, written by hand."""
+"""Write run folders without training: tests that only read runs use them."""
 
 import csv
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from PIL import Image
 
 from fl_lightning.evaluation.metrics import summarize
 
@@ -30,6 +33,15 @@ ROUNDS = [
 ]
 
 
+def as_rows(table) -> list[dict[str, Any]]:
+    """Return a table as rows. Columns, given as a mapping, get the column `round`; None stands for a blank."""
+    if not isinstance(table, Mapping):
+        return list(table)
+    columns = {"round": range(1, len(next(iter(table.values()))) + 1), **table}
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    return [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
+
+
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
@@ -39,21 +51,35 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_run(folder, config=CONFIG, rounds=ROUNDS, finished=True, clients=None):
-    """A run's folder, as a run would leave it."""
+    """Write the folder of a run, given its metrics and those of clients as rows or as columns."""
     (folder / "final").mkdir(parents=True)
     if config is not None:
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (folder / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    rounds = as_rows(rounds)
     write_csv(folder / "metrics.csv", rounds)
     if finished:
         summary = summarize(rounds, ((config or {}).get("evaluation") or {}).get("target_accuracies", []))
         (folder / "final" / "summary.json").write_text(json.dumps(summary))
     if clients:
-        write_csv(folder / "clients.csv", clients)
+        write_csv(folder / "clients.csv", as_rows(clients))
     return folder
 
 
+def write_counts(folder: Path, counts: np.ndarray) -> None:
+    """Write a run's partition.csv; the test splits equal the training splits."""
+    lines = [["client", "split", *(f"class_{j}" for j in range(counts.shape[1]))]]
+    lines += [[k, split, *row] for split in ("train", "test") for k, row in enumerate(counts.tolist())]
+    (folder / "partition.csv").write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+
+
+def write_image(path: Path, pixels: np.ndarray) -> None:
+    """Write an image of `(height, width, 3)` bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
 def changed(**values):
-    """The config with other values of `algorithm` (its path), its arguments, `alpha`, `lr`, `seed` and so on."""
+    """Return the config with other values of `algorithm` (its path), its arguments, `alpha`, `lr`, `seed` and so on."""
     config = json.loads(json.dumps(CONFIG))
     places = {
         "algorithm": (config["algorithm"], "class_path"),
