@@ -42,7 +42,7 @@ from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, quiet_lightning, quiet_trainer
-from fl_lightning.evaluation.measures import tried
+from fl_lightning.evaluation.measures import check_measures
 from fl_lightning.models import ModelFactory
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]
@@ -180,7 +180,7 @@ class Worker:
         if logits.shape != (len(x), outputs):
             what = "classes; it needs one number a class" if objective.classes else "numbers to be put out"
             raise ConfigError(f"model: puts out {tuple(logits.shape[1:])} a sample, the dataset has {outputs} {what}")
-        tried(scorer.measures, objective, logits, y)
+        check_measures(scorer.measures, objective, logits, y)
 
     def run(self, task: Task, fit: Fit | None = None) -> Result:
         """Run a task. An error becomes part of the result, with the client, the round and its cause.

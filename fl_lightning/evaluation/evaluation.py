@@ -1,4 +1,4 @@
-"""How good a model is, and how fair it is to clients."""
+"""Evaluation of models on one set of samples, and summaries over clients."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fl_lightning.evaluation.metrics import Row, is_lower_better
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured beside the global model on the global test set.
+    """Options of evaluation. The global model is always evaluated on the global test set.
 
     Args:
-        client_model: The model that is scored on a client's own test split: the one that a participant has just
+        client_model: The model that is evaluated on a client's own test split: the one that a participant has just
             `trained`, or the one that each client has `received` after the aggregation.
-        personal_on_global: Also score the participants' trained models on the global test set.
-        max_clients: With `received`, score no more than so many, drawn once by the run's seed; all by default.
+        personal_on_global: Also evaluate the participants' trained models on the global test set.
+        max_clients: With `received`, the largest number of clients to evaluate, sampled once; all by default.
         target_accuracies: Accuracies for which R_acc, the first round that reaches it, is reported. The accuracy is
             that of the global model or, for methods without one, the clients' mean.
-        metrics: Metrics of torchmetrics beside loss and accuracy, for the global model and every client: names
-            (`MulticlassAUROC`, or `AUROC` for the one of the objective), mappings of `class_path` and `init_args`, or
-            mappings of a name of one's own to either. The number of classes, labels or outputs is filled in.
+        metrics: Metrics of torchmetrics in addition to loss and accuracy: names (`MulticlassAUROC`, or `AUROC` for the
+            one of the objective), mappings of `class_path` and `init_args`, or mappings of a chosen name to either. The
+            number of classes, labels or outputs is filled in.
         positive_class: Index of the positive class in metrics of a two-class task.
         every: Rounds between evaluations. The last round is always evaluated.
 
@@ -54,20 +54,20 @@ class Evaluation:
         if self.positive_class not in (0, 1):
             raise ConfigError(f"evaluation.positive_class: must be 0 or 1 ({self.positive_class}). Give a class index.")
         if self.max_clients is not None and self.max_clients < 1:
-            raise ConfigError(f"evaluation.max_clients: {self.max_clients} is below 1; leave it out to score all")
+            raise ConfigError(f"evaluation.max_clients: {self.max_clients} is below 1. Leave it out to evaluate all.")
         check_positive("evaluation.", every=self.every)
         for target in self.target_accuracies:
             if not 0 < target <= 1:
                 raise ConfigError(
-                    f"evaluation.target_accuracies: {target} is outside (0, 1]; accuracies are shares, not percent"
+                    f"evaluation.target_accuracies: {target} is outside (0, 1]. Give a fraction, not a percentage."
                 )
 
     def is_due(self, round: int, rounds: int) -> bool:
-        """Return whether a round is evaluated, of so many rounds."""
+        """Return whether a round is evaluated in a run with this number of rounds."""
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
-        """Ids of the clients that are scored where all could be, ascending; the same in every round and method."""
+        """Return the ids of the clients to evaluate, ascending. They are the same in every round and for every method."""
         if self.max_clients is None or self.max_clients >= clients:
             return range(clients)
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
@@ -79,13 +79,13 @@ def evaluate(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> Score:
-    """Score a module on batches, in the mode and on the device it is in.
+    """Evaluate a module on batches, in its present mode and on its present device.
 
     Args:
         module: Maps inputs to outputs.
         batches: Inputs and labels.
-        objective: What the outputs are for.
-        measures: What is measured beside what the objective measures.
+        objective: Computes the loss and the standard metrics.
+        measures: Additional metrics.
 
     Raises:
         ConfigError: A metric fails.
@@ -103,19 +103,19 @@ def evaluate_each(
     objective: Objective = Classification(),
     measures: Sequence[Measure] = (),
 ) -> list[Score | None]:
-    """Score a module on several sets of samples that follow one another in common batches.
+    """Evaluate a module on several sets of samples that share batches.
 
-    It must put out the same for a sample whatever else is in the batch. No more than a batch is held.
+    The module's output for a sample must not depend on the other samples of the batch. At most one batch is in memory.
 
     Args:
         module: Maps inputs to outputs.
-        batches: Inputs and labels of all sets; a batch may hold the end of one and the beginning of the next.
-        sizes: How many samples each set has.
-        objective: What the outputs are for.
-        measures: What is measured beside what the objective measures.
+        batches: Inputs and labels of all sets, one set after another.
+        sizes: Number of samples of each set.
+        objective: Computes the loss and the standard metrics.
+        measures: Additional metrics.
 
     Returns:
-        Each set's score, as `evaluate` gives it; None for one without samples.
+        The score of each set, as from `evaluate`; None for an empty set.
 
     Raises:
         ConfigError: A metric fails.
@@ -137,23 +137,23 @@ def evaluate_each(
 
 
 class Tally:
-    """What is measured of one set of samples, of which some come at a time.
+    """Accumulate the metrics of one set of samples batch by batch.
 
     Args:
-        objective: What the outputs are for.
-        measures: What is measured beside what the objective measures.
+        objective: Computes the loss and the standard metrics.
+        measures: Additional metrics.
 
     Attributes:
-        n: Samples so far.
+        n: Number of samples so far.
     """
 
     def __init__(self, objective: Objective, measures: Sequence[Measure]) -> None:
         self.objective, self.n = objective, 0
-        self._running = [measure.begun() for measure in measures]
+        self._running = [measure.start() for measure in measures]
         self._sums: list[dict[str, Tensor]] = []  # on the device until the end: reading a number there waits for it
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take in outputs `(B, C)`, in float32, and what they are held against.
+        """Add a batch of outputs `(B, C)` in float32 and its labels.
 
         Raises:
             ConfigError: A metric fails.
@@ -164,7 +164,7 @@ class Tally:
         self.n += len(targets)
 
     def score(self) -> Score:
-        """What it all comes to.
+        """Return the score.
 
         Raises:
             ConfigError: A metric fails.
@@ -191,10 +191,11 @@ def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence
 
 
 def client_summary(scores: Sequence[Score]) -> Row:
-    """Over clients, of each metric: mean, mean weighted by test samples, standard deviation, worst decile.
+    """Return the mean, weighted mean, standard deviation and worst decile of each metric over clients.
 
-    Of the loss the mean alone. The standard deviation is the population's; the worst decile is the mean over the worst
-    tenth of the clients, rounded up. A client for which a metric is not defined does not count in it.
+    The weighted mean counts test samples. The standard deviation is that of the population. The worst decile is the mean
+    over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do not count. For the loss,
+    only the mean is returned.
     """
     names = dict.fromkeys(name for score in scores for name in score.values)
     row: Row = {}
@@ -211,14 +212,14 @@ def client_summary(scores: Sequence[Score]) -> Row:
 
 
 def personal_means(scores: Sequence[Score]) -> Row:
-    """Each metric's mean over clients' models on the global test set; not the loss."""
+    """Return the mean of each metric except the loss over the clients' models on the global test set."""
     names = dict.fromkeys(name for score in scores for name in score.values if name not in ("loss", "acc_interval"))
     held = {name: [score.values[name] for score in scores if name in score.values] for name in names}
     return {f"personal_on_global/{name}_mean": sum(values) / len(values) for name, values in held.items()}
 
 
 def own_series(scores: Mapping[int, Score]) -> Row:
-    """Each client's metrics as series of its own; not the loss."""
+    """Return each client's metrics except the loss, as `client_<id>/<name>`."""
     return {
         f"client_{client}/{name}": value
         for client, score in scores.items()
@@ -228,13 +229,13 @@ def own_series(scores: Mapping[int, Score]) -> Row:
 
 
 def train_metrics(results: Sequence[Result]) -> Row:
-    """Mean over a round's clients of the training loss and of each of its terms."""
+    """Return the means over a round's clients of the training loss and each of its terms."""
     names = dict.fromkeys(name for result in results for name in result.losses)
     return {f"client/train_{name}": sum(r.losses.get(name, 0.0) for r in results) / len(results) for name in names}
 
 
 def logged_metrics(results: Sequence[Result]) -> Row:
-    """What callbacks logged in clients' fits: each client's, and the mean over the round's clients that have it."""
+    """Return what callbacks logged in the clients' fits: for each client, and the mean over the clients."""
     own = {f"client_{r.client}/{name}": value for r in results for name, value in r.logged.items()}
     names = dict.fromkeys(name for result in results for name in result.logged)
     means = {name: fmean(r.logged[name] for r in results if name in r.logged) for name in names}

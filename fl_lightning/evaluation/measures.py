@@ -29,13 +29,13 @@ TASKS = ("Multiclass", "Multilabel", "Binary")
 """What names of torchmetrics begin with, by the kind of labels."""
 
 ALIASES = {"sensitivity": "Recall"}
-"""Other names of metrics that torchmetrics has."""
+"""Common names of metrics, and their names in torchmetrics."""
 
 TAKEN = {"acc", "loss", "mae"}
-"""Names of what is measured as it is."""
+"""Names that metrics of a config cannot have: those of built-in metrics."""
 
 ALL_TAKE = {"sync_on_compute", "compute_on_cpu", "compute_with_cache"}
-"""Options of every metric, which no signature has."""
+"""Options that every metric accepts through `**kwargs`."""
 
 AUROCS = (torchmetrics.classification.MulticlassAUROC, torchmetrics.classification.MultilabelAUROC)
 BINARY_AUROC = torchmetrics.classification.BinaryAUROC
@@ -43,20 +43,20 @@ BINARY_AUROC = torchmetrics.classification.BinaryAUROC
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric that is measured beside what the objective measures.
+    """A metric that is computed in addition to those of the objective.
 
     Args:
-        name: What it is called: `f1_score`, as in `global/f1_score`.
-        make: Makes the metric afresh.
-        positive: The positive class of a binary metric; None for a metric that takes all classes.
+        name: Its name in the logs: `f1_score`, as in `global/f1_score`.
+        make: Builds a new metric.
+        positive: The positive class of a binary metric; None for a metric over all classes.
     """
 
     name: str
     make: Callable[[], Metric]
     positive: int | None = None
 
-    def begun(self) -> Running:
-        """The metric before it has seen anything."""
+    def start(self) -> Running:
+        """Return a new metric without data."""
         metric = self.make()
         over_classes = isinstance(metric, AUROCS) and metric.average in ("macro", "weighted")
         kind = RunningAUROC if over_classes or isinstance(metric, BINARY_AUROC) else Running
@@ -64,46 +64,46 @@ class Measure:
 
 
 class Running:
-    """A metric that sees one batch after another.
+    """A metric that is updated batch by batch.
 
     Args:
-        name: What it is called.
+        name: Its name in the logs.
         metric: The metric.
-        positive: The positive class of a binary metric; it is given that class's probabilities alone.
+        positive: The positive class of a binary metric, which gets the probabilities of this class only.
     """
 
     def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
         self.name, self._metric, self._positive = name, metric, positive
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """See a batch, on whatever device it is."""
+        """Update the metric with a batch, on the device of the batch."""
         if self._positive is not None:
             predictions, targets = predictions[:, self._positive], (targets == self._positive).long()
-        self._see(predictions, targets)
+        self._update(predictions, targets)
 
-    def _see(self, predictions: Tensor, targets: Tensor) -> None:
-        with _torchmetrics(self.name):
+    def _update(self, predictions: Tensor, targets: Tensor) -> None:
+        with report_metric_errors(self.name):
             self._metric.to(predictions.device).update(predictions, targets)
 
     def value(self) -> float:
-        """What it comes to; NaN where it is not defined. Of several outputs, their mean.
+        """Return the value, NaN if it is undefined. For several outputs, return their mean.
 
         Raises:
-            ConfigError: It is no single number.
+            ConfigError: The value is not a single number.
         """
-        with _torchmetrics(self.name):
+        with report_metric_errors(self.name):
             value = self._metric.compute()
         of_outputs = (getattr(self._metric, "num_outputs", 1),)
         if not isinstance(value, Tensor) or (value.numel() != 1 and value.shape != of_outputs):
             kind = type(self._metric).__name__
-            raise ConfigError(f"{KEY}: {kind} gives no single number; {_mend_for(kind)}")
+            raise ConfigError(f"{KEY}: {kind} does not return a single number. {_fix_for(kind)}")
         return float(value.double().mean())
 
 
 class RunningAUROC(Running):
-    """AUROC over the classes, or labels, of which there are samples and others: to torchmetrics it is 0 for the rest.
+    """AUROC over the classes (or labels) that have positive and negative samples.
 
-    A client's few samples often lack a class, of which nothing can be said.
+    Torchmetrics counts 0 for all other classes, but a client's few samples often lack a class.
     """
 
     def __init__(self, name: str, metric: Metric, positive: int | None = None) -> None:
@@ -114,30 +114,30 @@ class RunningAUROC(Running):
         self._held: Tensor | int = 0
         self._n = 0
 
-    def _see(self, predictions: Tensor, targets: Tensor) -> None:
-        super()._see(predictions, targets)
+    def _update(self, predictions: Tensor, targets: Tensor) -> None:
+        super()._update(predictions, targets)
         classes = predictions.shape[1] if predictions.ndim == 2 else 2
         held = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=classes)
         self._held, self._n = self._held + held, self._n + len(targets)
 
     def value(self) -> float:
-        """The mean over the classes that have one; NaN where none has."""
+        """Return the mean over the classes with a defined AUROC, NaN if there is none."""
         assert isinstance(self._held, Tensor)
-        with _torchmetrics(self.name):
+        with report_metric_errors(self.name):
             by_class = self._metric.compute().double()
         weights = (self._held if self._weighted else 1) * ((self._held > 0) & (self._held < self._n)).double()
         return float((by_class * weights).sum() / weights.sum())
 
 
-def _mend_for(kind: str) -> str:
+def _fix_for(kind: str) -> str:
     if kind.endswith("ConfusionMatrix"):
-        return "the callback ConfusionMatrix draws one"
-    return "set an average of it, as macro, or take another metric"
+        return "Use the callback ConfusionMatrix."
+    return "Set its average, for example macro, or use another metric."
 
 
 @contextmanager
-def _torchmetrics(name: str) -> Iterator[None]:
-    """Put what goes wrong in a metric down to it; that a class is missing from a client's data is no news."""
+def report_metric_errors(name: str) -> Iterator[None]:
+    """Name the metric in errors, and ignore its warnings: a class missing from a client's data is common."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -151,24 +151,24 @@ def _torchmetrics(name: str) -> Iterator[None]:
 def measures_of(
     specs: Sequence[str | Mapping[str, Any]], objective: Objective, outputs: int, positive_class: int = 1
 ) -> list[Measure]:
-    """The metrics that a config names.
+    """Return the metrics that a config names.
 
     Args:
-        specs: Names, or mappings of `class_path` and `init_args`, or of a name of one's own to either.
-        objective: What the outputs are for.
-        outputs: How many outputs, and so classes or labels, there are.
-        positive_class: Of two classes, the one that binary metrics count as positive.
+        specs: Names, mappings of `class_path` and `init_args`, or mappings of a chosen name to either.
+        objective: The objective of the task.
+        outputs: Number of outputs, that is, of classes or labels.
+        positive_class: The positive class of binary metrics.
 
     Raises:
-        ConfigError: One is none, cannot be made with these arguments, or has a name that cannot be taken; or a positive
-            class is given where there are not two classes.
+        ConfigError: A metric does not exist, does not accept these arguments, or has an invalid name; or a positive
+            class is given for a task that does not have two classes.
     """
     if positive_class != 1 and not _is_binary_task(objective, outputs):
         raise ConfigError(f"evaluation.positive_class: only two-class tasks have one ({positive_class}). Leave it out.")
     measures = [_measure(spec, objective, outputs, positive_class) for spec in specs]
     names = [measure.name for measure in measures]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{KEY}: {twice[0]!r} is there twice; give one of them another name")
+        raise ConfigError(f"{KEY}: two metrics have the name {twice[0]!r}. Give one of them another name.")
     return measures
 
 
@@ -183,18 +183,18 @@ def _measure(spec: str | Mapping[str, Any], objective: Objective, outputs: int, 
     given = spec if isinstance(spec, Mapping) else {"class_path": spec}
     path, options = given.get("class_path"), given.get("init_args") or {}
     if odd := set(given) - {"class_path", "init_args"}:
-        raise ConfigError(f"{KEY}: {sorted(map(str, odd))[0]!r} is none of class_path and init_args")
+        raise ConfigError(f"{KEY}: unknown key {sorted(map(str, odd))[0]!r}. A metric has class_path and init_args.")
     if not isinstance(path, str) or not isinstance(options, Mapping):
-        raise ConfigError(f"{KEY}: it needs the name of a metric, or a class_path with its init_args")
+        raise ConfigError(f"{KEY}: not a metric. Give its name, or a class_path with its init_args.")
     kind = _metric_class(path, objective, outputs)
     arguments = inspect.signature(kind).parameters
     if unknown := [option for option in options if option not in {*arguments, *ALL_TAKE}]:
         near = nearest(str(unknown[0]), arguments)
-        mend = f"did you mean {near}?" if near else f"there are {', '.join(n for n in arguments if n != 'kwargs')}"
-        raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}; {mend}")
+        fix = f"Did you mean {near}?" if near else f"It has {', '.join(n for n in arguments if n != 'kwargs')}."
+        raise ConfigError(f"{KEY}: {kind.__name__} has no option {unknown[0]!r}. {fix}")
     counted = {objective.count: outputs} if objective.count in arguments else {}
     make = partial(kind, **counted | dict(options))
-    with _torchmetrics(kind.__name__):
+    with report_metric_errors(kind.__name__):
         higher = make().higher_is_better
     binary = next((one.__name__ for one in kind.__mro__ if _is_torchmetrics_binary(one)), None)
     if binary and not _is_binary_task(objective, outputs):
@@ -219,12 +219,12 @@ def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]
         if (found := same(name, fitting)) in fitting:
             return fitting[found]
     near = nearest(f"{tasks[0]}{path.removeprefix(_task(path))}", fitting)
-    mend = f"did you mean {near}?" if near else f"there are {', '.join(fitting)}"
-    raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}; {mend}")
+    fix = f"Did you mean {near}?" if near else f"It has {', '.join(fitting)}."
+    raise ConfigError(f"{KEY}: torchmetrics has no {path!r} for {type(objective).__name__}. {fix}")
 
 
 def _task(name: str) -> str:
-    """What a metric's name says of the kind of labels, if anything."""
+    """Return the prefix of a metric's name that names the kind of labels, or an empty string."""
     return next((task for task in TASKS if name.startswith(task)), "")
 
 
@@ -232,9 +232,9 @@ def _imported(path: str) -> type[Metric]:
     try:
         kind = find_object(path)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{KEY}: there is no class {path!r}: {one_line(error)}") from error
+        raise ConfigError(f"{KEY}: class {path!r} not found: {one_line(error)}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Metric)):
-        raise ConfigError(f"{KEY}: {path} is no torchmetrics.Metric")
+        raise ConfigError(f"{KEY}: {path} is not a torchmetrics.Metric")
     return kind
 
 
@@ -242,27 +242,27 @@ def _name(kind: type[Metric], name: Any, higher_is_better: bool | None) -> str:
     """Return a metric's name, from which `is_lower_better` can tell which way is better."""
     called = snake_case(kind.__name__.removeprefix(_task(kind.__name__))) if name is None else name
     if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", called) or called in TAKEN:
-        raise ConfigError(f"{KEY}: name: {called!r} is no name of its own, of letters, digits and _")
+        raise ConfigError(f"{KEY}: name: {called!r} is taken or has other characters than letters, digits and _")
     if higher_is_better is not None and is_lower_better(called) == higher_is_better:
-        better, end = ("more", "_score") if higher_is_better else ("less", "_error")
+        better, end = ("higher", "_score") if higher_is_better else ("lower", "_error")
         if name is None:
             return f"{called}{end}"
-        raise ConfigError(f"{KEY}: {called!r} does not say that {better} of it is better; name it {called}{end}, say")
+        raise ConfigError(f"{KEY}: the name {called!r} does not say that {better} is better. Use {called}{end}.")
     return called
 
 
 def snake_case(name: str) -> str:
-    """A class's name as a metric's: `f1_score` of `F1Score`."""
+    """Return a class name in snake case: `f1_score` for `F1Score`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def tried(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
-    """Try metrics on one batch.
+def check_measures(measures: Sequence[Measure], objective: Objective, outputs: Tensor, targets: Tensor) -> None:
+    """Compute metrics on one batch to find errors early.
 
     Raises:
-        ConfigError: One does not take it, or gives no single number.
+        ConfigError: A metric fails, or does not return a single number.
     """
     for measure in measures:
-        running = measure.begun()
+        running = measure.start()
         running.update(*objective.predictions(outputs.detach().float(), targets))
         running.value()

@@ -1,4 +1,4 @@
-"""A run's figures by round: how they are read back, and what is told of them all: best, last, R_acc, bytes."""
+"""Read the metrics of a run by round, and summarise them: best, last, R_acc, bytes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Row = dict[str, float]
 """One round's metrics by name."""
 
 WHOSE = ("global/{}", "client/{}_mean", "client/{}_weighted", "personal_on_global/{}_mean")
-"""Series of what is measured of models: whose they are."""
+"""Columns of a metric: of the global model, and of the clients' models."""
 
-# What is measured of models, by the series that only such figures have.
+# Columns that hold a metric of models, not a loss or a time.
 MODELS = re.compile(r"client/(.+)_(?:weighted|worst_decile)|client/(acc)_mean|global/(.+)|personal_on_global/(.+)_mean")
 
 LOSSES = ("global/loss", "client/loss_mean", "client/train_loss")
 
-# Ends of the names of metrics that are better lower. A metric whose name contradicts torchmetrics' `higher_is_better`
-# is renamed or refused when a run begins, so whoever reads a run folder needs no torch to know.
+# Ends of names of metrics for which lower is better. Names that contradict torchmetrics' `higher_is_better` are refused
+# when a run begins, so reading a run folder needs no torch.
 LOWER = r"(.*_)?(loss|loss_step|loss_epoch|error|mae|mse|rmse|eer|distance|divergence|ranked_probability_score)"
 
 # A column of `metrics.csv`: its metric, and what was computed of it over clients.
@@ -36,29 +36,29 @@ _WHOLE = re.compile(r"-?[0-9]{1,300}").fullmatch  # what is longer is no float e
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rounds of a `metrics.csv`, or the lines of a `clients.csv`; a line that a kill cut short comes back empty.
+    """Yield the rows of a `metrics.csv` or `clients.csv`. A line that a kill truncated is an empty row.
 
     Raises:
-        ValueError: It is no CSV file, or names a column twice.
+        ValueError: The file is not a CSV file, or has two columns of one name.
     """
     with open_file(path) as file, _text(file) as lines:
         yield from _rows(lines)
 
 
 def parse_rows(content: bytes) -> list[Row]:
-    """The rows of such a file, or of part of one with the header before it.
+    """Return the rows of the content of such a file, or of a header with part of the lines.
 
     Raises:
-        ValueError: It is no CSV, or names a column twice.
+        ValueError: The content is not CSV, or has two columns of one name.
     """
     return list(_rows(io.StringIO(content.decode(errors="replace"), newline="\n")))
 
 
 def read_columns(path: Path) -> dict[str, array[float]]:
-    """The columns of a `clients.csv`, NaN where they are blank; less than a tenth of the memory that its rows take.
+    """Return the columns of a `clients.csv`, with NaN for blank cells, in a tenth of the memory of its rows.
 
     Raises:
-        ValueError: It is no CSV file of numbers, names a column twice, or has a line that lacks a cell.
+        ValueError: The file is not a CSV file of numbers, has two columns of one name, or a line of another length.
     """
     with open_file(path) as file, _text(file) as text:
         lines = _lines(text)
@@ -72,14 +72,14 @@ def read_columns(path: Path) -> dict[str, array[float]]:
 
 
 def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[str, float]:
-    """Return `best`, `best_round`, `last` and `last10` of one metric over the rounds that have it; empty if none has.
+    """Return `best`, `best_round`, `last` and `last10` of a metric over the rounds that have it, or an empty dict.
 
-    `last10` is the mean of the last ten of those rounds. With partial participation a single round is mostly noise.
+    `last10` is the mean of the last ten of these rounds. With partial participation a single round is mostly noise.
 
     Args:
         rows: The rounds.
         name: The metric.
-        lower: Whether the lowest is the best, as of a loss.
+        lower: Whether lower is better.
     """
     series = [(row["round"], row[name]) for row in rows if name in row]
     if not series:
@@ -91,7 +91,7 @@ def best_and_last(rows: Sequence[Row], name: str, lower: bool = False) -> dict[s
 
 
 def lowest_losses(rows: Sequence[Row]) -> dict[str, float]:
-    """The lowest value so far of each loss that the rounds have, as `<loss>_best`."""
+    """Return the lowest value of each loss over the rounds, as `<loss>_best`."""
     found = {name: best_and_last(rows, name, lower=True) for name in LOSSES}
     return {f"{name}_best": figures["best"] for name, figures in found.items() if figures}
 
@@ -109,15 +109,15 @@ def is_lower_better(name: str) -> bool:
 
 
 def better_goal(name: str) -> Literal["minimize", "maximize"] | None:
-    """Return how a column of `metrics.csv`, or a figure of `summary.json`, gets better; None where that is unknown."""
+    """Return whether to minimise or maximise a column of `metrics.csv` or `summary.json`; None if unknown."""
     column = re.sub(r"_(best|last|last10)$", "", name)
     if is_lower_better(column) or re.match("R_[0-9]", name):
         return "minimize"
     return "maximize" if MODELS.fullmatch(column) else None
 
 
-def measured(rows: Sequence[Row]) -> list[str]:
-    """Names of what was measured of models over a run, `acc` first; not the losses."""
+def model_metrics(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the metrics of models in a run, `acc` first, without losses."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = [MODELS.fullmatch(name) for name in names]
     metrics = dict.fromkeys(next(filter(None, match.groups())) for match in found if match)
@@ -125,7 +125,7 @@ def measured(rows: Sequence[Row]) -> list[str]:
 
 
 def rounds_to(rows: Sequence[Row], target: float, name: str = "global/acc", lower: bool = False) -> int | None:
-    """R_acc: the first round in which a metric reached a target, or None; with `lower` from above."""
+    """Return the first round in which a metric reached a target (R_acc), or None. With `lower`, from above."""
     values = ((row["round"], row.get(name, math.nan)) for row in rows)
     return next((int(round) for round, value in values if (value <= target if lower else value >= target)), None)
 
@@ -136,12 +136,12 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     R_acc is the global model's or, for methods without one, that of the clients' mean.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
-    for metric in measured(rows):
+    for metric in model_metrics(rows):
         for name in (series.format(metric) for series in WHOSE):
             figures = best_and_last(rows, name, lower=is_lower_better(metric))
             summary |= {f"{name}_{what}": value for what, value in figures.items()}
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
-    for target in targets if "acc" in measured(rows) or not measured(rows) else ():
+    for target in targets if "acc" in model_metrics(rows) or not model_metrics(rows) else ():
         summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
@@ -149,7 +149,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
 
 
 def human_bytes(count: float) -> str:
-    """A byte count with a decimal unit."""
+    """Format a number of bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -169,12 +169,12 @@ def _rows(file: Iterable[str]) -> Iterator[Row]:
 
 
 def _lines(file: Iterable[str]) -> Iterator[list[str]]:
-    """A CSV file's lines, its header first; without one that a kill cut short."""
+    """Yield the lines of a CSV file, header first, without a last line that a kill truncated."""
     lines = csv.reader(line for line in file if line.endswith("\n"))
     try:
         names = next(lines, [])
         if len(set(names)) < len(names):
-            raise ValueError("it names a column twice")
+            raise ValueError("two columns have the same name")
         yield names
         yield from lines
     except csv.Error as error:
@@ -182,7 +182,7 @@ def _lines(file: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _parse(names: Sequence[str], cells: Sequence[str]) -> Row:
-    """A row of numbers; one that a kill cut short comes back empty."""
+    """Return a row of numbers; an empty one for a line that a kill truncated."""
     try:
         return {name: _number(text) for name, text in zip(names, cells, strict=True) if text}
     except ValueError:

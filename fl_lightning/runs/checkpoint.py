@@ -166,7 +166,7 @@ class CheckpointFolder:
             self._unsound.update(wrong)
             return found
         if wrong:
-            earlier = f", and so are the {len(wrong) - 1} before it" if len(wrong) > 1 else ""
+            earlier = ". No earlier checkpoint is valid either" if len(wrong) > 1 else ""
             fix = "Restore the changed files, or start the run again."
             raise CheckpointError(f"{wrong[rounds[0]]}{earlier}. {fix}")
         return None

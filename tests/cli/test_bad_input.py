@@ -281,7 +281,7 @@ KINDS = [
         "metrics.csv cut off",
         ["fit", "--resume", "cut"],
         "metrics.csv holds 1 of rounds 1 to 3",
-        "and so are the 1 before it",
+        "No earlier checkpoint is valid either",
         "Restore",
     ),
     kind("test of nothing", ["test", "nowhere"], "nowhere: folder not found"),

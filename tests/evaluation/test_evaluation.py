@@ -201,7 +201,7 @@ def test_a_run_without_rounds_comes_to_nothing() -> None:
 @pytest.mark.parametrize("target", [0, -0.1, 1.001, 80, float("nan")])
 def test_targets_are_shares(target: float) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^evaluation.target_accuracies: {target} is outside \(0, 1\]; accuracies are shares"
+        ConfigError, match=rf"^evaluation.target_accuracies: {target} is outside \(0, 1\]. Give a fraction"
     ):
         Evaluation(target_accuracies=[0.5, target])
 
@@ -326,5 +326,5 @@ def test_evaluated_clients_are_drawn_once_by_the_seed() -> None:
     assert chosen == few.chosen(100, seed=1) != few.chosen(100, seed=2)
     assert list(few.chosen(5, seed=1)) == [*few.chosen(3, seed=1), 3, 4] == list(range(5))
     assert len(Evaluation().chosen(10**5, seed=0)) == 10**5
-    with pytest.raises(ConfigError, match=r"^evaluation.max_clients: 0 is below 1; leave it out to score all"):
+    with pytest.raises(ConfigError, match=r"^evaluation.max_clients: 0 is below 1. Leave it out to evaluate all"):
         Evaluation(max_clients=0)

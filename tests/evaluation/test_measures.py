@@ -309,45 +309,48 @@ def test_a_metric_of_ones_own(tmp_path):
     [
         (
             "MulticlasF1Score",
-            "torchmetrics has no 'MulticlasF1Score' for Classification; did you mean MulticlassF1Score",
+            "torchmetrics has no 'MulticlasF1Score' for Classification. Did you mean MulticlassF1Score",
         ),
-        ("f1scor", "torchmetrics has no 'f1scor' for Classification; did you mean MulticlassF1Score?"),
+        ("f1scor", "torchmetrics has no 'f1scor' for Classification. Did you mean MulticlassF1Score?"),
         ("BinaryAUROC", "BinaryAUROC is for two classes, this dataset has 10. Use MulticlassAUROC."),
         (
             "torchmetrics.classification.BinaryF1Score",
             "BinaryF1Score is for two classes, this dataset has 10. Use MulticlassF1Score.",
         ),
-        ("MultilabelF1Score", "has no 'MultilabelF1Score' for Classification; did you mean MulticlassF1Score?"),
-        ("MeanSquaredError", "torchmetrics has no 'MeanSquaredError' for Classification; "),
-        ("no_such.Metric", "there is no class 'no_such.Metric'"),
-        ("torch.nn.Linear", "torch.nn.Linear is no torchmetrics.Metric"),
-        ("ConfusionMatrix", "MulticlassConfusionMatrix gives no single number; the callback ConfusionMatrix draws one"),
-        ("MulticlassROC", "MulticlassROC gives no single number"),
+        ("MultilabelF1Score", "has no 'MultilabelF1Score' for Classification. Did you mean MulticlassF1Score?"),
+        ("MeanSquaredError", "torchmetrics has no 'MeanSquaredError' for Classification. "),
+        ("no_such.Metric", "class 'no_such.Metric' not found"),
+        ("torch.nn.Linear", "torch.nn.Linear is not a torchmetrics.Metric"),
+        (
+            "ConfusionMatrix",
+            "MulticlassConfusionMatrix does not return a single number. Use the callback ConfusionMatrix.",
+        ),
+        ("MulticlassROC", "MulticlassROC does not return a single number"),
         (
             {"class_path": "F1Score", "init_args": {"average": "none"}},
-            "MulticlassF1Score gives no single number; set an average of it, as macro",
+            "MulticlassF1Score does not return a single number. Set its average",
         ),
         (
             {"class_path": "F1Score", "init_args": {"avrage": "macro"}},
-            "MulticlassF1Score has no option 'avrage'; did you mean average?",
+            "MulticlassF1Score has no option 'avrage'. Did you mean average?",
         ),
         ({"class_path": "F1Score", "init_args": {"average": "mean"}}, "MulticlassF1Score: "),
-        ({"class_path": "F1Score", "nme": "f1"}, "'nme' is none of class_path and init_args"),
-        ({"f1": {"init_args": {}}}, "it needs the name of a metric, or a class_path with its init_args"),
-        ({"f1": "F1Score", "acc": "Accuracy"}, "is none of class_path and init_args"),
-        ({"f1/macro": "F1Score"}, "name: 'f1/macro' is no name of its own"),
-        ({"acc": {"class_path": "F1Score"}}, "name: 'acc' is no name of its own"),
+        ({"class_path": "F1Score", "nme": "f1"}, "unknown key 'nme'"),
+        ({"f1": {"init_args": {}}}, "not a metric. Give its name, or a class_path with its init_args"),
+        ({"f1": "F1Score", "acc": "Accuracy"}, "unknown key "),
+        ({"f1/macro": "F1Score"}, "name: 'f1/macro' is taken or has other characters"),
+        ({"acc": {"class_path": "F1Score"}}, "name: 'acc' is taken or has other characters"),
         (
             {"gap": f"{__name__}.Gap"},
-            "'gap' does not say that less of it is better; name it gap_error, say",
+            "the name 'gap' does not say that lower is better. Use gap_error.",
         ),
         (
             {"f1_error": "F1Score"},
-            "'f1_error' does not say that more of it is better; name it f1_error_score, say",
+            "the name 'f1_error' does not say that higher is better. Use f1_error_score.",
         ),
         (
             {"hamming": "HammingDistance"},
-            "'hamming' does not say that less of it is better; name it hamming_error, say",
+            "the name 'hamming' does not say that lower is better. Use hamming_error.",
         ),
     ],
 )
@@ -360,7 +363,9 @@ def test_one_line_says_what_is_wrong(tmp_path, spec, message):
 
 def test_two_of_one_name_are_refused():
     specs = ["F1Score", {"class_path": "F1Score", "init_args": {"average": "micro"}}]
-    with pytest.raises(ConfigError, match=r"evaluation.metrics: 'f1_score' is there twice; give one of them another"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation.metrics: two metrics have the name 'f1_score'. Give one of them another"
+    ):
         measures_of(specs, Classification(), 10)
 
 
@@ -369,7 +374,7 @@ def test_auroc_is_over_the_classes_that_have_one(average):
     (one,) = measures_of([{"class_path": "AUROC", "init_args": {"average": average}}], Classification(), 4)
     shares = torch.rand(40, 4, generator=torch.Generator().manual_seed(2)).softmax(dim=1)
     y = torch.tensor([0, 1, 1, 2] * 10)
-    running = one.begun()
+    running = one.start()
     for batch in (slice(15), slice(15, 40)):
         running.update(shares[batch], y[batch])
     own = [roc_auc_score(y == c, shares[:, c]) for c in range(3)]
@@ -387,11 +392,11 @@ def test_a_client_with_one_class_has_no_auroc(tmp_path):
 def test_metrics_get_probabilities_even_where_logits_could_be_some():
     outputs, y = torch.full((4, 2), 0.3), torch.ones(4, 2, dtype=torch.int64)
     (one,) = measures_of(["F1Score"], MultiLabel(), 2)
-    running = one.begun()
+    running = one.start()
     running.update(*MultiLabel().predictions(outputs, y))
     assert running.value() == 1.0, "a logit of 0.3 is a probability of 0.57"
     (one,) = measures_of(["CalibrationError"], Classification(), 2)
-    running = one.begun()
+    running = one.start()
     running.update(*Classification().predictions(torch.tensor([[0.0, 1.0]] * 4), torch.ones(4, dtype=torch.int64)))
     assert running.value() == pytest.approx(1 - float(torch.tensor(1.0).sigmoid()), abs=1e-6)
 
@@ -429,7 +434,7 @@ OF_SHARES = {
 
 def measured_on(spec, logits, y, positive=1):
     (one,) = measures_of([spec], Classification(), logits.shape[1], positive)
-    running = one.begun()
+    running = one.start()
     for batch in (slice(0, 7), slice(7, None)):
         running.update(*Classification().predictions(logits[batch], y[batch]))
     return running.value()

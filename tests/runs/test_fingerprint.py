@@ -231,7 +231,10 @@ def test_a_header_that_was_changed_is_refused(part):
     before = contents(part)
     code, _, err = go_on(part)
     assert code == 2
-    assert "metrics.csv is not as it was after round 3, and so are the 2 before it. Restore the changed files" in err
+    assert (
+        "metrics.csv is not as it was after round 3. No earlier checkpoint is valid either. Restore the changed files"
+        in err
+    )
     assert contents(part) == before
 
 
