@@ -18,14 +18,14 @@ from fl_lightning.models.wrapped import original_of
 
 
 def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
-    """The network that an exported checkpoint tells of, with new weights.
+    """Return the network that an exported checkpoint describes, with new weights.
 
     Args:
-        described: What `Network.described` gave.
-        trust: Run the code that it names, whatever that is.
+        described: The result of `Network.described`.
+        trust: Run the code that it names, also if that is not part of this package or torch.
 
     Raises:
-        ConfigError: It tells of none, or names code that is none of this package's or torch's.
+        ConfigError: It describes no network, or names code outside of this package and torch.
     """
     if not isinstance(described, Mapping) or not {"class_path", "in_shape", "num_classes"} <= described.keys():
         raise ConfigError(f"backbone: it needs a network (an nn.Module), got {type(described).__name__}")
@@ -51,13 +51,13 @@ def described_objective(objective: Objective) -> dict[str, Any]:
 
 
 def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
-    """The objective that an exported checkpoint tells of.
+    """Return the objective that an exported checkpoint describes.
 
     Args:
-        described: What `described_objective` gave.
+        described: The result of `described_objective`.
 
     Raises:
-        ConfigError: It names code that is none of this package's.
+        ConfigError: It names code outside of this package.
     """
     return _built("objective", dict(described), Objective, lambda objective: objective)
 

@@ -18,12 +18,12 @@ def learnable(backbone: nn.Module) -> frozenset[str]:
 
 
 def learn_only(backbone: nn.Module, learns: Callable[[str], bool], among: Collection[str]) -> None:
-    """Let some of a backbone's parameters learn; the rest is frozen, and its layers in eval mode.
+    """Freeze all but some of a backbone's parameters, and set the frozen layers to eval mode.
 
     Args:
         backbone: It is changed in place.
-        learns: Whether a name is that of something that learns; a layer's name ends with a dot.
-        among: Names of the parameters that can learn at all.
+        learns: Returns whether the parameter or layer of this name is trained. A layer's name ends with a dot.
+        among: Names of the parameters that can be trained at all.
     """
     for name, parameter in backbone.named_parameters():
         parameter.requires_grad_(name in among and learns(name))
@@ -37,13 +37,13 @@ def fine_tune(
     epochs: int,
     learns: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Train a client's module outside of its fit, by its objective's loss, in such batches, shuffled each epoch.
+    """Train a client's module on its objective's loss outside of its fit, with batches shuffled each epoch.
 
     Args:
         module: It is changed in place, and left in eval mode.
         batches: The client's training data.
-        epochs: Passes over it, by an optimizer like the fit's.
-        learns: Whether the parameter, or layer, of a name learns; the rest is frozen, and in eval mode.
+        epochs: Number of epochs, with an optimizer like that of the fit.
+        learns: Returns whether the parameter or layer of this name is trained. The rest is frozen and in eval mode.
     """
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
     among = learnable(module.backbone)

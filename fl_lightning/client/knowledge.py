@@ -20,12 +20,12 @@ Seen = Literal["after", "last_epoch", "round"]
 
 
 class SharedKnowledge(nn.Module):
-    """Class-wise prototypes, soft labels and the like: made by clients, merged by the server, broadcast.
+    """Knowledge that clients share besides weights, such as class prototypes or soft labels.
 
-    A loss term or an aggregator that needs some names it in its `knowledge`; whoever binds them makes it travel. On
-    a client an instance holds the tensors last downloaded, as buffers, so it moves to the GPU with its module.
-    Subclasses set `name` (the section of the message), and `needs_classes` where it is of classes, and override the
-    methods below.
+    Clients compute it, the server merges and broadcasts it. A loss term or an aggregator that needs it lists it in its
+    property `knowledge`. On a client, an instance holds the downloaded tensors as buffers, so they move to the GPU with
+    the module. Subclasses set `name` (the section of the message), set `needs_classes` if it needs classes, and
+    override the methods below.
     """
 
     name: str
@@ -55,11 +55,12 @@ class SharedKnowledge(nn.Module):
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Server: the next knowledge to broadcast, from this round's uploads in ascending client id.
+        """Return the knowledge to broadcast next, on the server.
 
         Args:
             previous: What was broadcast this round.
-            uploads: The messages less their weights; `upload.message.section(self.name)` is a client's `summarize`.
+            uploads: The uploads without weights, in ascending client id. `upload.message.section(self.name)` is what a
+                client's `summarize` returned.
         """
         raise NotImplementedError
 
@@ -82,14 +83,14 @@ def class_sums_over(
 
 
 def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """Each class's plain mean over the clients that hold it, in float64, rounded once.
+    """Average each class over the clients that hold it, in float64, rounded once.
 
     Args:
-        local: `(K, C, d)`.
-        held: `(K, C)` bool.
+        local: The clients' values, `(K, C, d)`.
+        held: Which client holds which class, `(K, C)` bool.
 
     Returns:
-        The means `(C, d)`, zero for a class that nobody holds, and which classes somebody holds, `(C,)`.
+        The means `(C, d)`, zero for a class that no client holds, and which classes any client holds, `(C,)`.
     """
     holders = held.sum(dim=0)
     sums = torch.where(held[:, :, None], local.double(), 0.0).sum(dim=0)
@@ -97,19 +98,19 @@ def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ClassMeans(SharedKnowledge):
-    """Each class's mean of what networks put out for its samples: clients' own go up, the mean over clients comes back.
+    """The mean output of the clients' networks for each class, averaged over clients.
 
-    All clients that hold a class count the same. A class that nobody uploads keeps its last mean; before round 1
-    nothing is known and nothing travels. Subclasses say in `outputs` what is averaged.
+    All clients that hold a class have the same weight. A class that no client uploads keeps its last mean. Before round
+    1, no class has a mean, and nothing is sent. Subclasses return in `outputs` what is averaged.
 
     Args:
-        seen: What a client averages over: one pass over its data `after` training, in eval mode, or what its network
-            put out while it trained, in the `last_epoch` or the whole `round`.
+        seen: When a client averages: in a pass over its data `after` training, in eval mode, or during training, over
+            the `last_epoch` or the whole `round`.
 
     Attributes:
-        values: `(C, d)`, zero where the class is not known; None before anything is known.
-        known: `(C,)` bool.
-        tracked: Sums by class, `(C, d)`, and samples a class, `(C,)`, of what was seen in training.
+        values: The means, `(C, d)`, zero for classes without one; None before the first.
+        known: Which classes have a mean, `(C,)` bool.
+        tracked: Sums per class, `(C, d)`, and samples per class, `(C,)`, during training.
     """
 
     needs_classes = True

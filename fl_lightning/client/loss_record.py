@@ -28,13 +28,13 @@ class LossRecord:
         self._pending.append(values)
 
     def settle(self) -> dict[str, float]:
-        """Fold the steps since the last call into the sums.
+        """Add the steps since the last call to the sums.
 
         Returns:
-            What `means` would be of those steps alone.
+            The means over these steps alone.
 
         Raises:
-            NonFiniteError: A loss is NaN or Inf; names the term that was the first to go.
+            NonFiniteError: A loss is NaN or Inf. The message names the first such term.
         """
         if not self._pending:
             return {}

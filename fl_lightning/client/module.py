@@ -25,15 +25,15 @@ from fl_lightning.models.base import tapped
 
 @dataclass
 class Step:
-    """What one training step computed; a loss term takes from it what it needs.
+    """The tensors of one training step, as input of loss terms.
 
     Args:
-        logits: `(B, C)` outputs of the head.
-        targets: `(B,)` class indices; what the client's objective takes where it is not classification.
-        features: `(B, d)` outputs of the encoder, where the model has one.
-        inputs: The batch itself.
+        logits: Outputs of the head, `(B, C)`.
+        targets: Class indices `(B,)`, or the targets of another objective.
+        features: Outputs of the encoder, `(B, d)`, if the model has one.
+        inputs: The batch.
         backbone: The network that is being trained, for terms on its weights.
-        taps: What went into the layers that a term named in its `taps`, by their names.
+        taps: Inputs of the layers that a term lists in its `taps`, by name.
     """
 
     logits: Tensor
@@ -45,18 +45,18 @@ class Step:
 
 
 class LossTerm(nn.Module):
-    """One scalar to add to a client's loss, already multiplied by its coefficient.
+    """A term of a client's loss: a scalar, already multiplied by its coefficient.
 
-    Usable alone, in anybody's LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses
-    override `forward`, `begin` where they need the weights that training starts from, and `remember` and `recall`
-    where a client keeps something from one of its rounds to the next.
+    It also works in any other LightningModule: `loss = ce + term(Step(logits=logits, targets=y))`. Subclasses override
+    `forward`. They override `begin` if they need the weights before training, and `remember` and `recall` if a client
+    keeps state from one of its rounds to the next.
 
     Attributes:
-        name: The term's name in logs, from the class name unless set.
-        knowledge: The shared knowledge the term reads, which then travels with the weights.
-        active: Whether the term counts in this fit; an inactive one is skipped, not multiplied by zero.
-        needs_classes: Whether it takes a target for one of `C` classes, and so is for no other objective.
-        taps: Layers of the backbone, by name, of which the term wants to see the inputs in `Step.taps`.
+        name: The term's name in logs. By default it comes from the class name.
+        knowledge: The shared knowledge that the term reads. It is sent along with the weights.
+        active: Whether the term is computed in this fit.
+        needs_classes: Whether targets must be classes, so that other objectives are refused.
+        taps: Names of the backbone's layers whose inputs the term reads in `Step.taps`.
     """
 
     name: str = ""
@@ -75,10 +75,10 @@ class LossTerm(nn.Module):
         return ()
 
     def begin(self, module: ClientModule) -> None:
-        """Called when a fit starts, with the received weights and knowledge loaded, on the training device.
+        """Called when a fit starts, on the training device, with the received weights and knowledge loaded.
 
-        Called once before round 1 too, with the initial weights: what it refuses is then refused at once. The module's
-        `trainer` has the fit's options.
+        It is also called once before round 1 with the initial weights, to find errors early. The module's `trainer` has
+        the options of the fit.
         """
 
     def begin_epoch(self, module: ClientModule) -> None:
@@ -97,36 +97,34 @@ class LossTerm(nn.Module):
 
 
 class ClientModule(L.LightningModule):
-    """A backbone, its objective's loss, and a list of extra loss terms: what one client trains.
+    """The LightningModule of a client: a backbone, the objective's loss, and additional loss terms.
 
-    Works under a plain `Trainer.fit` with no orchestrator, and logs there `train_<term>` once an epoch, `val_*` and
-    `test_*`.
+    It also works in a plain `Trainer.fit` without an orchestrator. There it logs `train_<term>` once an epoch, `val_*`
+    and `test_*`.
 
     Args:
-        backbone: The network; `Step.features` is filled where it has an `encoder` and a `head`. Or what a checkpoint
-            of `fl-lightning export` says of it, from which it is built: `load_from_checkpoint(path)` is all it takes.
-        loss_terms: Terms added to the objective's loss, each with a name of its own.
-        knowledge: Shared knowledge that must travel beside what the terms ask for.
+        backbone: The network. `Step.features` is filled if it has an `encoder` and a `head`. In a checkpoint of
+            `fl-lightning export` this is a description, from which `load_from_checkpoint(path)` builds the network.
+        loss_terms: Terms added to the objective's loss, with unique names.
+        knowledge: Shared knowledge in addition to that of the terms.
         optimizer: Builds the optimizer from the backbone's parameters; SGD with lr 0.01 by default.
-        lr_scheduler: Builds a scheduler from the optimizer, stepped once an epoch of the local fit.
-        objective: What the outputs are for; classification by default, and so cross-entropy. Or what such a checkpoint
-            says of it.
+        lr_scheduler: Builds a scheduler from the optimizer. It is stepped once per local epoch.
+        objective: Classification with cross-entropy by default. In an exported checkpoint this is a description.
 
     Attributes:
-        round: The round, from 1; terms that change over rounds read it.
-        lr_scale: Factor on every learning rate, set from the round's learning-rate schedule.
-        batch_size: Samples a training batch of the fit, for methods that train outside of it too.
-        class_counts: `(C,)` training samples of each class that the client holds, for terms that ask; it never
-            leaves the client.
-        optimizer_state: What the fit's optimizer starts from, as `optimizer_tensors` gave it; empty for a fresh one.
-        notes: What a method notes for the rest of the client's round: in `receive` or `prepare`, to be read in
-            `prepare`, `upload` or `remember`. Training steps do not look at it.
-        logged: What callbacks have logged in the client's fit.
-        stays: Whether the weights it uploads stay on its device, where the server averages them.
-        spent: Whether nobody needs the module after its upload, which may then be its own tensors and no copies.
+        round: The round, from 1, for terms that change over rounds.
+        lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
+        batch_size: Batch size of the fit, for methods that also train outside of it.
+        class_counts: Number of the client's training samples of each class, `(C,)`. It never leaves the client.
+        optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
+        notes: Notes of a method within the client's round, written in `receive` or `prepare` and read in `prepare`,
+            `upload` or `remember`. Training steps do not use it.
+        logged: Metrics that callbacks logged in the client's fit.
+        stays: Whether uploaded weights stay on the training device, where the server averages them.
+        spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
 
     Raises:
-        ConfigError: Two loss terms have one name, or a checkpoint names a network of somebody's own.
+        ConfigError: Two loss terms have one name, or a checkpoint names a network outside of this package.
 
     Example:
         >>> from fl_lightning.models import MLP
@@ -184,17 +182,15 @@ class ClientModule(L.LightningModule):
         """The backbone's encoder, which maps inputs to features.
 
         Raises:
-            ConfigError: The backbone has no encoder and head that can be called apart.
+            ConfigError: The backbone's encoder and head cannot be called separately.
         """
         return with_encoder(self.backbone).encoder
 
     def check_fit(self) -> None:
-        """Refuse a trainer that the method cannot work with; `self.trainer` has the fit's options.
-
-        Called before round 1, and when a fit starts.
+        """Check the options of the fit in `self.trainer`. Called before round 1, and when a fit starts.
 
         Raises:
-            ConfigError: Names the option.
+            ConfigError: The method does not work with an option. The message names it.
         """
 
     def on_fit_start(self) -> None:

@@ -22,11 +22,11 @@ LOOK_AHEAD = 10_000
 def descend(
     optimizer: torch.optim.Optimizer, loss: Tensor, clip: Callable[[torch.optim.Optimizer], None] | None = None
 ) -> None:
-    """One step of an optimizer beside the trainer's own.
+    """Make one step with an optimizer other than the trainer's.
 
     Args:
         optimizer: The optimizer.
-        loss: What it descends.
+        loss: The loss to minimise.
         clip: Clips the gradients of the optimizer's parameters.
     """
     optimizer.zero_grad()
@@ -38,10 +38,10 @@ def descend(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
-    """What an optimizer keeps from step to step, momentum say, as `<number of the parameter>/<name>`.
+    """Return the state of an optimizer, such as momentum, as `<index of the parameter>/<name>`.
 
     Raises:
-        ConfigError: It keeps something that is no tensor.
+        ConfigError: Part of the state is not a tensor.
     """
     kept: Tensors = {}
     for number, values in optimizer.state_dict()["state"].items():
@@ -64,15 +64,15 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> N
 
 
 def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: SchedulerFactory) -> Iterator[float]:
-    """What a scheduler makes of an optimizer's learning rate, epoch after epoch or round after round, without end.
+    """Yield the learning rates of a scheduler, one per epoch or round, without end.
 
     Args:
-        key: The config key that names the scheduler.
-        optimizer: Its first group's learning rate is looked at; it steps, without gradients.
+        key: The config key of the scheduler.
+        optimizer: An optimizer without gradients. The learning rate is that of its first group.
         scheduler: Builds the scheduler.
 
     Raises:
-        ConfigError: There can be no such schedule, it has an end, or it makes something else than a learning rate.
+        ConfigError: The scheduler cannot be built, ends, or does not yield learning rates.
     """
     with blame(key):
         schedule = scheduler(optimizer)
@@ -88,14 +88,14 @@ def learning_rates(key: str, optimizer: torch.optim.Optimizer, scheduler: Schedu
 
 
 class LRScales:
-    """What a scheduler over rounds makes of a learning rate of 1, worked out as the rounds come.
+    """The factors on the learning rates in each round, from a scheduler over rounds.
 
     Args:
-        scheduler: Builds the scheduler; without one the learning rate stays 1.
-        rounds: How many rounds there will be; the first 10,000 are looked at at once.
+        scheduler: Builds the scheduler, which starts from a learning rate of 1. Without one, all factors are 1.
+        rounds: Number of rounds. The first 10,000 factors are computed at once, to find errors early.
 
     Raises:
-        ConfigError: There can be no such schedule, or it ends before the rounds do.
+        ConfigError: The scheduler cannot be built, or ends before the last round.
 
     Example:
         >>> LRScales(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), rounds=10**18).of(3)

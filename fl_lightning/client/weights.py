@@ -18,10 +18,10 @@ PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:
-    """Load what was shared; entries that are not shared stay as they are.
+    """Load shared entries into a backbone. Other entries do not change.
 
     Raises:
-        ValueError: An entry is none of this backbone's.
+        ValueError: The backbone does not have an entry.
     """
     strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
     if strangers:
@@ -44,15 +44,15 @@ def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_parts(key: str, parts: Iterable[str], backbone: nn.Module) -> None:
-    """Refuse a part of a backbone that has no entry.
+    """Check that every part of a backbone that an option names exists.
 
     Args:
-        key: The option that names the parts.
-        parts: As `beginnings` gives them.
+        key: The option.
+        parts: The parts, from `beginnings`.
         backbone: The backbone.
 
     Raises:
-        ConfigError: Names the first that has none.
+        ConfigError: No entry of the backbone belongs to a part. The message names it.
     """
     for part in parts:
         if not any(name.startswith(part) for name in backbone.state_dict()):
@@ -70,9 +70,9 @@ def buffer_names(backbone: nn.Module) -> set[str]:
 
 
 def reinitialised(backbone: nn.Module, rng: np.random.Generator) -> Tensors:
-    """The entries of a backbone with other random weights: what its layers' own `reset_parameters` draw.
+    """Return the entries of a backbone after `reset_parameters` of all its layers.
 
-    What belongs to no layer that has one stays as it is. Neither the backbone nor torch's generators are moved.
+    Layers without this method keep their entries. The backbone and torch's random state do not change.
     """
     other = copy.deepcopy(backbone)
     with torch.random.fork_rng(devices=[]):
@@ -89,12 +89,12 @@ def to_cpu(sections: Mapping[str, Tensors]) -> State:
 
 
 def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = True) -> State:
-    """Detached copies, contiguous, half precision widened to float32, free of the module they came from.
+    """Return detached, contiguous copies of a module's tensors, with half precision widened to float32.
 
     Args:
         sections: Tensors of a module, by section and name.
-        device: Where the copies are to be; where the tensors are if None.
-        copy: False where nobody needs the module any more: what has its memory to itself is then given up as it is.
+        device: Device of the copies; that of the tensors if None.
+        copy: False if the module is not used any more. Tensors that own their memory are then returned without a copy.
     """
     taken: set[int] = set()
 

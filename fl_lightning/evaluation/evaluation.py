@@ -67,7 +67,7 @@ class Evaluation:
         return round % self.every == 0 or round == rounds
 
     def chosen(self, clients: int, seed: int) -> Sequence[int]:
-        """Return the ids of the clients to evaluate, ascending. They are the same in every round and for every method."""
+        """Return the ids of the clients to evaluate, ascending, which do not depend on round or method."""
         if self.max_clients is None or self.max_clients >= clients:
             return range(clients)
         return sorted(generator(seed, Stream.EVALUATED).choice(clients, self.max_clients, replace=False).tolist())
@@ -193,9 +193,9 @@ def measured(shared: Score | None, own: Mapping[int, Score], on_global: Sequence
 def client_summary(scores: Sequence[Score]) -> Row:
     """Return the mean, weighted mean, standard deviation and worst decile of each metric over clients.
 
-    The weighted mean counts test samples. The standard deviation is that of the population. The worst decile is the mean
-    over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do not count. For the loss,
-    only the mean is returned.
+    The weighted mean counts test samples. The standard deviation is that of the population. The worst decile is the
+    mean over the worst tenth of the clients, rounded up. Clients for which a metric is undefined do not count. For the
+    loss, only the mean is returned.
     """
     names = dict.fromkeys(name for score in scores for name in score.values)
     row: Row = {}

@@ -1,4 +1,4 @@
-"""What every backbone offers: an encoder, a head, and the feature size between them."""
+"""Base class of backbones: an encoder, a head, and the feature size between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Backbone(nn.Module):
         encoder: Maps a batch of inputs to features `(B, feature_dim)`.
         head: Maps features to logits `(B, C)`.
         feature_dim: Size `d` of a feature.
-        predictor: Maps features to predictions of the same size, for siamese losses; it takes no part in the logits.
+        predictor: Maps features to predictions of the same size, for siamese losses. The logits do not depend on it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Backbone(nn.Module):
 
     @property
     def classifier(self) -> nn.Module:
-        """The classification layer: the head, or the last layer of one that has several; `weight` is `(C, ...)`."""
+        """The classification layer: the head or its last layer. Its `weight` is `(C, ...)`."""
         return self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,17 +52,17 @@ class Backbone(nn.Module):
 
 @contextmanager
 def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
-    """Note what goes into layers of a network, while inside; of a layer that is called several times, the last.
+    """Record the inputs of layers while in this context. If a layer is called several times, its last input counts.
 
     Args:
         backbone: The network.
-        names: The layers, by their dotted names.
+        names: Dotted names of the layers.
 
     Yields:
-        The layers' inputs by name, as they come. They are copies: a layer may write into its input.
+        A dict that is filled with copies of the layers' inputs by name.
 
     Raises:
-        ConfigError: The network is compiled, which hides what is inside.
+        ConfigError: The network is compiled, so its layers are not accessible.
 
     Example:
         >>> import torch
@@ -93,10 +93,10 @@ def tapped(backbone: nn.Module, names: Iterable[str]) -> Iterator[Tensors]:
 
 
 def classification_layer(module: nn.Module) -> nn.Linear:
-    """The layer with one row of weights a class: a backbone's classifier, or any other module's last linear layer.
+    """Return the classification layer: a backbone's `classifier`, or the last linear layer of any other module.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The module has no linear layer.
     """
     layers = [module.classifier] if isinstance(module, Backbone) else list(module.modules())
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
@@ -106,7 +106,7 @@ def classification_layer(module: nn.Module) -> nn.Linear:
 
 
 def with_features(module: nn.Module | None) -> Backbone:
-    """Return the module if it is a backbone, which gives features.
+    """Return the module if it is a `Backbone`.
 
     Raises:
         ConfigError: It is not a backbone.
@@ -117,10 +117,10 @@ def with_features(module: nn.Module | None) -> Backbone:
 
 
 def with_encoder(module: nn.Module | None) -> Backbone:
-    """Return the module if it is a backbone with an encoder and a head that can be called apart.
+    """Return the module if it is a `Backbone` with a separate encoder and head.
 
     Raises:
-        ConfigError: It is not a backbone, or its encoder and head cannot be taken apart.
+        ConfigError: It is not a backbone, or its encoder and head cannot be called separately.
     """
     backbone = with_features(module)
     _ = backbone.encoder  # `FromModule` refuses where it cannot be taken apart
@@ -128,14 +128,14 @@ def with_encoder(module: nn.Module | None) -> Backbone:
 
 
 def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Module:
-    """A copy of a model's encoder to compare with: in eval mode, without gradients.
+    """Return a copy of a model's encoder in eval mode and without gradients, as a reference for contrastive losses.
 
     Args:
-        module: The model, a `Backbone`; it is left as it is.
-        weights: The copy's state dict; the model's if there is none.
+        module: The model, a `Backbone`. It is not changed.
+        weights: State dict for the copy; the model's own by default.
 
     Raises:
-        ConfigError: The model is no `Backbone`.
+        ConfigError: The model is not a `Backbone`.
     """
     encoder = copy.deepcopy(with_encoder(module).encoder)
     if weights:
@@ -144,7 +144,7 @@ def frozen_encoder(module: nn.Module, weights: Tensors | None = None) -> nn.Modu
 
 
 class ModelFactory(Protocol):
-    """Builds a backbone for a dataset; a config's `model` key is one, with the dataset's shape left open."""
+    """Builds a backbone for a dataset. The `model` key of a config is one, without the shape of the dataset."""
 
     def __call__(self, *, in_shape: tuple[int, ...], num_classes: int) -> Backbone:
         """Build the backbone for inputs of `in_shape` (without the batch) and `num_classes` classes."""

@@ -69,8 +69,8 @@ class LeNet(Backbone):
     """FedDW's LeNet-like CNN: two 5x5 convolutions, mapping layers of 256 and 128, a bias-free classification layer.
 
     No ReLU stands between the mapping layers and the classification layer. FedDW uses it without pooling for MNIST
-    and with 2x2 max pooling for CIFAR-10; for MNIST its published code has 10 and 20 channels, and dropout 0.5, which
-    this network has not.
+    and with 2x2 max pooling for CIFAR-10. Its published code for MNIST has 10 and 20 channels, and dropout 0.5, which
+    this network does not have.
 
     Args:
         in_shape: `(channels, height, width)`, height and width at least 16, or 9 without pooling.
@@ -95,13 +95,13 @@ class LeNet(Backbone):
 
 
 def two_convolutions(in_shape: tuple[int, ...], widths: tuple[int, int], pool: bool) -> tuple[nn.Sequential, int]:
-    """Two unpadded 5x5 convolutions with ReLU, each pooled by 2x2 if asked for; flattened.
+    """Return two unpadded 5x5 convolutions with ReLU, optional 2x2 pooling and a flatten layer.
 
     Returns:
-        The layers, and how many numbers they make of an image.
+        The layers, and the size of their output for one image.
 
     Raises:
-        ValueError: The input is no image, or nothing is left of it.
+        ValueError: The input is not an image, or is too small for the convolutions.
     """
     channels, *sides = image_shape(in_shape, smallest=16 if pool else 9)
     layers: list[nn.Module] = []

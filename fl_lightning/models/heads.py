@@ -1,4 +1,4 @@
-"""What comes after the features: projections, mapping layers and classification layers, the same for every model."""
+"""Layers after the convolutions, for every model: projections, mapping layers and classification layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigError
 
 
 class Parts(NamedTuple):
-    """What a `Backbone` is made of, in the order of its arguments."""
+    """The arguments of `Backbone`."""
 
     encoder: nn.Module
     head: nn.Module
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """Options of the layers after a model's convolutions; a plain linear layer by default.
+    """Options of the layers after a model's convolutions. The default is one linear layer.
 
     Args:
         projection: Size of a projection MLP (linear, ReLU, linear) that ends the encoder, so that its output is the
@@ -66,11 +66,11 @@ class Head:
                 raise ConfigError(f"model.head.{name}: {getattr(self, name)} has a width below 1")
 
     def attach(self, encoder: nn.Module, width: int, num_classes: int) -> Parts:
-        """Put the layers after an encoder.
+        """Append the layers to an encoder.
 
         Args:
             encoder: Maps inputs to `(B, width)`.
-            width: Size of what the encoder puts out.
+            width: Size of the encoder's output.
             num_classes: Number of classes, `C`.
 
         Returns:
@@ -102,7 +102,7 @@ class CosineLinear(nn.Module):
     Args:
         in_features: Size `d` of a feature.
         out_features: Number of classes, `C`.
-        scale: What the learnt factor on the cosines starts from.
+        scale: Initial value of the learnt factor on the cosines.
     """
 
     def __init__(self, in_features: int, out_features: int, scale: float = 10.0) -> None:
@@ -117,7 +117,7 @@ class CosineLinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(B, C)` of features `(B, d)`; zero for a feature of norm zero."""
+        """Return the logits `(B, C)` of features `(B, d)`, which are zero for a feature of norm zero."""
         return self.scale * F.linear(F.normalize(x, dim=1), F.normalize(self.weight, dim=1))
 
 

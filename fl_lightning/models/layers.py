@@ -13,10 +13,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """Check that one input is an image `(channels, height, width)` large enough for a network.
+    """Check that an input shape is that of an image `(channels, height, width)`, large enough for a network.
 
     Raises:
-        ValueError: It is not; the message says what the network needs.
+        ValueError: It is not. The message says what the network needs.
     """
     if len(in_shape) != 3 or min(in_shape[1:]) < smallest:
         raise ValueError(
@@ -27,7 +27,7 @@ def image_shape(in_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int
 
 
 class GlobalAveragePool(nn.Module):
-    """`(B, d, h, w)` to `(B, d)`; unlike adaptive pooling, deterministic on CUDA."""
+    """Average `(B, d, h, w)` to `(B, d)`. Unlike adaptive pooling, this is deterministic on CUDA."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean over height and width."""
@@ -35,9 +35,9 @@ class GlobalAveragePool(nn.Module):
 
 
 def with_norm(module: Module, norm: Norm) -> Module:
-    """Put GroupNorm in the place of every BatchNorm2d where `norm` is `group`; it has no statistics to average.
+    """Replace every BatchNorm2d by GroupNorm, which has no statistics to average, if `norm` is `group`.
 
-    32 groups (Wu and He 2018), or the most below that which the channels and 32 have as a common divisor.
+    It has 32 groups (Wu and He 2018), or the greatest common divisor of 32 and the number of channels.
     """
     if norm == "group":
         for parent in list(module.modules()):
@@ -49,7 +49,7 @@ def with_norm(module: Module, norm: Norm) -> Module:
 
 
 def initialise_convolutions(module: nn.Module) -> None:
-    """He-normal weights, fan-out, for every convolution; biases zero."""
+    """Initialise every convolution with He-normal weights (fan-out) and zero biases."""
     for child in module.modules():
         if isinstance(child, nn.Conv2d):
             nn.init.kaiming_normal_(child.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""Classifiers of texts, which come as token ids `(B, length)`; 0 is padding and changes nothing they put out."""
+"""Text classifiers. Inputs are token ids `(B, length)`; 0 is padding, and outputs do not depend on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FastText(Backbone):
     Args:
         in_shape: `(length,)` token ids.
         num_classes: Number of classes, `C`.
-        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        vocab_size: Number of ids with a vector. Larger ids (rarer words) count as unknown.
         embedding_dim: Size of a word's vector, the feature size.
         head: What comes after the features.
 
@@ -48,7 +48,7 @@ class TextCNN(Backbone):
     Args:
         in_shape: `(length,)` token ids.
         num_classes: Number of classes, `C`.
-        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        vocab_size: Number of ids with a vector. Larger ids (rarer words) count as unknown.
         embedding_dim: Size of a word's vector.
         channels: Channels of each of the three convolutions; the feature size is three times that.
         dropout: Probability of dropping a feature in training, below 1.
@@ -82,9 +82,9 @@ class BiLSTM(Backbone):
     Args:
         in_shape: `(length,)` token ids.
         num_classes: Number of classes, `C`.
-        vocab_size: Ids that have a vector; larger ones, which stand for rarer words, count as unknown.
+        vocab_size: Number of ids with a vector. Larger ids (rarer words) count as unknown.
         embedding_dim: Size of a word's vector.
-        hidden: Units a direction; the feature size is twice that.
+        hidden: Units per direction. The feature size is twice that.
         head: What comes after the features; FedDW's is `{mapping: [128, 128], classifier: bias_free}`.
 
     Raises:
@@ -120,7 +120,7 @@ class Words(NamedTuple):
 
 
 class WordVectors(nn.Embedding):
-    """Token ids `(B, length)` to `Words`.
+    """Look up token ids `(B, length)` and return `Words`.
 
     Args:
         in_shape: `(length,)`.
@@ -143,13 +143,13 @@ class WordVectors(nn.Embedding):
         super().__init__(vocab_size, embedding_dim, padding_idx=PADDING)
 
     def forward(self, ids: Tensor) -> Words:  # type: ignore[override]
-        """Look the vectors up."""
+        """Look up the vectors."""
         known = torch.where(ids < self.num_embeddings, ids, UNKNOWN)
         return Words(super().forward(known), ids != PADDING)
 
 
 class MeanOverWords(nn.Module):
-    """`Words` to the mean of their vectors, `(B, d)`; zero for a text without words."""
+    """Average the vectors of `Words` to `(B, d)`, zero for a text without words."""
 
     def forward(self, words: Words) -> Tensor:
         """Average over the real words."""
@@ -158,7 +158,7 @@ class MeanOverWords(nn.Module):
 
 
 class WordConvolutions(nn.Module):
-    """`Words` to the largest response of each convolution, `(B, 3 · channels)`; windows may reach past the end.
+    """Return the largest response of each convolution over `Words`, `(B, 3 · channels)`. Windows may pass the end.
 
     Args:
         embedding_dim: Size of a word's vector.
@@ -183,7 +183,7 @@ class WordConvolutions(nn.Module):
 
 
 class TwoWayLSTM(nn.LSTM):
-    """`Words` to `Words` of twice `hidden`, read in both directions, each beginning at a real word."""
+    """Read `Words` in both directions, each from a real word, and return `Words` of size twice `hidden`."""
 
     def __init__(self, embedding_dim: int, hidden: int) -> None:
         super().__init__(embedding_dim, hidden, batch_first=True, bidirectional=True)

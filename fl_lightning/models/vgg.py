@@ -11,7 +11,7 @@ from fl_lightning.models.layers import GlobalAveragePool, Norm, image_shape, ini
 
 
 class VGG11(Backbone):
-    """torchvision's VGG-11 convolutions with normalisation, averaged over what is left of the image.
+    """torchvision's VGG-11 convolutions with normalisation, then global average pooling.
 
     9,231,114 parameters for colour images and 10 classes; 28,149,514 with the fully connected layers of the paper,
     `head: {hidden: [4096, 4096]}`, but without their dropout.

@@ -1,4 +1,4 @@
-"""Anybody's network as a backbone."""
+"""Wrap any `nn.Module` as a backbone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
 
 
 class FromModule(Backbone):
-    """Your own `nn.Module` as a model: you name the layer that is its head, and all before it is the encoder.
+    """Your own `nn.Module` as a model. You name the layer that is its head; everything before it is the encoder.
 
-    The module's own `forward` is what is computed. If it ends with the head, encoder and head can be used apart. If it
-    computes anything after or around the head (a `log_softmax`, a skip connection), the module is kept whole: features
-    are the head's input, and methods that need encoder and head apart refuse it. In a config:
+    The module's own `forward` is computed. If it ends with the head, the encoder and the head can be used separately.
+    If it computes anything after or around the head (a `log_softmax`, a skip connection), the module is kept whole:
+    features are the head's input, and methods that need the encoder or the head alone refuse it. In a config:
 
         model:
           class_path: FromModule
@@ -33,15 +33,15 @@ class FromModule(Backbone):
             head: fc
 
     Args:
-        in_shape: Shape of one input; the module has to fit it.
-        num_classes: Number of classes, `C`; the module has to put out as many numbers.
+        in_shape: Shape of one input, which the module has to accept.
+        num_classes: Number of classes, `C`, and of the module's outputs.
         module: Import path of a class, or of a function that builds the module.
-        module_args: What it is called with.
-        head: Name of the layer, dotted where it is nested (`classifier.6`).
+        module_args: Arguments of the class or function.
+        head: Name of the layer, with dots if it is nested (`classifier.6`).
 
     Raises:
-        ConfigError: Nothing can be imported from `module`, it makes no module, it cannot take such inputs, or it has no
-            such layer or does not call it.
+        ConfigError: `module` cannot be imported or does not build a module, or the module does not accept such inputs
+            or does not have or call this layer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FromModule(Backbone):
         self.path, self.cut = module, head
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse the parts of a module that is kept whole."""
+        """Raise a clear error for `encoder` and `head` of a module that is kept whole."""
         if name in ("encoder", "head") and name not in self._modules:
             raise ConfigError(
                 f"model.head: {self.path} computes something after or around {self.cut!r}, so its encoder and head "
@@ -91,7 +91,7 @@ class FromModule(Backbone):
         return cast(Tensor, self.module(x)) if "module" in self._modules else super().forward(x)
 
     def original(self) -> nn.Module:
-        """Return the module as `module` builds it, with the weights of now under its own names."""
+        """Return the module as `module` builds it, with the present weights under its own names."""
         if "module" in self._modules:
             return self.module
         encoder, head = copy.deepcopy((self.encoder, self.head))
@@ -100,24 +100,24 @@ class FromModule(Backbone):
 
 
 def original_of(backbone: nn.Module) -> nn.Module:
-    """Return the module inside a `FromModule`, and any other network as it is."""
+    """Return the module inside a `FromModule`. Any other network is returned unchanged."""
     return backbone.original() if isinstance(backbone, FromModule) else backbone
 
 
 def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str) -> bool:
-    """Return whether a module's `forward` returns one layer's output as it is, so that it can be cut there.
+    """Return whether a module's `forward` returns one layer's output unchanged, so that it can be cut there.
 
-    It is tried with two samples, in train mode and in eval mode. Equal numbers are not enough: a `clamp` changes none
-    that are small, so the output must be the same tensor, not written to.
+    It is called with two samples, in train mode and in eval mode. Equal numbers are not enough, because a `clamp` does
+    not change small ones. The output must be the same tensor, not modified in place.
 
     Args:
-        module: The module; a copy of it is called.
+        module: The module. A copy of it is called.
         head: The layer's name.
         in_shape: Shape of one input.
-        path: What the module is called in messages.
+        path: Name of the module in messages.
 
     Raises:
-        ConfigError: The module cannot take such inputs, or does not call the layer.
+        ConfigError: The module does not accept such inputs, or does not call the layer.
     """
     module = copy.deepcopy(module)
     layer, outputs = module.get_submodule(head), []
@@ -139,10 +139,10 @@ def ends_with(module: nn.Module, head: str, in_shape: tuple[int, ...], path: str
 
 
 def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
-    """Return a batch of two samples that a module takes: numbers or, if it takes none, token ids.
+    """Return a batch of two samples that a module accepts: floating-point numbers or token ids.
 
     Raises:
-        ConfigError: It takes neither.
+        ConfigError: It accepts neither.
     """
     numbers = torch.rand(2, *in_shape)
     try:
@@ -162,10 +162,10 @@ def probe(module: nn.Module, in_shape: tuple[int, ...], path: str) -> Tensor:
 
 
 def build(path: str, arguments: dict[str, Any]) -> nn.Module:
-    """Import a class or function and call it; what cannot make an `nn.Module` is not called.
+    """Import a class or function that builds an `nn.Module`, and call it.
 
     Raises:
-        ConfigError: That fails, or what comes of it is no `nn.Module`.
+        ConfigError: That fails, or the result is not an `nn.Module`.
     """
     if not re.search("[.:]", path):  # it would be imported for being looked at
         raise ConfigError(f"model.module: {path} names nothing in a module; give package.module.Class")

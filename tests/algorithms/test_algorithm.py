@@ -2,7 +2,6 @@
 
 import csv
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,5 +220,7 @@ def test_a_method_may_decide_how_many_take_part(tmp_path):
 
 
 def test_with_the_usual_cohort_participants_are_those_of_any_method(tmp_path):
-    one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", partial(OwnHead)())
+    one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", OwnHead())
+    one.load()
+    other.load()
     assert [one.server.participants(r) for r in range(5)] == [other.server.participants(r) for r in range(5)]

@@ -93,9 +93,7 @@ def test_nothing_is_resumed_where_every_checkpoint_is_damaged(tmp_path):
     run.fit()
     for path in tmp_path.glob("checkpoints/*/state.pt"):
         path.write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"round-000002 is damaged: .* No earlier checkpoint is valid either. Restore"
-    ):
+    with pytest.raises(CheckpointError, match=r"round-000002 is damaged: .* No earlier checkpoint is valid"):
         experiment(tmp_path, rounds=3).fit(resume=True)
 
 
