@@ -42,7 +42,7 @@ def made(kind, cls, **given):
     return cls(**REQUIRED.get(cls.__name__, {}) | given)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("kind", "cls", "name"), list(numbers("float")))
 def test_every_number_of_every_class_is_finite(kind, cls, name, value):
     if value == math.inf and (cls.__name__, name) in INFINITE:
@@ -126,19 +126,13 @@ def kind(words, *told, name=None):
 
 KINDS = [
     kind([*FIT, "--batch_size", str(10**30)], f"batch_size: {10**30} is above 1000000000000"),
-    kind([*FIT, "--rounds", str(10**30)], f"rounds: {10**30} is above 1000000000000"),
     kind([*FIT, "--optimizer.lr", ".nan"], "optimizer.lr: nan is no finite number"),
-    kind([*FIT, "--optimizer.lr", ".inf"], "optimizer.lr: inf is no finite number"),
-    kind([*FIT, "--optimizer.momentum", ".nan"], "optimizer.momentum: nan is no finite number"),
-    kind([*FIT, "--optimizer.weight_decay", ".inf"], "optimizer.weight_decay: inf is no finite number"),
     kind([*FIT, "--optimizer", "Adam", "--optimizer.betas", "[.nan, 0.9]"], "optimizer: Invalid beta parameter"),
-    kind([*FIT, "--optimizer", "RMSprop", "--optimizer.alpha", ".inf"], "optimizer.alpha: inf is no finite number"),
     kind([*FIT, "--optimizer", "SparseAdam"], "optimizer: SparseAdam does not support dense gradients"),
     kind([*FIT, "--optimizer", "Muon"], "optimizer: Muon only supports 2D parameters"),
     kind([*FIT, "--optimizer", "Optimizer"], "optimizer"),
     kind([*FIT, "--optimizer", "Adam", "--optimizer.capturable", "true"], "optimizer: If capturable=True"),
     kind([*FIT, "--optimizer", "LBFGS", "--optimizer_state", "kept"], "optimizer_state: LBFGS's", "set fresh"),
-    kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", ".nan"], "lr_scheduler: the learning rate it makes: nan"),
     kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", "-1"], "lr_scheduler: the learning rate", "is below 0"),
     kind([*SCHEDULE, "LRScheduler"], "lr_scheduler: NotImplementedError"),
     kind([*SCHEDULE, "LambdaLR"], "lr_scheduler"),
@@ -151,17 +145,13 @@ KINDS = [
         "round_lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
     ),
     kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
-    kind([*FIT, "--trainer.gradient_clip_val", ".nan"], "trainer.gradient_clip_val: nan is no finite number"),
     kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
     kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
     kind([*FIT, "--trainer.limit_train_batches", "-1"], "trainer.limit_train_batches: -1 is outside [0, 10"),
-    kind([*FIT, "--trainer.limit_train_batches", ".nan"], "trainer.limit_train_batches: nan is no finite number"),
     kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 of", "is none"),
     kind([*FIT, "--trainer.max_steps", "-5"], "trainer.max_steps: -5 is outside [-1, 10"),
-    kind([*FIT, "--trainer.max_epochs", "1000000000000000000"], "trainer.max_epochs: 1000000000000000000 is outside"),
     kind([*FIT, "--trainer.accumulate_grad_batches", "-1"], "trainer.accumulate_grad_batches: -1 is outside"),
     kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not to be had on the cpu"),
-    kind([*FIT, "--trainer.precision", "16"], "trainer.precision: 16", "give that, or 32-true"),
     kind([*FIT, "--trainer.precision", "16-mixed", "--trainer.accelerator", "auto"], "16-mixed is not to be had"),
     kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
     kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
-from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, pool, ray, shared_fit, task_server
 from fl_lightning.engines.pool import AT_HAND, TAKEN, PoolEngine, PoolWorker, WorkerLost
@@ -346,19 +345,13 @@ def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
     assert shared.engine.ended == shared.engine.hired
 
 
-def test_a_client_that_three_members_die_at_has_failed(tmp_path):
-    engine = NearPool(2, [3, 3, 3])
-    run = experiment(tmp_path, engine=engine, clients_per_round=None)
-    words = r"client 3, round 1: 3 worker processes died at it, the last of them by a test"
-    with pytest.raises(ClientFailure, match=words):
-        run.fit()
-
-
-def test_the_others_go_on_where_failed_clients_are_dropped(tmp_path):
+def test_a_client_that_three_workers_die_at_has_failed_and_the_others_go_on(tmp_path):
     run = experiment(
         tmp_path, engine=NearPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
     )
-    with pytest.warns(UserWarning, match="client 3, round 1: .*; dropped"):
+    with pytest.warns(
+        UserWarning, match="client 3, round 1: 3 worker processes died at it, the last of them by a test; dropped"
+    ):
         run.fit()
     assert run.csv.rows[0]["client/failed"] == 1
     assert run.engine.order.count(3) == 3
@@ -479,14 +472,6 @@ def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch
             yield item
 
     assert list(shared_fit.take_for(slowly(), 150)) == [0, 1, 2]  # from 100 to 250, which the third still is begun in
-
-
-def test_what_is_meant_for_one_fit_gets_one_in_a_host_too(tmp_path, events):
-    run, tasks = started(tmp_path, "sequential", trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
-    answers = served(TaskServer(), [load(run), *orders(tasks[:2])])
-    one_fit = ["ClientModule", "end", "collect"]
-    assert events == [*LOADED, *one_fit, *one_fit]
-    assert same_result(answers[1].result, run.worker.run(tasks[0]))
 
 
 ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}

@@ -1,23 +1,22 @@
 """Several processes: the same bytes, whatever is killed, and nothing left behind."""
 
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from commands import TEST_FOLDERS
 from experiments import experiment
+from killed_runs import FIRST_ROUND, FIVE, command_line, survive_kills
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
+from running import alive, gone
+from worker_processes import Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.cli.main import main
@@ -25,7 +24,6 @@ from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.engines.pool import RemoteTraceback
-from fl_lightning.engines.shared_fit import ClientTrainerView
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,21 +45,6 @@ def engine():
 
 def pids(engine):
     return [member._process.pid for member in engine._members]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(processes, seconds=10.0):
-    """Whether processes end within a time."""
-    until = time.monotonic() + seconds
-    while any(map(alive, processes)) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not any(map(alive, processes))
 
 
 def shared_memory():
@@ -88,24 +71,6 @@ ONE_EPOCH = {"accelerator": "cpu", "max_epochs": 1}
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     method, options = METHODS[name]
     assert_same_run(*both(tmp_path, engine, method, rounds=2, trainer=ONE_EPOCH, **options))
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("workers", [1, 5])
-def test_any_number_of_processes_does(tmp_path, workers):
-    assert_same_run(*both(tmp_path, ProcessesEngine(workers), PeerAlgorithm, rounds=2))
-
-
-class Witness(LossTerm):
-    """Reports what it finds where it is run, as its loss."""
-
-    def begin(self, module):
-        self.common = isinstance(module.trainer, ClientTrainerView)
-
-    def forward(self, step):
-        found = torch.get_num_threads() + 10 * (torch.get_float32_matmul_precision() == "high")
-        found += 100 * (multiprocessing.parent_process() is not None)
-        return step.logits.sum() * 0 + found + 1000 * self.common
 
 
 @pytest.mark.fast_cases(1)
@@ -169,39 +134,6 @@ def test_a_warning_arrives_once_a_run_and_is_filtered_as_here(tmp_path, engine):
 # --- Killed processes ---
 
 
-class Deadly(LossTerm):
-    """Sends a signal to the process that it is in, or to the one that leads the run, so many times in round 2."""
-
-    def __init__(self, folder, times, samples=None, to="own", signum=signal.SIGKILL):
-        super().__init__()
-        self.folder, self.times, self.samples, self.to, self.signum = str(folder), times, samples, to, signum
-        self.leader, self.due = os.getpid(), False
-
-    def begin(self, module):
-        wanted = self.samples is None or int(module.class_counts.sum()) == self.samples
-        self.due = wanted and module.round == 2
-
-    def forward(self, step):
-        if self.due and os.getpid() != self.leader:
-            for number in range(self.times):
-                try:
-                    (Path(self.folder) / f"kill-{number}").touch(exist_ok=False)
-                except FileExistsError:
-                    continue
-                os.kill(self.leader if self.to == "leader" else os.getpid(), self.signum)
-                break
-        return step.logits.sum() * 0
-
-
-class Harmless(LossTerm):
-    """What `Deadly` computes."""
-
-    name = "deadly"
-
-    def forward(self, step):
-        return step.logits.sum() * 0
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine, times):
@@ -224,17 +156,11 @@ def test_a_process_killed_between_rounds_is_replaced(tmp_path, engine):
     assert not set(before) & set(pids(engine))
 
 
-def with_a_deadly_client(tmp_path, engine, **options):
-    run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=2, **options)
+def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
+    run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=2)
     run._build()
     victim = max(range(6), key=lambda client: len(run.data.shards[client].train))
-    term = Deadly(tmp_path, 9, len(run.data.shards[victim].train), signum=options.pop("signum", signal.SIGKILL))
-    run.algorithm = FedAvg(loss_terms=[term])
-    return run, victim
-
-
-def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
-    run, victim = with_a_deadly_client(tmp_path, engine)
+    run.algorithm = FedAvg(loss_terms=[Deadly(tmp_path, 9, len(run.data.shards[victim].train))])
     words = rf"client {victim}, round 2: 3 worker processes died at it, the last of them by SIGKILL \(likely out of mem"
     with pytest.raises(ClientFailure, match=words):
         run.fit()
@@ -242,22 +168,13 @@ def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
     assert run.checkpoints.rounds() == [1, 0]
 
 
-def test_and_is_dropped_where_failures_are(tmp_path, engine):
-    run, victim = with_a_deadly_client(tmp_path, engine, on_client_failure="drop")
-    with pytest.warns(UserWarning, match=f"client {victim}, round 2: .* died .*; dropped from this round"):
-        run.fit()
-    assert [row["client/failed"] for row in run.csv.rows] == [0, 1]
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_stopped_process_is_replaced_when_its_time_is_up(tmp_path, times):
+def test_a_stopped_process_is_replaced_when_its_time_is_up(tmp_path):
     alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
-    term = Deadly(tmp_path, times, signum=signal.SIGSTOP)
+    term = Deadly(tmp_path, 1, signum=signal.SIGSTOP)
     stopped = experiment(tmp_path / "stopped", FedSKC(loss_terms=[term]), engine=ProcessesEngine(2, timeout=3))
     alone.fit()
     stopped.fit()
-    assert len(list(tmp_path.glob("kill-*"))) == times
+    assert (tmp_path / "kill-0").exists()
     assert_same_run(alone, stopped)
 
 
@@ -371,7 +288,7 @@ from functools import partial
 sys.path[:0] = {tests!r}
 import torch
 from experiments import experiment
-from test_processes import Deadly
+from worker_processes import Deadly
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.engines import ProcessesEngine, processes
 from fl_lightning.core.errors import Interrupted
@@ -468,6 +385,7 @@ def test_nothing_is_left_after_a_run(tmp_path):
     assert shared_memory() == before
 
 
+@pytest.mark.thorough
 def test_open_files_do_not_grow_with_clients_or_tensors(tmp_path, engine):
     def files(worker):
         return max(len(os.listdir(f"/proc/{pid}/fd")) for pid in [os.getpid(), *pids(worker)])
@@ -608,17 +526,8 @@ def test_there_are_as_many_processes_as_cores_for_their_threads(tmp_path, monkey
 
 
 def test_a_config_names_the_engine(tmp_path, capsys):
-    words = [
-        "fit",
-        "--config",
-        "digits_fedavg.yaml",
-        "--rounds",
-        "1",
-        "--logger",
-        "null",
-        "--engine",
-        "ProcessesEngine",
-    ]
+    words = ["fit", "--config", "digits_fedavg.yaml", "--rounds", "1", "--logger", "null"]
+    words += ["--engine", "ProcessesEngine"]
     assert main([*words, "--engine.workers", "2", "--run_dir", str(tmp_path / "run")]) == 0
     assert main([*words, "--engine.workers", "0", "--run_dir", str(tmp_path / "bad")]) == 2
     assert "engine.workers: 0 is below 1" in capsys.readouterr().err

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 from experiments import experiment
+from killed_runs import FIRST_ROUND, FIVE, command_line, survive_kills
 from methods import FEW_QUICK, METHODS, assert_same_run
-from test_processes import Deadly, Harmless, Witness
-from test_resume import FIRST_ROUND, FIVE, command_line, survive_kills
+from worker_processes import Deadly, Harmless, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted

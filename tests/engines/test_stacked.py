@@ -31,22 +31,14 @@ from fl_lightning.algorithms import (
     UAPDFL,
     CwFedAvg,
     DistillingWeights,
-    FedALA,
     FedAvg,
     FedBABU,
-    FedDistill,
-    FedDistillPlus,
     FedDW,
-    FedFomo,
-    FedPer,
     FedProto,
     FedProx,
-    FedRep,
     FedSiamDA,
     FedSKC,
     HistoryContrast,
-    Local,
-    PeerAlgorithm,
     Prototypical,
     WeightDistribution,
 )
@@ -78,44 +70,19 @@ pytestmark = pytest.mark.numeric
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-# --- Every algorithm of the package that can be stacked ---
+# --- Switches of methods that change a client's step; tests/algorithms/test_methods.py has every method ---
 
 HEADS = partial(MLP, hidden=(16,), head=Head(projection=8, prediction=8))
 ALGORITHMS = {
-    "fedavg": (FedAvg, {}),
-    "fedavg_uniform": (partial(FedAvg, weighting="uniform"), {}),
-    "average": (FedAvg, {"model": NormMLP}),
-    "local": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
-    "drop": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
-    "fedprox": (partial(FedProx, mu=1.0), {}),
-    "fedskc": (FedSKC, {}),
-    "fedskc_share": (partial(FedSKC, gda_scale="share", review="literal"), {}),
-    "fedskc_no_spread": (partial(FedSKC, spread="none"), {}),
-    "fedskc_no_lcl": (partial(FedSKC, lcl=False), {}),
-    "fedskc_no_gda": (partial(FedSKC, gda=False, gpr=False), {}),
-    "fedskc_reference": (partial(FedSKC, preset="reference"), {"model": NormMLP}),
-    "cwfedavg": (CwFedAvg, {}),
-    "cwfedavg_true": (partial(CwFedAvg, lam=0.0, distribution="true"), {}),
-    "cwfedavg_reference": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
-    "feddw": (partial(FedDW, mu=10.0), {}),
-    "feddw_reference": (partial(FedDW, mu=10.0, preset="reference"), {}),
-    "uapdfl": (partial(UAPDFL, n_com=2), {"model": NormMLP}),
-    "uapdfl_reference": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),
-    "peers": (partial(PeerAlgorithm, n_com=2), {}),
-    "siamese_no_stop_gradient": (partial(FedSiamDA, mu=0.5, stop_gradient=False), {"model": HEADS}),
-    "siamese_off": (partial(FedSiamDA, mu=0.0), {"model": HEADS}),
-    "alone": (Local, {"model": NormMLP}),
-    "frozen_head": (FedBABU, {"model": NormMLP}),
-    "personal_head": (FedPer, {"model": NormMLP}),
-    "head_then_body": (FedRep, {"model": NormMLP}),
-    "fedala": (FedALA, {"model": NormMLP}),
-    "fedfomo": (FedFomo, {"model": NormMLP}),
-    "fedproto": (FedProto, {"model": NormMLP}),
-    "fedproto_code": (partial(FedProto, seen="last_epoch"), {}),
-    "feddistill": (partial(FedDistill, cumulative=True), {}),
-    "feddistill_plus": (FedDistillPlus, {"model": NormMLP}),
-    "history": (lambda: FedAvg(loss_terms=[HistoryContrast(0.5)]), {"model": NormMLP}),
-    "all_terms": (
+    "local buffers": (partial(FedAvg, buffers="local"), {"model": NormMLP}),
+    "dropped buffers": (partial(FedAvg, buffers="drop"), {"model": NormMLP}),
+    "FedSKC's code": (partial(FedSKC, preset="reference"), {"model": NormMLP}),
+    "cwFedAVG's code": (partial(CwFedAvg, preset="reference"), {"model": NormMLP, "batch_size": 8}),
+    "UA-PDFL's code": (partial(UAPDFL, n_com=2, preset="reference"), {"model": NormMLP}),
+    "no stop-gradient": (partial(FedSiamDA, mu=0.5, stop_gradient=False), {"model": HEADS}),
+    "frozen head": (FedBABU, {"model": NormMLP}),
+    "last epoch's prototypes": (partial(FedProto, seen="last_epoch"), {}),
+    "all terms": (
         lambda: FedProx(
             0.1,
             loss_terms=[
@@ -131,7 +98,7 @@ ALGORITHMS = {
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_round_is_the_sequential_engines(tmp_path, name):
+def test_switches_of_methods(tmp_path, name):
     algorithm, options = ALGORITHMS[name]
     compare(tmp_path, algorithm(), **options)
 
@@ -480,15 +447,6 @@ class LateRefusal(LossTerm):
         return step.logits.sum() * (step.logits.detach().max().item() * 0 if self.late else 0)
 
 
-def test_what_cannot_be_stacked_after_all_is_trained_one_after_another(tmp_path):
-    run = experiment(tmp_path, FedAvg(loss_terms=[LateRefusal()]), rounds=1)
-    run.fit()
-    with pytest.warns(UserWarning, match="StackedEngine: trained one after another: .*vmap.*item"):
-        other = results(run, StackedEngine(), 2)
-    one = results(run, SequentialEngine(), 2)
-    assert all(same_bytes(one[client].upload.tensors, other[client].upload.tensors) for client in one)
-
-
 class LateChange(LossTerm):
     """Changes what it holds, but not in its first step: that has a full batch."""
 
@@ -506,11 +464,19 @@ class LateChange(LossTerm):
         return step.logits.mean() * self.weights[0].to(step.logits) * self.scale
 
 
-@pytest.mark.parametrize("what", ["weights", "scale"])
-def test_what_a_later_step_changes_is_noticed(tmp_path, what):
-    run = experiment(tmp_path, FedAvg(loss_terms=[LateChange(what)]), rounds=1)
+@pytest.mark.parametrize(
+    ("term", "words"),
+    [
+        (LateRefusal(), ".*vmap.*item"),
+        (LateChange("weights"), "its forward changes 'loss_terms.0.weights'"),
+        (LateChange("scale"), "its forward changes 'loss_terms.0.scale'"),
+    ],
+    ids=["refusal", "tensor", "number"],
+)
+def test_clients_that_turn_out_not_to_stack_are_trained_one_after_another(tmp_path, term, words):
+    run = experiment(tmp_path, FedAvg(loss_terms=[term]), rounds=1)
     run.fit()
-    with pytest.warns(UserWarning, match=f"one after another: its forward changes 'loss_terms.0.{what}'"):
+    with pytest.warns(UserWarning, match=f"StackedEngine: trained one after another: {words}"):
         other = results(run, StackedEngine(), 2)
     one = results(run, SequentialEngine(), 2)
     assert all(same_bytes(one[client].upload.tensors, other[client].upload.tensors) for client in one)
@@ -595,15 +561,6 @@ class Counting(LossTerm):
         return step.logits.mean() * 0
 
 
-class Collecting(LossTerm):
-    def begin(self, module):
-        self.seen = []
-
-    def forward(self, step):
-        self.seen.append(step.logits.detach())
-        return step.logits.mean() * 0
-
-
 class Writing(LossTerm):
     def begin(self, module):
         self.sum = torch.zeros(())
@@ -629,14 +586,6 @@ class Noisy(LossTerm):
 class NumpyNoise(LossTerm):
     def forward(self, step):
         return step.logits.mean() * float(np.random.rand())
-
-
-class OwnGenerator(LossTerm):
-    def begin(self, module):
-        self.rng = np.random.default_rng(0)
-
-    def forward(self, step):
-        return step.logits.mean() * 0
 
 
 class Calls(nn.Module):
@@ -688,12 +637,10 @@ REFUSED = {
     "loss term 'dw' .its forward changes 'loss_terms.0._anchor'": {"algorithm": FedDW(linearize_every=2)},
     "loss term 'prototypical' .*vmap": with_term(Prototypical(1)),
     "loss term 'counting' .its forward changes 'loss_terms.0.steps'": with_term(Counting()),
-    "loss term 'collecting' .its forward changes 'loss_terms.0.seen": with_term(Collecting()),
     "loss term 'writing' ": with_term(Writing()),
     "loss term 'noisy' .*random numbers": with_term(Noisy()),
     "loss term 'stepwise' .it looks at trainer.global_step, of which each client has its own": with_term(Stepwise()),
     "loss term 'numpy_noise' .*random numbers": with_term(NumpyNoise()),
-    "loss term 'own_generator' .*'loss_terms.0.rng', of type Generator": with_term(OwnGenerator()),
     "Other .it has a training_step of its own": {"algorithm": OwnStep()},
     "optimizer LBFGS .only torch's ASGD": {"optimizer": torch.optim.LBFGS},
     "lr_scheduler OwnSchedule .it is not stepped": {"lr_scheduler": OwnSchedule},

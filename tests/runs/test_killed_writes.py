@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, run, tiny, untimed_rows
 from fuzzing import each_apart
-from test_resume import left
+from killed_runs import left
 
 CONFIG = TINY.replace("rounds: 3", "rounds: 2")
 METHODS = {

@@ -16,8 +16,8 @@ import pytest
 from commands import TINY, contents, rows, run, tiny, untimed_rows
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
+from killed_runs import left
 from test_executor import point
-from test_resume import left
 
 from fl_lightning.analysis.executor import JobResult, run_jobs
 from fl_lightning.cli import jobs

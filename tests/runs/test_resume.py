@@ -1,34 +1,24 @@
 """Kill it anywhere, resume, same bytes."""
 
-import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from commands import rows, untimed_rows
 from experiments import experiment, same_bytes, untimed
 from fl_lightning.callbacks import EarlyStopping
-from methods import CLASSES, elements
+from killed_runs import FIVE, command_line, survive_kills
+from methods import CLASSES
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
-from fl_lightning.cli.main import main
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.config import shipped, shipped_text
 from fl_lightning.core.errors import CheckpointError, Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
-FIVE = ["fedskc", "feddw", "fedsiam_da", "cwfedavg", "ua_pdfl"]
-FIRST_ROUND = "checkpoints/round-000001"
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
@@ -161,57 +151,6 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
     rest.fit(resume=True)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
-
-
-def command_line(method: str, *words: str) -> list[str]:
-    return ["fit", "--config", f"digits_{method}.yaml", "--rounds", "6", "--logger", "null", *words]
-
-
-def kill_and_resume(command: Sequence[str], folder: Path, begun: str, delay: float) -> bool:
-    """Kill a run some time after a file is there, then resume it; False if it had already ended by then."""
-    words = [sys.executable, "-m", "fl_lightning", *command, "--run_dir", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout
-    while not (folder / begun).exists():
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.002)
-    time.sleep(delay)
-    process.kill()
-    killed = process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    assert main(["fit", "--resume", str(folder)]) == 0
-    return killed
-
-
-def left(folder: Path) -> dict[str, bytes | list[bytes]]:
-    """What a run that has ended left of models, clients and measurements, less what a clock put there."""
-    kept = [path for pattern in ("final/*", "clients/*", "clients.csv") for path in folder.glob(pattern)]
-    state = max(folder.glob("checkpoints/*/state.pt"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in kept} | {"state": elements(state)}
-
-
-def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: str, begun: str = "config.yaml") -> None:
-    """Kill runs with further words on their command lines, and compare them with one that has none, and was not.
-
-    Args:
-        command: The command.
-        tmp_path: Where the runs' folders go.
-        kills: How many runs are killed.
-        words: The further words.
-        begun: A file of the run's, from whose appearing on it is killed at any time.
-    """
-    whole = tmp_path / "whole"
-    assert main([*command, "--run_dir", str(whole)]) == 0
-    duration = sum(float(row["time/round_s"]) for row in rows(whole))
-    chance, survived, tried = random.Random(0), 0, 0
-    while survived < kills:
-        tried += 1
-        folder = tmp_path / f"killed-{tried}"
-        survived += kill_and_resume([*command, *words], folder, begun, chance.uniform(0, duration))
-        assert left(folder) == left(whole)
-        assert untimed_rows(folder) == untimed_rows(whole)
-        assert tried < 3 * kills + 5, "the run ends before it can be killed"
 
 
 @pytest.mark.parametrize("method", ["fedsiam_da"])  # FedSKC and UA-PDFL are killed in test_killed_writes

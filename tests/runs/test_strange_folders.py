@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, contents, run, tiny, untimed_rows
-from test_resume import left
+from killed_runs import left
 
 pytestmark = pytest.mark.filterwarnings("always")  # what a command warns of is no error of it
 
