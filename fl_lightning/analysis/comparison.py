@@ -146,7 +146,7 @@ class Comparison:
         return _seeds(run for group in self.groups for run in group.runs)
 
 
-def comparable(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
+def comparable_runs(runs: Iterable[Run], unfinished: bool = False) -> list[Run]:
     """Return the runs that can be compared, and warn about the others.
 
     They are finished, have a config, and differ in settings or seed. Of several runs with the same settings and seed,
@@ -186,11 +186,11 @@ def compare(
     """Group runs over their seeds and compare the groups.
 
     Args:
-        runs: The runs, as `comparable` returns them.
+        runs: The runs, as `comparable_runs` returns them.
         by: Settings to group by: keys, or ends of keys. By default all in which the runs differ, except the seed and
             settings that do not affect results.
         metric: The metric to compare; by default `global/acc` if any run has it, else `client/acc_mean`.
-        lower: Whether lower values are better; by default the metric's own direction.
+        lower: Whether lower values are better; by default the metric's other_keys direction.
         reference: Settings of the reference groups, among those that are grouped by. Each group is compared with the
             one that has these settings and otherwise the same. By default `algorithm: FedAvg`, if that is one group.
         targets: Values of the metric for which to report when they were reached.
@@ -217,22 +217,25 @@ def compare(
     members: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
     for run in runs:
         members[tuple(words[run].get(key) for key in keys)].append(run)
-    groups = [_group(alike, keys, varied, words[alike[0]], metric, lower, targets) for alike in members.values()]
+    groups = [
+        _group(group_runs, keys, varied, words[group_runs[0]], metric, lower, targets)
+        for group_runs in members.values()
+    ]
     groups.sort(key=lambda group: [_sort_key(group.values.get(key), wanted.get(key)) for key in keys])
     remarks = _remarks(groups, keys, varied, words, metric)
 
-    own = [key for key in keys if key not in wanted and not below(key, wanted)]
-    likes = [_matching(group, groups, own, wanted) for group in groups] if wanted else []
-    if several := next((found for found in likes if len(found) > 1), None):
+    other_keys = [key for key in keys if key not in wanted and not below(key, wanted)]
+    references = [_matching(group, groups, other_keys, wanted) for group in groups] if wanted else []
+    if several := next((found for found in references if len(found) > 1), None):
         names = _names_of(several, groups)
-        fit = f"{_describe(wanted)} matches {len(several)} groups with otherwise equal settings, {names}"
+        match = f"{_describe(wanted)} matches {len(several)} groups with otherwise equal settings, {names}"
         if reference is not None:
-            raise ConfigError(f"--reference: {fit}. Add another KEY=VALUE")
-        remarks.append(f"no comparison with FedAvg: {fit}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
-        likes = []
-    if reference and not any(likes):
+            raise ConfigError(f"--reference: {match}. Add another KEY=VALUE")
+        remarks.append(f"no comparison with FedAvg: {match}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
+        references = []
+    if reference and not any(references):
         raise ConfigError(f"--reference: no group has {_describe(wanted)}; there are {_names_of(groups, groups)}")
-    base = {id(group): found[0] for group, found in zip(groups, likes, strict=False) if found}
+    base = {id(group): found[0] for group, found in zip(groups, references, strict=False) if found}
     compared = _with_holm([_with_difference(group, base.get(id(group)), keys, words, metric) for group in groups])
     return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if base else "", remarks)
 
@@ -249,7 +252,7 @@ def spread(values: Iterable[float]) -> Spread | None:
         return Spread(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else None, len(array))
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
     """Return the difference of paired values with its paired t-test; None without a pair."""
     with np.errstate(all="ignore"):
         deltas = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
@@ -302,7 +305,7 @@ def _with_difference(
 
     our, their = units(group.runs), units(base.runs)
     both = [unit for unit in our if unit in their]
-    return replace(group, difference=paired([our[unit] for unit in both], [their[unit] for unit in both]))
+    return replace(group, difference=paired_difference([our[unit] for unit in both], [their[unit] for unit in both]))
 
 
 # --- Groups ---
@@ -353,13 +356,13 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
     return metric
 
 
-def _matching(group: Group, groups: list[Group], own: list[str], wanted: dict[str, Any]) -> list[Group]:
+def _matching(group: Group, groups: list[Group], other_keys: list[str], wanted: dict[str, Any]) -> list[Group]:
     """Return the groups with the reference's settings that otherwise have the same settings as a group."""
     return [
         other
         for other in groups
         if all(is_setting(other.values.get(key), value) for key, value in wanted.items())
-        and all(repr(other.values.get(key)) == repr(group.values.get(key)) for key in own)
+        and all(repr(other.values.get(key)) == repr(group.values.get(key)) for key in other_keys)
     ]
 
 
@@ -421,13 +424,13 @@ def _above(key: str, words: dict[str, str]) -> tuple[str | None, ...]:
 # --- Words ---
 
 
-def text(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Return a setting's value as text: as in YAML, and classes with their arguments."""
     if isinstance(value, dict) and "class_path" in value:
-        arguments = (f"{name}={text(each)}" for name, each in (value.get("init_args") or {}).items())
+        arguments = (f"{name}={format_setting(each)}" for name, each in (value.get("init_args") or {}).items())
         return " ".join([str(value["class_path"]).rpartition(".")[2], *arguments])
     if isinstance(value, list):
-        return f"[{', '.join(map(text, value))}]"
+        return f"[{', '.join(map(format_setting, value))}]"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -438,11 +441,11 @@ def _name(
 ) -> str:
     """Return a group's value of a key, followed by the keys below it that vary."""
     inner = [
-        f"{each.removeprefix(f'{key}.')}={text(settings[each])}"
+        f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
         for each in keys
         if below(each, [key]) and each in settings and _above(each, words) in varied.get(each, ())
     ]
-    return " ".join([text(settings[key]) if key in settings else "", *inner]).strip()
+    return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
 
 
 def _join(things: Iterable[Any]) -> str:
@@ -455,7 +458,7 @@ def _names_of(some: Iterable[Group], groups: Sequence[Group]) -> str:
 
 
 def _describe(wanted: Mapping[str, Any]) -> str:
-    ends = ((key.rpartition(".")[2], text(value)) for key, value in wanted.items())
+    ends = ((key.rpartition(".")[2], format_setting(value)) for key, value in wanted.items())
     return " ".join(value if end == "algorithm" else f"{end}={value}" for end, value in ends)
 
 
@@ -463,7 +466,7 @@ def sort_key(value: Any) -> tuple[int, float, str]:
     """Return the sort key of a setting's value: missing values first, then numbers, then words."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1, float(value), ""
-    return 0 if value is None else 2, 0.0, text(value)
+    return 0 if value is None else 2, 0.0, format_setting(value)
 
 
 def _sort_key(value: Any, wanted: Any) -> tuple[bool, tuple[int, float, str]]:

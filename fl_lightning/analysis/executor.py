@@ -116,11 +116,11 @@ def run_jobs(
                     if earlier := earlier_result(job):
                         yield earlier
                     else:
-                        running.append(_start(job, program, workers, threads))
+                        running.append(_start_job(job, program, workers, threads))
                     continue
                 if not running:
                     return
-                for ended in _wait(running):
+                for ended in _ended_jobs(running):
                     running.remove(ended)
                     yield ended.result()
                 for one in running:
@@ -129,7 +129,7 @@ def run_jobs(
             name = signal.Signals(signals.received).name
             raise Interrupted(signals.received, f"stopped by {name}; the same command goes on from here")
         finally:
-            _stop(running)
+            _stop_jobs(running)
 
 
 def is_finished(folder: Path) -> bool:
@@ -178,13 +178,13 @@ class _RunningJob:
         return JobResult(self.job, code, reason)
 
 
-def _start(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:
+def _start_job(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{job.folder} cannot be written to: {error}") from error
     process = process_context(program.preload).Process(
-        target=_run, args=(job, program.main, workers, threads, dict(os.environ)), name=job.folder.name
+        target=_run_job, args=(job, program.main, workers, threads, dict(os.environ)), name=job.folder.name
     )
     with temporary_files(), away_from_here():
         process.start()
@@ -204,14 +204,14 @@ def process_context(preload: Sequence[str]) -> Any:
     return context
 
 
-def _wait(running: Sequence[_RunningJob]) -> list[_RunningJob]:
+def _ended_jobs(running: Sequence[_RunningJob]) -> list[_RunningJob]:
     """Return the jobs that have ended, after waiting for at most `POLL_SECONDS`."""
     by_sentinel = {one.process.sentinel: one for one in running}
     ready = connection.wait(list(by_sentinel), timeout=POLL_SECONDS)
     return [one for sentinel, one in by_sentinel.items() if sentinel in ready]
 
 
-def _stop(running: Sequence[_RunningJob]) -> None:
+def _stop_jobs(running: Sequence[_RunningJob]) -> None:
     """Let each job write a checkpoint and end. A signal meanwhile kills them."""
     try:
         for one in running:
@@ -232,7 +232,7 @@ def _last_line(log: Path) -> str:
 # --- In the job's process ------------------------------------------------------------------------------------------
 
 
-def _run(
+def _run_job(
     job: Job, main: Callable[[list[str]], int], workers: int, threads: int | None, environment: dict[str, str]
 ) -> None:
     """Run a job in this process, and exit with its exit code."""

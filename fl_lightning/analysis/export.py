@@ -253,7 +253,7 @@ def schema_path(path: Path) -> Path:
     return path.with_suffix(".schema.json")
 
 
-def write(network: Network, path: Path) -> None:
+def write_network(network: Network, path: Path) -> None:
     """Write a network to a file in the format of its suffix, after checking that the result gives the same outputs.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from scipy import stats
 
-from fl_lightning.analysis.comparison import paired
+from fl_lightning.analysis.comparison import paired_difference
 from fl_lightning.analysis.executor import Job, is_finished
 from fl_lightning.analysis.paper_table import Claim, PaperTable, PaperValue, Unit
 from fl_lightning.evaluation.metrics import best_and_last
@@ -160,7 +160,7 @@ class Reproduction:
             for seed in table.seeds:
                 folder = jobs[column, row, seed].folder
                 reason = (failures or {}).get(folder, "")
-                readings[seed] = Reading(reason=reason) if reason else read(folder, figure, series, table.unit)
+                readings[seed] = Reading(reason=reason) if reason else read_result(folder, figure, series, table.unit)
             self.cells[column, row] = Cell(readings, table.paper_values.get((column, row)))
 
     def order(self, column: str) -> Order:
@@ -185,7 +185,7 @@ class Reproduction:
         )
 
 
-def read(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
+def read_result(folder: Path, figure: str, series: str, unit: Unit) -> Reading:
     """Return a finished run's result in a table's unit, and its mean over the last ten evaluated rounds."""
     if not is_finished(folder):
         return Reading()
@@ -220,7 +220,7 @@ def paired_p(margins: Sequence[float]) -> float | None:
     Returns:
         None where the test is undefined: for fewer than two seeds, or equal margins.
     """
-    found = paired(margins, [0.0] * len(margins))
+    found = paired_difference(margins, [0.0] * len(margins))
     return found.p if found else None
 
 

@@ -41,23 +41,25 @@ def grid(reproduction: Reproduction) -> Grid:
     table = reproduction.table
     lines = [["", "", *table.columns]]
     for row in table.rows:
-        lines.append([row, LABELS[table.unit], *(beside(reproduction.cells[column, row]) for column in table.columns)])
+        lines.append(
+            [row, LABELS[table.unit], *(format_cell(reproduction.cells[column, row]) for column in table.columns)]
+        )
     orders = [reproduction.order(column) for column in table.columns]
     cells = [f"{_number(one.spearman, '.2f')}\n{_number(one.kendall, '.2f')}\n{one.rows}" for one in orders]
     return [*lines, ["order of rows", "Spearman\nKendall\nof rows", *cells]]
 
 
-def beside(cell: Cell) -> str:
+def format_cell(cell: Cell) -> str:
     """Return our number, the paper's with the difference, and ours as the mean of the last ten rounds, line by line."""
     papers = MISSING
     if cell.paper is not None:
         papers = mean_and_std(*cell.paper, "g")
         papers += f" ({cell.difference:+.1f})" if cell.difference is not None else ""
     last10 = "" if cell.last10 is None else f"\n{cell.last10:.1f}"
-    return f"{ours(cell)}\n{papers}{last10}"
+    return f"{format_ours(cell)}\n{papers}{last10}"
 
 
-def ours(cell: Cell) -> str:
+def format_ours(cell: Cell) -> str:
     """Return our mean and deviation, with `>` before a lower bound, and the number of missing and failed runs."""
     failed = sum(bool(one.reason) for one in cell.readings.values())
     what = f"{failed} failed" if failed else ""

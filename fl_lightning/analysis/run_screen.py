@@ -114,7 +114,7 @@ def progress(status: RunStatus) -> Table:
         cells.append(ProgressBar(status.total, done))
     if left is not None:
         line.add_column(no_wrap=True, overflow="crop")
-        cells.append(f"{hours(left)} left")
+        cells.append(f"{format_duration(left)} left")
     line.add_row(*cells)
     return line
 
@@ -126,9 +126,9 @@ def state(status: RunStatus) -> str:
         return f"ended after round {done}"
     if status.silence > max(QUIET, 3 * (each or 0)) and done:
         fix = f"if it was stopped, resume it with: fl-lightning fit --resume {status.run.run_dir}"
-        return f"nothing has changed for {hours(status.silence)}; {fix}"
+        return f"nothing has changed for {format_duration(status.silence)}; {fix}"
     if not done:
-        return f"waits for its first round to end, for {hours(status.since_round)} so far"
+        return f"waits for its first round to end, for {format_duration(status.since_round)} so far"
     if status.total and done >= status.total:
         return "all rounds are done, final files are being written"
     return f"round {done + 1} is under way" + ("" if each is None else f"; a round takes {each:.3g} s")
@@ -257,7 +257,7 @@ def points(rounds: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
 
 
-def hours(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as h:mm, rounded up to minutes."""
     minutes = math.ceil(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02}"

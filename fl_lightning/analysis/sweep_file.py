@@ -129,7 +129,7 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
         ConfigError: The file is wrong, or needs what only W&B's server can do; the message names the key.
     """
     try:
-        _known("a sweep", content, KEYS)
+        _check_keys("a sweep", content, KEYS)
         words, after = _command(content.get("command"), content.get("program"))
         method = content.get("method")
         if method not in METHODS:
@@ -146,7 +146,7 @@ def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] 
     return Sweep(path.stem, method, words, after, parameters, metric, maximize, pruner, rounds, run_cap)
 
 
-def _known(what: str, given: Any, keys: set[str]) -> None:
+def _check_keys(what: str, given: Any, keys: set[str]) -> None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{what}: needs lines `key: value`, it holds {given!r}")
     for key in given:
@@ -161,7 +161,7 @@ def _known(what: str, given: Any, keys: set[str]) -> None:
 
 def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words of `fit` before and after the parameters; W&B logging is switched to offline."""
-    words = [_filled(word) for word in given] if isinstance(given, list) else []
+    words = [_with_environment(word) for word in given] if isinstance(given, list) else []
     if words[:1] == ["${program}"]:
         words[0] = str(program)
     if words[:2] != ["fl-lightning", "fit"] or words.count("${args}") != 1:
@@ -175,7 +175,7 @@ def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]
     return tuple(_offline(words[2:place])), tuple(_offline(words[place + 1 :]))
 
 
-def _filled(word: Any) -> str:
+def _with_environment(word: Any) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             raise ConfigError(f"command: {word} needs the environment's {match[1]}, which is not set")
@@ -211,7 +211,7 @@ def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
 def _metric(given: Any) -> tuple[str, bool]:
     if given is None:
         raise ConfigError("metric: name the metric to optimise: {name: global/acc, goal: maximize}")
-    _known("metric", given, {"name", "goal"})
+    _check_keys("metric", given, {"name", "goal"})
     goal = given.get("goal", "minimize")  # as W&B has it
     if not isinstance(given.get("name"), str) or goal not in ("minimize", "maximize"):
         raise ConfigError(f"metric: needs a name, and goal minimize or maximize; it is {dict(given)}")
@@ -230,7 +230,7 @@ def _pruner(given: Any) -> tuple[SuccessiveHalvingPruner | None, float]:
     """
     if given is None:
         return None, 0
-    _known("early_terminate", given, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
+    _check_keys("early_terminate", given, {"type", "min_iter", "max_iter", "s", "eta", "strict"})
     if given.get("type") != "hyperband":
         raise ConfigError(f"early_terminate: type {given.get('type')!r} is not supported. Use hyperband")
     if given.get("strict", True) is not True:

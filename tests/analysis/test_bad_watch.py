@@ -161,16 +161,6 @@ def test_bad_input_is_one_line_and_leaves_no_file(words, told, env, tmp_path, mo
         assert fragment in line
 
 
-def test_the_corrected_command_runs_in_the_same_place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    refusal(callback("EarlyStopping", monitor="global/accuracy"), tmp_path)
-    assert run(*callback("EarlyStopping", monitor="global/acc")).code == 0
-    shutil.rmtree("run")
-    refusal([*WANDB, "--logger.project", "a/b"], tmp_path)
-    assert run(*WANDB, "--logger.project", "a-b").code == 0
-
-
 # --- Each callback and each method -----------------------------------------------------------------------------------
 
 WATCHERS = {
@@ -279,19 +269,6 @@ def test_callbacks_of_the_class_layer_refuse_a_model_without_one(tmp_path):
         ),
     }
     make(callbacks=[watcher() for watcher in watchers[2:]]).fit()
-
-
-@pytest.mark.slow
-def test_two_classes_of_text_are_watched(tmp_path, monkeypatch):
-    from reduced import reduced
-
-    config = "imdb_fedavg.yaml"
-    words = reduced(config, tmp_path / "data", monkeypatch)
-    figures = json.dumps(
-        ["ClassRelations", "RowNorms", "KnowledgeMap", "UnitDivergence", "ClientDrift", "BytesByRound"]
-    )
-    assert run("fit", "--config", config, *words, "--callbacks", figures, "--run_dir", tmp_path / "run").code == 0
-    assert len(list((tmp_path / "run" / "figures").glob("*/round-000001.png"))) == 6
 
 
 class Trained(RoundCallback):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from run_folders import changed, write_run
 from scipy import stats
 
-from fl_lightning.analysis.comparison import comparable, compare, holm, paired, spread, text
+from fl_lightning.analysis.comparison import comparable_runs, compare, format_setting, holm, paired_difference, spread
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.cli.commands.compare import shorten_keys
 from fl_lightning.core.errors import ConfigError
@@ -46,7 +46,7 @@ def write(folder, algorithm="FedAvg", seed=0, accs=(0.25, 0.5, 0.75), name="glob
 
 
 def compared(folder, *by, **options):
-    return compare(comparable(open_runs(folder)), by=by, **options)
+    return compare(comparable_runs(open_runs(folder)), by=by, **options)
 
 
 def named(found):
@@ -92,23 +92,23 @@ def test_a_spread_is_the_mean_and_the_samples_standard_deviation(values):
 @pytest.mark.parametrize("n", [2, 8])
 def test_a_paired_difference_is_scipys_t_test(n, rng):
     ours, theirs = rng.normal(0.5, 0.1, n), rng.normal(0.45, 0.1, n)
-    found = paired(list(ours), list(theirs))
+    found = paired_difference(list(ours), list(theirs))
     assert found.pairs == n
     assert found.p == pytest.approx(stats.ttest_rel(ours, theirs).pvalue, rel=1e-10)
     assert found.mean == pytest.approx(np.mean(ours - theirs), rel=1e-12)
     assert found.std == pytest.approx(statistics.stdev(ours - theirs), rel=1e-12)
     assert found.effect == pytest.approx(found.mean / found.std, rel=1e-12)
-    opposite = paired(list(theirs), list(ours))
+    opposite = paired_difference(list(theirs), list(ours))
     assert (opposite.p, opposite.mean) == pytest.approx((found.p, -found.mean), rel=1e-12)
 
 
 def test_differences_that_do_not_vary_are_not_tested():
     """With a small test set, seeds often differ by the same number of samples; p would be 0."""
     for ours, theirs, mean in (([0.9, 0.8], [0.8, 0.7], 0.1), ([0.5, 0.6], [0.5, 0.6], 0.0), ([0.7], [0.5], 0.2)):
-        found = paired(ours, theirs)
+        found = paired_difference(ours, theirs)
         assert (found.p, found.effect, found.stars) == (None, None, "")
         assert found.mean == pytest.approx(mean, abs=1e-12)
-    assert paired([], []) is None
+    assert paired_difference([], []) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -116,7 +116,7 @@ def test_figures_that_are_not_finite_make_no_test_and_no_warning(bad):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for theirs in ([0.4, 0.5, 0.5], [0.4, bad, 0.5]):
-            found = paired([0.5, bad, 0.7], theirs)
+            found = paired_difference([0.5, bad, 0.7], theirs)
             assert (found.pairs, found.p) == (3, None)
         assert not math.isfinite(spread([bad, 1.0]).mean)
 
@@ -226,21 +226,21 @@ def test_of_equal_runs_the_newest_finished_one_counts(tmp_path):
     (newest / "final" / "summary.json").unlink()
     other = write(tmp_path, seed=1, accs=[0.4])
     with pytest.warns(UserWarning, match="left out|counts") as caught:
-        kept = comparable(open_runs(tmp_path))
+        kept = comparable_runs(open_runs(tmp_path))
     assert {item.run_dir for item in kept} == {new, other}
     assert [str(each.message) for each in caught] == [
         f"1 run, {newest}: not finished, left out (--unfinished includes them)",
         f"1 run, {old}: the same settings and seed as another run, left out (the newest finished run is kept)",
     ]
     with pytest.warns(UserWarning, match="2 runs, .*: the same settings and seed"):
-        assert {item.run_dir for item in comparable(open_runs(tmp_path), unfinished=True)} == {new, other}
+        assert {item.run_dir for item in comparable_runs(open_runs(tmp_path), unfinished=True)} == {new, other}
 
 
 def test_runs_without_a_config_are_left_out(tmp_path):
     write_run(tmp_path / "a", config=None)
     told = pytest.warns(UserWarning, match=r"1 run, \S+/a: no config.yaml, left out")
     with told, pytest.raises(ConfigError, match="no run is left to compare"):
-        comparable(open_runs(tmp_path))
+        comparable_runs(open_runs(tmp_path))
 
 
 # --- Differences ---
@@ -535,8 +535,8 @@ def test_csv_has_no_formulas():
 
 def test_text_of_settings():
     term = {"class_path": f"{PATHS}.Proximal", "init_args": {"mu": 0.01}}
-    assert text([term, {"class_path": "mine.Term"}]) == "[Proximal mu=0.01, Term]"
-    assert [text(value) for value in (None, True, False, 1e-05, 3, "a", [1, [2]])] == [
+    assert format_setting([term, {"class_path": "mine.Term"}]) == "[Proximal mu=0.01, Term]"
+    assert [format_setting(value) for value in (None, True, False, 1e-05, 3, "a", [1, [2]])] == [
         *("null", "true", "false", "1e-05", "3", "a", "[1, [2]]")
     ]
 

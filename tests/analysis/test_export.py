@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ClientModule, open_run
-from fl_lightning.analysis.export import FORMATS, Network, network_of, same_outputs, write
+from fl_lightning.analysis.export import FORMATS, Network, network_of, same_outputs, write_network
 from fl_lightning.client.exported import rebuilt
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -332,7 +332,7 @@ def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
     x = torch.ones(5, 4)
     x[-1] = -1
     with pytest.raises(ConfigError, match=r"-o: Branching gives other outputs as TorchScript. Use one of .pt, .onnx"):
-        write(Network(Branching(), {"class_path": "a.Branching"}, (4,), 2, x), tmp_path / "m.ts")
+        write_network(Network(Branching(), {"class_path": "a.Branching"}, (4,), 2, x), tmp_path / "m.ts")
     assert not list(tmp_path.iterdir())
 
 
@@ -342,8 +342,8 @@ def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
     with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\). Use one of .pt, .ts"):
-        write(network, tmp_path / "m.onnx")
-    write(network, tmp_path / "m.ts")
+        write_network(network, tmp_path / "m.onnx")
+    write_network(network, tmp_path / "m.ts")
     ids[2, 3:] = 0
     close(opened(tmp_path / "m.ts", ids), network.backbone(ids))
 
@@ -362,5 +362,5 @@ def test_a_lightning_checkpoint_keeps_the_objective(tmp_path):
         model = {"class_path": "fl_lightning.models.MLP", "init_args": {"hidden": [4]}}
         network = Network(MLP((3,), 2, hidden=(4,)), model, (3,), 2, torch.zeros(2, 3), objective)
         path = tmp_path / f"{type(objective).__name__}.ckpt"
-        write(network, path)
+        write_network(network, path)
         assert ClientModule.load_from_checkpoint(path).objective == objective

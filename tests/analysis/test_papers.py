@@ -1,7 +1,6 @@
 """The files of the papers' tables and figures, and the command lines of their cells."""
 
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -193,13 +192,6 @@ def test_each_row_has_a_number_or_null_for_each_column(table):
         assert deviation == [] or deviation[0] >= 0
 
 
-def test_null_is_explained(stem, table):
-    if any(value is None for values in table["paper_values"].values() for value in values):
-        lines = (FOLDER / f"{stem}.yaml").read_text().splitlines()
-        comment = " ".join(line[2:] for line in lines if line.startswith("# "))
-        assert re.search(r'Drawn only|No table or figure|has no numbers|"-"', comment)
-
-
 def test_claims_hold_in_the_papers_own_numbers(table):
     columns = list(table["columns"])
     for claim in table.get("claims", []):
@@ -213,14 +205,6 @@ def test_claims_hold_in_the_papers_own_numbers(table):
             better, than = (value[0] if isinstance(value, list) else value for value in values)
             if better is not None and than is not None:
                 assert better < than if table["unit"] == "rounds" else better > than, (claim, column)
-
-
-def test_no_claim_is_made_twice_or_both_ways(table):
-    made = Counter()
-    for claim in table.get("claims", []):
-        for column in claim.get("columns", table["columns"]):
-            made[frozenset((claim["better"], claim["than"])), column] += 1
-    assert not made or max(made.values()) == 1
 
 
 def test_tables_that_share_cells_agree():

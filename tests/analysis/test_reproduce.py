@@ -32,9 +32,16 @@ from fl_lightning.analysis.reproduction import (
     margin_needed,
     paired_p,
     rank_correlations,
-    read,
+    read_result,
 )
-from fl_lightning.analysis.reproduction_table import as_csv, as_markdown, beside, claims_grid, ours, verdict_line
+from fl_lightning.analysis.reproduction_table import (
+    as_csv,
+    as_markdown,
+    claims_grid,
+    format_cell,
+    format_ours,
+    verdict_line,
+)
 from fl_lightning.cli.commands import reproduce
 from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
@@ -399,17 +406,17 @@ def test_the_tables_are_listed(here):
 
 def test_a_cell_is_read_from_its_runs(here):
     leave_run(Path("run"), **{"global/acc_last": 0.625, "R_0.5": 7, "R_0.9": None})
-    assert read(Path("run"), "global/acc_last", "global/acc", "percent") == Reading(62.5, last10=50.0)
-    assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading(7.0)
-    assert read(Path("run"), "R_0.9", "R_0.9", "rounds") == Reading(21.0, reached=False)
-    missing = read(Path("run"), "R_0.7", "R_0.7", "rounds")
+    assert read_result(Path("run"), "global/acc_last", "global/acc", "percent") == Reading(62.5, last10=50.0)
+    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading(7.0)
+    assert read_result(Path("run"), "R_0.9", "R_0.9", "rounds") == Reading(21.0, reached=False)
+    missing = read_result(Path("run"), "R_0.7", "R_0.7", "rounds")
     assert missing.reason == "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"
-    assert read(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == Reading()
+    assert read_result(Path("nowhere"), "R_0.5", "R_0.5", "rounds") == Reading()
     Path("run/metrics.csv").write_text("nonsense")
-    damaged = read(Path("run"), "R_0.5", "R_0.5", "rounds")
+    damaged = read_result(Path("run"), "R_0.5", "R_0.5", "rounds")
     assert damaged.reason.startswith("run: ")
     Path("run/final/summary.json").unlink()
-    assert read(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
+    assert read_result(Path("run"), "R_0.5", "R_0.5", "rounds") == Reading()
 
 
 @pytest.mark.parametrize(("reading", "number"), [("best", 90.0), ("last", 10.0), ("last10", 54.0)])
@@ -505,8 +512,8 @@ def test_fewer_rounds_are_better(here):
     assert (c_over_a.mean, c_over_a.holds, c_over_a.ahead) == (0.0, False, 2)
     assert unreached.holds is None
     assert made.order("R_50") == rank_correlations([9, 19 / 3, 9], [6, 4, 2])
-    assert ours(made.cells["R_50", "C"]) == "> 9.0 ± 10.4"
-    assert ours(made.cells["R_50", "B"]) == "6.3 ± 2.3"
+    assert format_ours(made.cells["R_50", "C"]) == "> 9.0 ± 10.4"
+    assert format_ours(made.cells["R_50", "B"]) == "6.3 ± 2.3"
 
 
 def test_two_runs_that_never_reach_the_target_are_not_compared(here):
@@ -525,17 +532,17 @@ def test_two_runs_that_never_reach_the_target_are_not_compared(here):
 
 def test_text_of_cells():
     two = {0: Reading(70.0), 1: Reading(72.0)}
-    assert ours(Cell(two)) == "71.0 ± 1.4"
-    assert ours(Cell({0: Reading(70.0)})) == "70.0"
-    assert ours(Cell(two | {2: Reading()})) == "71.0 ± 1.4 (2 of 3)"
-    assert ours(Cell(two | {2: Reading(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
-    assert ours(Cell({0: Reading(reason="nan"), 1: Reading()})) == "1 failed"
-    assert ours(Cell({0: Reading()})) == "-"
-    assert beside(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
-    assert beside(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
-    assert beside(Cell(two)) == "71.0 ± 1.4\n-"
-    assert beside(Cell({0: Reading(70.0, last10=68.0), 1: Reading(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
-    assert beside(Cell({0: Reading()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
+    assert format_ours(Cell(two)) == "71.0 ± 1.4"
+    assert format_ours(Cell({0: Reading(70.0)})) == "70.0"
+    assert format_ours(Cell(two | {2: Reading()})) == "71.0 ± 1.4 (2 of 3)"
+    assert format_ours(Cell(two | {2: Reading(reason="nan")})) == "71.0 ± 1.4 (2 of 3, 1 failed)"
+    assert format_ours(Cell({0: Reading(reason="nan"), 1: Reading()})) == "1 failed"
+    assert format_ours(Cell({0: Reading()})) == "-"
+    assert format_cell(Cell(two, PaperValue(70.25, 0.5))) == "71.0 ± 1.4\n70.25 ± 0.5 (+0.8)"
+    assert format_cell(Cell(two, PaperValue(73.1))) == "71.0 ± 1.4\n73.1 (-2.1)"
+    assert format_cell(Cell(two)) == "71.0 ± 1.4\n-"
+    assert format_cell(Cell({0: Reading(70.0, last10=68.0), 1: Reading(72.0, last10=69.0)})) == "71.0 ± 1.4\n-\n68.5"
+    assert format_cell(Cell({0: Reading()}, PaperValue(99.0, 0.0))) == "-\n99 ± 0"
 
 
 def test_the_whole_table_in_markdown(here):
@@ -608,16 +615,6 @@ def test_bars_and_brackets_in_names_are_escaped(here):
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def test_show_runs_nothing_and_needs_no_torch(here):
-    code = (
-        "import sys; from fl_lightning.cli.main import main; assert main(['reproduce', 'table.yaml', '--show']) == 0; "
-        "assert 'torch' not in sys.modules; assert 'lightning' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Tiny, Table 1\nPercent; mean ± standard deviation over seeds 0, 3.\n┏")
-    assert not Path("runs").exists()
-
-
 def test_only_missing_runs_are_run(here, at_once):
     words = ["reproduce", "table.yaml", "--rows", "Uni", "--columns", "alpha 1", "--threads", "1"]
     code, out, err = run(*words, "--seeds", "3", "--workers", "2")
@@ -660,12 +657,12 @@ def test_a_scaled_run_is_a_small_one(here, at_once):
 
 
 def test_failed_runs_are_reported(here, at_once):
-    failing = ["--set", "optimizer.lr=1e30", "--seeds", "0", "3"]
+    failing = ["--set", "optimizer.lr=1e30", "--seeds", "0"]
     code, out, err = run("reproduce", "table.yaml", "--columns", "alpha 1", *failing)
     assert code == 1
-    assert len(at_once) == 4
+    assert len(at_once) == 2
     assert err.count("failed: ") >= 2
-    assert "2 failed" in out
+    assert "1 failed" in out
     told = [line for line in out.splitlines() if line.startswith("failed: ")]
     assert told
     assert "FedSKC / alpha 1 / seed 0" in " ".join(told)

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ from rich.console import Console
 from run_folders import write_csv
 
 from fl_lightning.analysis import run_status as follow
-from fl_lightning.analysis.run_screen import RunScreen, Terminal, hours, legend, rows_of_plots
+from fl_lightning.analysis.run_screen import RunScreen, Terminal, format_duration, legend, rows_of_plots
 from fl_lightning.analysis.run_status import RunMonitor, RunStatus, last_lines, last_measured
 from fl_lightning.evaluation.metrics import read_rows
 from fl_lightning.runs.reader import Run
@@ -228,7 +229,7 @@ def test_hours_and_minutes(seconds):
     whole = timedelta(minutes=-(-seconds // 60))
     days, clock = whole.days, str(whole - timedelta(days=whole.days))
     h, m, _ = clock.split(":")
-    assert hours(seconds) == f"{24 * days + int(h)}:{m}"
+    assert format_duration(seconds) == f"{24 * days + int(h)}:{m}"
 
 
 # --- The screen ---
@@ -505,17 +506,6 @@ def test_the_newest_unfinished_run_of_a_folder_is_shown(tmp_path, monkeypatch):
     assert (code, err.splitlines()[-1]) == (2, f"fl-lightning: error: {tmp_path}: no run there")
 
 
-def test_it_imports_no_torch(tmp_path):
-    folder = run_folder(tmp_path / "run", 3)
-    code = (
-        "import sys; from fl_lightning.cli.main import main; code = main(sys.argv[1:]);"
-        "print(code, [name for name in ('torch', 'lightning', 'wandb') if name in sys.modules])"
-    )
-    words = [sys.executable, "-c", code, "watch", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "0 []"
-
-
 # --- On a terminal ---
 
 
@@ -631,48 +621,30 @@ def untimed(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_watching_does_not_change_a_run(tmp_path):
-    """One thread polls without pause; a watch process is started and killed again and again."""
+    """A thread polls without pause, and a watch process reads it, too."""
     tiny(tmp_path / "alone", "--rounds", "6")
-    over = threading.Event()
-    seen: list[int] = []
+    folder, over = tmp_path / "watched", threading.Event()
 
-    def on_and_off() -> None:
-        while not over.is_set():
-            with watcher(folder, "--every", "0") as one:
-                one.wait_for("1049h")
-                time.sleep(0.3)
+    def poll() -> list[int]:
+        while not (folder / "metrics.csv").exists():
+            time.sleep(0.001)
+        monitor, seen = RunMonitor(folder), []
+        with watcher(folder, "--every", "0"):
+            while not over.is_set():
+                status = monitor.poll()
+                assert list(read_rows(folder / "metrics.csv"))[: len(status.run.rounds)] == status.run.rounds
+                seen.append(len(status.run.rounds))
+        return seen
 
-    def poll() -> None:
-        monitor = RunMonitor(folder)
-        while not over.is_set():
-            status = monitor.poll()
-            assert list(read_rows(folder / "metrics.csv"))[: len(status.run.rounds)] == status.run.rounds
-            seen.append(len(status.run.rounds))
-
-    folder = tmp_path / "watched"
-    failed: list[BaseException] = []
-
-    def all_the_while(work: Any) -> None:
+    with ThreadPoolExecutor() as pool:
+        polling = pool.submit(poll)
         try:
-            while not (folder / "metrics.csv").exists() and not over.is_set():
-                time.sleep(0.001)
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    watching = [threading.Thread(target=all_the_while, args=[work]) for work in (on_and_off, poll)]
-    for thread in watching:
-        thread.start()
-    try:
-        tiny(folder, "--rounds", "6")
-    finally:
-        over.set()
-        for thread in watching:
-            thread.join()
-    assert not failed
+            tiny(folder, "--rounds", "6")
+        finally:
+            over.set()
     assert untimed(folder) == untimed(tmp_path / "alone")
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 2
+    assert polling.result() == sorted(polling.result())
+    assert len(set(polling.result())) > 2
 
 
 def test_polling_keeps_no_file_open_and_writes_none(tmp_path):

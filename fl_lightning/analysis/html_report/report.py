@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
-from fl_lightning.analysis.comparison import Group, compare, spread, text
+from fl_lightning.analysis.comparison import Group, compare, format_setting, spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.metrics import read_columns
@@ -105,13 +105,13 @@ def page(data: Mapping[str, Any]) -> str:
         policy="; ".join(f"{what} {sources}" for what, sources in policy.items()),
         title=html.escape(f"{count} runs" if count > 1 else data["runs"][0]["name"]),
         style=parts["css"],
-        data=escaped(data),
+        data=escape_json(data),
         plotly=base64.b64encode(gzip.compress(plotly.encode(), mtime=0)).decode(),
         script=parts["js"],
     )
 
 
-def escaped(data: Any) -> str:
+def escape_json(data: Any) -> str:
     """Return JSON in which an HTML parser finds no markup: ASCII without `<`, `>` and `&`."""
     plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", plain)
@@ -121,7 +121,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what the page shows of these runs; numbers have five digits."""
     left_out: list[str] = []
     names = run_names(runs)
-    group_names, groups = grouped(runs)
+    group_names, groups = groups_of(runs)
     group_of = {run: i for i, group in enumerate(groups) for run in group}
     common, own = split_settings([setting_texts(run) for run in runs])
     shown = []
@@ -138,7 +138,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         "common": common,
         "summary": summary(groups),
         "partitions": partitions(runs, names, left_out),
-        "images": images(runs, names, left_out),
+        "images": last_images(runs, names, left_out),
         "left_out": left_out,
     }
 
@@ -146,7 +146,7 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
 # --- numbers ---
 
 
-def rounded(value: float) -> float | int | None:
+def round_number(value: float) -> float | int | None:
     """Return a number with five digits; None for NaN and infinity, which JSON lacks."""
     rounded = float(f"{value:.5g}")
     if not math.isfinite(rounded):  # the largest floats round to infinity
@@ -169,15 +169,15 @@ def axes(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]
     seconds = list(accumulate(row.get("time/round_s", math.nan) for row in run.rounds))
     return {
         "round": list(rounds),
-        "bytes": [rounded(run.rounds[i - 1].get("comm/total_bytes", math.nan)) for i in rounds],
-        "seconds": [rounded(seconds[i - 1]) for i in rounds],
+        "bytes": [round_number(run.rounds[i - 1].get("comm/total_bytes", math.nan)) for i in rounds],
+        "seconds": [round_number(seconds[i - 1]) for i in rounds],
     }
 
 
 def metrics(run: Run, rounds: Sequence[int]) -> dict[str, list[float | int | None]]:
     """Return a run's metrics by name; None in rounds without a value. Metrics without any value are left out."""
     names = dict.fromkeys(name for row in run.rounds for name in row if name != "round")
-    columns = {name: [rounded(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
+    columns = {name: [round_number(run.rounds[i - 1].get(name, math.nan)) for i in rounds] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
@@ -209,11 +209,11 @@ def _spread(round: np.ndarray, client: np.ndarray, values: np.ndarray, rounds: S
     chosen = np.linspace(0, len(parts[-1]) - 1, min(len(parts[-1]), MOST_POINTS)).astype(int)
     return {
         "rounds": found.astype(int).tolist(),
-        "quantiles": [[rounded(value) for value in line] for line in quantiles.tolist()],
+        "quantiles": [[round_number(value) for value in line] for line in quantiles.tolist()],
         "last": {
             "round": int(found[-1]),
             "client": client[last][chosen].astype(int).tolist(),
-            "value": [rounded(value) for value in values[last][chosen].tolist()],
+            "value": [round_number(value) for value in values[last][chosen].tolist()],
         },
     }
 
@@ -237,11 +237,11 @@ def split_settings(texts: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], 
 
 def setting_texts(run: Run) -> dict[str, str]:
     """Return a run's settings as text."""
-    texts = {key: text(value) for key, value in run.settings.items()}
+    texts = {key: format_setting(value) for key, value in run.settings.items()}
     return {key: each if len(each) <= MOST_TEXT else f"{each[: MOST_TEXT - 1]}…" for key, each in texts.items()}
 
 
-def grouped(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
+def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     """Return the names and runs of the groups that `compare` makes; a run without a config is a group of its own."""
     known = [run for run in runs if run.config]
     found = compare(known, reference={}).groups if known else []
@@ -308,18 +308,18 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         if cells > MOST_CELLS:
             left_out.append(f"{path}: the page is full of earlier partitions")
             continue
-        rows = [[rounded(count) for count in row] for row in drawn.tolist()]
+        rows = [[round_number(count) for count in row] for row in drawn.tolist()]
         found[key] = {"runs": [i], "clients": len(counts), "counts": rows}
     return list(found.values())
 
 
-def images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
+def last_images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> list[dict[str, Any]]:
     """Return the last image of each kind that a run's callbacks wrote, as far as they fit into the page."""
     found, size = [], 0
     for i, run in enumerate(runs):
-        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", last_images, run.run_dir) or []:
+        for name, file in _unless_unreadable(left_out, f"{names[i]}/figures", image_files, run.run_dir) or []:
             path = f"{names[i]}/figures/{name}/{file}"
-            image = _unless_unreadable(left_out, path, embedded, run, name, file)
+            image = _unless_unreadable(left_out, path, embed_image, run, name, file)
             if image and size + len(image["source"]) > IMAGES_BYTES:
                 left_out.append(f"{path}: the page is full of earlier images")
             elif image:
@@ -328,7 +328,7 @@ def images(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -> li
     return found
 
 
-def last_images(folder: Path) -> list[tuple[str, str]]:
+def image_files(folder: Path) -> list[tuple[str, str]]:
     """Return the kinds of images in a run's `figures/`, with the file name of the last of each."""
     found = []
     for kind in sorted((folder / "figures").iterdir()):
@@ -338,7 +338,7 @@ def last_images(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def embedded(run: Run, name: str, file: str) -> dict[str, Any]:
+def embed_image(run: Run, name: str, file: str) -> dict[str, Any]:
     """Return an image as a data URL (`source`), and whether it was `reduced`.
 
     Raises:
@@ -356,11 +356,11 @@ def embedded(run: Run, name: str, file: str) -> dict[str, Any]:
         raise ValueError(f"it has more than {MOST_PIXELS:,} pixels") from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged images
         raise ValueError(f"it is damaged: {one_line(error)}") from error
-    small = content if len(content) <= IMAGE_BYTES else reduced(image)
+    small = content if len(content) <= IMAGE_BYTES else reduce_image(image)
     return {"source": f"data:image/png;base64,{base64.b64encode(small).decode()}", "reduced": small is not content}
 
 
-def reduced(image: Image.Image) -> bytes:
+def reduce_image(image: Image.Image) -> bytes:
     """Return a PNG with fewer pixels and 128 colours.
 
     Raises:

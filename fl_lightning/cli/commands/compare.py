@@ -15,7 +15,7 @@ from fl_lightning.analysis.comparison import (
     Group,
     Reach,
     Spread,
-    comparable,
+    comparable_runs,
     compare,
     sort_key,
 )
@@ -27,7 +27,7 @@ from fl_lightning.runs.reader import conditions, open_runs
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print the table."""
-    runs = comparable(open_runs(given.runs, given.where), given.unfinished)
+    runs = comparable_runs(open_runs(given.runs, given.where), given.unfinished)
     words = given.reference and [word if "=" in word else f"algorithm={word}" for word in given.reference]
     found = compare(
         runs,

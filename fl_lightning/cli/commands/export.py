@@ -7,7 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
-from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write
+from fl_lightning.analysis.export import FORMATS, WEIGHTS_ONLY, network_of, refuse_target, schema_path, write_network
 from fl_lightning.cli.experiment import load_run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.reader import read_config
@@ -24,7 +24,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     described = {"class_path": model} if isinstance(model, str) else model
     has_rows = run.data.data.schema is not None and path.suffix not in WEIGHTS_ONLY
     network = network_of(run, described, given.client, given.prepare or has_rows)
-    write(network, path)
+    write_network(network, path)
     whose = "the global model" if given.client is None else f"client {given.client}'s model"
     about = f"{FORMATS[path.suffix].name}, {path.stat().st_size / 1e6:.2f} MB"
     print(f"wrote {path} ({about}): {whose} after round {run.round}")
