@@ -18,7 +18,7 @@ Weighting = Literal["samples", "uniform"]
 
 
 class Aggregator(Capable):
-    """Turns a round's uploads into the next shared state, in two steps.
+    """Turn the uploads of a round into the next shared state, in two steps.
 
     `fold` gets the uploads of a round in ascending client id and keeps only what `finish` needs. `finish` also gets the
     merged shared knowledge. State that lasts from round to round is a section of the state that `finish` returns; the
@@ -26,8 +26,8 @@ class Aggregator(Capable):
 
     Attributes:
         clients: Number of clients of the experiment. It is set before round 1.
-        leaves: Sections that `finish` adds to the state for callbacks to look at, as `weights`.
-        needs_classes: Whether what it tells apart is classes.
+        leaves: Sections that `finish` adds to the state for callbacks, such as `weights`.
+        needs_classes: Whether labels must be classes.
         only_averages: Whether `fold` only averages the uploads' weights as they arrive, with `RunningMean`. Uploads
             then stay on the GPU, and only their mean is copied to the CPU. Otherwise `fold` gets them on the CPU.
         sends_one_model: Whether `model_for` gives every client the state's `model`.
@@ -42,45 +42,45 @@ class Aggregator(Capable):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Shared knowledge that must travel for this aggregator."""
+        """The shared knowledge that this aggregator needs."""
         return ()
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """The aggregator's sections of the state before round 1, beside `model`."""
+        """Return the aggregator's own sections of the state before round 1, without `model`."""
         return {}
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """The weights that a client is sent; the shared model, unless each client has its own."""
+        """Return the weights that a client is sent. By default this is the shared model."""
         return state["model"]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """For each client in turn, the state to ask for its start with; the state itself, unless told otherwise.
+        """Yield the state to pass to `model_for` for each client in turn. By default it is the state itself.
 
-        An aggregator for which several starts are cheaper than so many times one adds them here, and `model_for` looks
-        first whether the client's is there. It must be the same to the bit, whoever is asked for beside the client.
+        An aggregator that can compute the models of several clients together overrides this: it adds them to the
+        yielded state, where `model_for` finds them. A client's model must not depend on the other clients asked for.
         """
         return (state for _ in clients)
 
     def fold(self, uploads: Iterable[Upload]) -> Any:
-        """Consume the uploads; return what `finish` needs of them."""
+        """Consume the uploads, and return what `finish` needs of them."""
         raise NotImplementedError
 
     def finish(self, folded: Any, before: State, knowledge: State) -> State:
-        """The sections of the next state that the aggregator decides, `model` among them.
+        """Return the aggregator's sections of the next state, including `model`.
 
         Args:
-            folded: What `fold` returned.
-            before: The state this round started from.
-            knowledge: This round's merged shared knowledge, a section a piece.
+            folded: The result of `fold`.
+            before: The state at the start of the round.
+            knowledge: The merged shared knowledge of this round, by name.
         """
         raise NotImplementedError
 
 
 class WeightedMean(Aggregator):
-    """FedAvg's weighted mean of the clients' weights, folded as they arrive.
+    """FedAvg's weighted mean of the clients' weights, computed as they arrive.
 
     Args:
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     only_averages = True
@@ -89,32 +89,32 @@ class WeightedMean(Aggregator):
         self.weighting = weighting
 
     def fold(self, uploads: Iterable[Upload]) -> RunningMean:
-        """Add each client's weights to a running mean."""
+        """Return the running mean of the clients' weights."""
         mean = RunningMean()
         for upload in uploads:
             mean.add(upload.message.section("model"), upload.n_samples if self.weighting == "samples" else 1)
         return mean
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """The mean."""
+        """Return the mean."""
         return {"model": folded.value()}
 
 
 class ServerStep(WeightedMean):
-    """The server steps from the old weights towards the clients' mean: `w + server_lr · u(Δ)`, `Δ` the mean less `w`.
+    """A server optimizer's step: `w + server_lr · u(Δ)`, where `Δ` is the mean of the clients' weights minus `w`.
 
-    Here `u(Δ) = Δ`. Subclasses make it another direction, and may keep moments of `Δ` from round to round: each is a
-    section of the state. Only parameters step; BatchNorm's statistics become the mean.
+    Here `u(Δ) = Δ`. Subclasses override `direction`, and may keep moments of `Δ` from round to round, each in a section
+    of the state. Only parameters take the step. BatchNorm's statistics become the mean.
 
     Args:
-        server_lr: η_s, above 0; 1 goes all the way.
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
+        server_lr: Server learning rate η_s, above 0. With 1, the result is the mean.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
 
     Raises:
         ConfigError: `server_lr` is not above 0.
 
     Attributes:
-        moments: What is kept of each parameter, and what its numbers start from.
+        moments: Name and initial value of each moment.
     """
 
     def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
@@ -124,7 +124,7 @@ class ServerStep(WeightedMean):
         self.moments: dict[str, float] = {}
 
     def initial(self, model: Tensors, num_classes: int) -> State:
-        """The moments before round 1."""
+        """Return the moments before round 1."""
         names = parameter_names(model)
         return {
             moment: {name: torch.full_like(model[name], start) for name in names}
@@ -132,16 +132,16 @@ class ServerStep(WeightedMean):
         }
 
     def direction(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """What one parameter moves along, and its new moments; elementwise, in float64.
+        """Return the direction of one parameter's step and its new moments, in float64.
 
         Args:
-            change: `Δ`, the clients' mean less the old weights.
-            moments: What is kept of it, by the names in `moments`.
+            change: `Δ`, the clients' mean minus the old weights.
+            moments: The parameter's moments by name.
         """
         return change, {}
 
     def finish(self, folded: RunningMean, before: State, knowledge: State) -> State:
-        """The step, and the new moments."""
+        """Return the weights after the step, and the new moments."""
         model, old = folded.value(), before["model"]
         kept: State = {moment: {} for moment in self.moments}
         for name in parameter_names(model):

@@ -1,8 +1,8 @@
 """`Algorithm`: a federated method.
 
-A method is a list of loss terms (what clients add to their loss), the shared knowledge those terms and the aggregator
-ask for, and an aggregator (how uploads become the next shared state). Most methods are a constructor that puts such
-parts together; `Algorithm`'s methods are overridden only where a paper changes what travels or what a client keeps.
+A method consists of loss terms (what clients add to their loss), shared knowledge (what is exchanged besides weights)
+and an aggregator (how uploads become the next shared state). Most methods are a constructor that combines such parts.
+`Algorithm`'s methods are overridden if a paper changes what is sent or what a client keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import State
 
 OWN = "personal"
-"""The section of a client's memory that holds the part of the model which never leaves it."""
+"""The section of the client state with the part of the model that never leaves the client."""
 
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -34,42 +34,40 @@ OptimizerState = Literal["fresh", "kept"]
 
 
 class Algorithm(Capable):
-    """A federated method: loss terms, shared knowledge and an aggregator, bound together.
+    """A federated method: loss terms, shared knowledge and an aggregator.
 
     Args:
-        loss_terms: Loss terms to add to the method's own.
+        loss_terms: Loss terms in addition to the method's own.
         aggregator: Replaces the method's own aggregator.
         buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
-            `drop` them (they start afresh with each fit; the shared model keeps its initial ones).
+            `drop` them (each fit starts with initial ones, and so does the shared model).
 
     Raises:
         ConfigError: Two loss terms have one name.
 
     Attributes:
-        server: Whether there is one. Without it, what a client uploads stays there for its peers to collect.
-        public: The section of a client's memory that its peers can read, if any: the state that `download` and
-            `aggregate` are handed has client `k`'s as `peer_<k>`, as it was when the round began.
-        optimizer_state: What becomes of a client's optimizer between its rounds, unless the orchestrator is told.
-        drop_last: Whether clients leave out a last training batch with fewer samples than the others.
-        one_model: Whether the state's `model` is one for everybody, to be measured as the global model.
-        personal: Entries of the backbone's state dict that never leave their client, which keeps them from round to
-            round: all whose names begin with one of these. `("head.",)` is the head, `("",)` the whole model.
-        validation: Share of a client's training data that it does not train on, for `prepare` to look at.
-        whole: Whether a client's model as trained is what it uploads of it, with its personal part and, of what is in
-            neither, what it started from. Callbacks that look at what clients train need that.
-        needs_classes: Whether the method itself compares classes, beside its terms, shared knowledge and aggregator.
-        module_class: Makes a client's module of what `ClientModule` takes; another where the training step is another.
-        samples: How many training samples each client holds, by id, as a server can ask before round 1; the
-            orchestrator sets it before it asks for the initial state.
-        fixed: Names of the parameters that the model itself freezes (`requires_grad=False` as built). They are the same
-            everywhere, so they are neither sent nor kept; the worker sets it.
-        receives_by_loading: Whether `receive` only loads the download and the client's state into the module, which may
-            then have no weights before.
-        uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which nobody needs after
-            them.
+        server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.
+        public: The section of the client state that peers can read, if any. The state that is passed to `download` and
+            `aggregate` has that of client `k` as `peer_<k>`, as it was at the start of the round.
+        optimizer_state: Whether a client's optimizer state is `kept` between its rounds or `fresh`, by default.
+        drop_last: Whether clients skip a last training batch with fewer samples than the others.
+        one_model: Whether the state's `model` is a model for all clients, which is evaluated as the global model.
+        personal: Prefixes of entries of the backbone's state dict that never leave the client, which keeps them from
+            round to round. `("head.",)` is the head, `("",)` the whole model.
+        validation: Fraction of a client's training data that is not trained on, as validation data for `prepare`.
+        whole: Whether a client's trained model consists of its upload, its personal part and the unchanged rest. Some
+            callbacks need that.
+        needs_classes: Whether labels must be classes for the method itself, apart from its parts.
+        module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
+        samples: Number of training samples of each client. It is set before `initial_state` is called.
+        fixed: Names of the parameters that the model freezes (`requires_grad=False` when built). They are equal
+            everywhere, so they are neither sent nor kept. It is set before round 1.
+        receives_by_loading: Whether `receive` only loads the download and the client state into the module, whose
+            previous weights do not matter.
+        uploads_by_copying: Whether `upload` and `remember` only copy tensors of the module, which is not used
+            afterwards.
         aggregates_by_parts: Whether `aggregate` leaves the uploads' weights to the aggregator.
-        starts_alike: Whether all clients that keep no part of the network start from the same model, if the aggregator
-            sends one.
+        starts_alike: Whether all clients without a personal part start from the same model, if there is one.
     """
 
     capabilities: ClassVar = {
@@ -107,18 +105,18 @@ class Algorithm(Capable):
         names = [term.name for term in self.loss_terms]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"algorithm.loss_terms: {name!r} is there twice; list each loss term once")
+                raise ConfigError(f"algorithm.loss_terms: {name!r} occurs twice. List each loss term once.")
 
     @classmethod
     def family(cls) -> str:
-        """The family a method belongs to, from the folder it is in: `personalized`, say; `own` for a user's own."""
+        """Return the family of the method from its folder, such as `personalized`; `own` for a user's method."""
         package = __name__.rpartition(".")[0]
         inside, _, rest = cls.__module__.partition(f"{package}.")
         return rest.partition(".")[0] if not inside and "." in rest else "own"
 
     @property
     def knowledge(self) -> list[SharedKnowledge]:
-        """Every piece of shared knowledge that the loss terms and the aggregator ask for."""
+        """The shared knowledge of the loss terms and the aggregator."""
         return unique_knowledge([*(p for term in self.loss_terms for p in term.knowledge), *self.aggregator.knowledge])
 
     @property
@@ -128,7 +126,7 @@ class Algorithm(Capable):
 
     @property
     def of_classes(self) -> Iterator[str]:
-        """Names of the parts of the method that need classes, and so keep it from another objective."""
+        """Names of the parts of the method that need classes."""
         parts: Iterable[Any] = (self, *self.loss_terms, *self.knowledge, self.aggregator)
         return (type(part).__name__ for part in parts if part.needs_classes)
 
@@ -138,23 +136,23 @@ class Algorithm(Capable):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """A client's LightningModule around a backbone; it works under a plain `Trainer.fit` too.
+        """Return a client's LightningModule around a backbone. It also works in a plain `Trainer.fit`.
 
         Raises:
-            ConfigError: A personal part is none of the backbone's.
+            ConfigError: The backbone does not have a personal part.
         """
         require_parts("personal", self.personal, backbone)
         terms, knowledge = copy.deepcopy((list(self.loss_terms), self.knowledge))
         return self.module_class(backbone, terms, knowledge, optimizer, lr_scheduler)
 
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """The shared state before round 1, from a freshly initialised backbone.
+        """Return the shared state before round 1.
 
         Args:
-            backbone: It is left as it is.
+            backbone: A newly initialised backbone. It is not changed.
             num_classes: Number of classes, `C`.
             clients: Number of clients of the experiment.
-            rng: For what is drawn once a run.
+            rng: Random numbers of the run.
         """
         self.aggregator.clients = clients
         model = {name: value.clone() for name, value in self._shared(backbone).items()}
@@ -162,23 +160,23 @@ class Algorithm(Capable):
         return {"model": model} | self.aggregator.initial(model, num_classes) | knowledge
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """What a client is sent at the start of a round: weights and shared knowledge.
+        """Return what a client is sent at the start of a round: weights and shared knowledge.
 
         Args:
-            state: The state after the round before.
-            client: Who is sent it.
-            rng: For what is drawn anew for each client and round.
+            state: The state after the previous round.
+            client: The client's id.
+            rng: Random numbers of this client and round.
         """
         knowledge = {piece.name: state[piece.name] for piece in self.knowledge}
         return Message.pack({"model": self.aggregator.model_for(state, client)} | knowledge)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Client: take in a download and what the client itself kept from its last round.
+        """Client: load a download and the client state into the module.
 
         Args:
-            module: As initialised, the client's own: what is neither sent nor kept stays so.
-            download: What was sent.
-            memory: What `remember` gave.
+            module: The client's module with initial weights. What is neither sent nor kept stays initial.
+            download: The message from the server.
+            memory: The client state from `remember` in its last round.
         """
         load_weights(module.backbone, download.section("model") | memory.get(OWN, {}))
         for piece in module.pieces():
@@ -186,33 +184,33 @@ class Algorithm(Capable):
         recall(module, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Client, after `receive`, before it trains or is measured: look at its own data, and change the module by it.
+        """Client: change the module based on the client's data, after `receive`, before training or evaluation.
 
-        The module is in eval mode on the training device; random numbers drawn here move none of the training's.
+        The module is in eval mode on the training device. Random numbers drawn here do not change those of training.
 
         Args:
-            module: The module as `receive` left it.
-            batches: The client's training data, prepared, in fixed order, not augmented.
-            validation: Likewise, the share that it does not train on; no batch where there is none.
+            module: The module after `receive`.
+            batches: The client's training data in fixed order, without augmentation.
+            validation: Its validation data (see `validation`), possibly empty.
         """
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Client, before its model is measured or handed to the user: make it the client's own, in place.
+        """Client: personalise the module in place before it is evaluated or returned to the user.
 
-        The module is in eval mode, without gradients; nothing done here is uploaded or kept.
+        The module is in eval mode, without gradients. Changes are neither uploaded nor kept.
 
         Args:
-            module: The trained module, or as received where that is what is measured.
-            batches: The client's training data, prepared, in fixed order, not augmented.
+            module: The trained or received module.
+            batches: The client's training data in fixed order, without augmentation.
         """
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Client, after training, in eval mode without gradients: what goes up.
+        """Client: return the upload after training.
 
         Args:
-            module: The trained module.
-            batches: The client's training data, prepared, in fixed order, not augmented.
-            n_samples: How many training samples the client holds, `N_k`.
+            module: The trained module, in eval mode, without gradients.
+            batches: The client's training data in fixed order, without augmentation.
+            n_samples: Number of the client's training samples, `N_k`.
             num_classes: Number of classes, `C`.
         """
         weights = self._shared(module.backbone)
@@ -221,25 +219,25 @@ class Algorithm(Capable):
         return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Client, after training and its upload: what it keeps for its next round. It never leaves the client."""
+        """Client: return the client state for its next round, after training and upload. It never leaves the client."""
         kept = {term_section(term): term.remember(module) for term in module.terms()}
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
     def cohort(self, state: State, participants: int, clients: int) -> int:
-        """Server: how many clients take part in the round that follows a state.
+        """Server: return the number of clients of the next round.
 
         Args:
-            state: The state.
-            participants: What the experiment asks for, `clients_per_round`.
-            clients: All clients.
+            state: The state after the previous round.
+            participants: `clients_per_round` of the experiment.
+            clients: Number of clients of the experiment.
         """
         return participants
 
     def aggregate(self, state: State, uploads: Iterable[Upload]) -> State:
-        """Server: the next shared state, from uploads that arrive in ascending client id.
+        """Server: return the next shared state from uploads that arrive in ascending client id.
 
-        Its tensors are new ones where they differ: the state before may be on its way to the disk.
+        Do not change tensors of `state` in place: a checkpoint of it may be being written.
         """
         seen: list[Upload] = []
 
@@ -253,12 +251,12 @@ class Algorithm(Capable):
         return state | knowledge | self.aggregator.finish(folded, state, knowledge)
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """The entries that are sent."""
+        """Return the entries that are sent."""
         own = self._own(backbone).keys() | self.fixed | (buffer_names(backbone) if self.buffers == "drop" else set())
         return {name: value for name, value in backbone.state_dict().items() if name not in own}
 
     def _own(self, backbone: nn.Module) -> Tensors:
-        """The entries that a client keeps to itself."""
+        """Return the entries that never leave the client."""
         if not self.personal and self.buffers == "average":
             return {}
         buffers = buffer_names(backbone)
@@ -273,11 +271,11 @@ class Algorithm(Capable):
 
 
 def term_section(term: LossTerm) -> str:
-    """The section of a client's memory that a loss term's own memory is in."""
+    """Return the section of the client state that holds the state of a loss term."""
     return f"term_{term.name}"
 
 
 def recall(module: ClientModule, memory: State) -> None:
-    """Give each loss term back what it kept from the client's last round."""
+    """Pass the client state of each loss term to its `recall`."""
     for term in module.terms():
         term.recall(memory.get(term_section(term), {}))

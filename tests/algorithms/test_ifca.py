@@ -66,7 +66,7 @@ def test_identical_starts_let_everybody_choose_the_first(tmp_path):
     run._build()
     run._begin(None, None, None)
     start = run.state["model"]
-    run.state |= {f"cluster_{j}": start for j in range(3)}
+    run.server.state |= {f"cluster_{j}": start for j in range(3)}
     run._run_round(1)
     assert run.state["choices"]["cluster"].tolist() == [0] * 4
     assert run.state["choices"]["client"].tolist() == run.server.participants(1)
