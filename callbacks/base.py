@@ -81,7 +81,7 @@ def is_own(kind: type) -> bool:
 
 
 def require(run: FederatedRun, section: str, refusal: str) -> None:
-    """Refuse a run whose aggregator does not write a section of the state. A user's own is checked in round 1.
+    """Check that the aggregator writes a section of the state. A user's own aggregator is checked in round 1.
 
     Args:
         run: The run.

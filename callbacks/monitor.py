@@ -144,7 +144,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
 
 
 def refuse_taken(run: FederatedRun, logged: Collection[str]) -> None:
-    """Refuse metrics of client callbacks whose names the run uses already.
+    """Refuse metrics of client callbacks with names that the run uses already.
 
     Args:
         run: The run.

@@ -17,7 +17,7 @@ from fl_lightning.core.task import Result, Task
 
 
 class ClientStates(Protocol):
-    """Where the clients' states are kept between rounds."""
+    """Interface of the storage of client states between rounds."""
 
     def get(self, client: int, default: State, /) -> State:
         """Return a client's state, or the default if it has none."""
@@ -33,7 +33,7 @@ class ClientStates(Protocol):
 
 
 class Server:
-    """Decide what clients are sent, and turn their uploads into the next shared state.
+    """The server: sample participants, make downloads, and turn uploads into the next shared state.
 
     For methods without a server it does what the peers' exchange amounts to: every download is then made from what the
     peers have published.
@@ -76,7 +76,7 @@ class Server:
 
     @property
     def visible_state(self) -> State:
-        """The shared state and, without a server, what the peers have published."""
+        """The shared state and, without a server, the published states of peers."""
         return self.memory.with_peers(self.state, self.algorithm.public)
 
     def participants(self, round: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Objects that an untrusted config, written by somebody else, may name."""
+"""Objects that an untrusted config may name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor"
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return what an untrusted config may name, by import path: classes of this package, torch and torchvision."""
+    """Return the objects that an untrusted config may name, by import path."""
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import Logger
     from torch import optim

@@ -1,4 +1,4 @@
-"""What a config can name: classes by kind, configs and papers. Read from the sources, without importing torch."""
+"""The names that a config can use: classes by kind, configs and papers, from the sources, without torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def classes_of(kind: str) -> dict[str, Class]:
 
 @cache
 def class_options(kind: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return what `--help` shows of a class's arguments, by name; for models, without what the data set."""
+    """Return the arguments of a class for `--help`, by name; for models, without those that the data set."""
     left_out = SET_BY_DATA if kind == "models" else ()
     return {one.name: one.option for one in parameters(classes_of(kind)[name]) if one.name not in left_out}
 
@@ -100,7 +100,7 @@ def groups(kind: str) -> dict[str, dict[str, str]]:
 
 
 def kind_of(key: str) -> str | None:
-    """Return the kind of what a config key takes, `algorithms` for `algorithm`; None if it is none of `BASES`."""
+    """Return the kind of classes that a config key accepts, `algorithms` for `algorithm`, or None."""
     return next((kind for kind, (_, _, taken) in BASES.items() if taken == key), None)
 
 

@@ -1,4 +1,4 @@
-"""One line for what `jsonargparse` refuses: the key, the value, and what is expected instead.
+"""One-line versions of jsonargparse's errors: the key, the value, and what is expected instead.
 
 Unknown keys and names of classes are refused before, by `unknown_names`. What is left are values of a wrong type,
 missing arguments, and classes of the user's own.
@@ -61,7 +61,7 @@ def simplify_message(message: str, parser: ArgumentParser, words: Sequence[str] 
 
 
 def _missing(message: str, program: str, is_experiment: bool) -> str | None:
-    """Return what to say about arguments that must be given and are not."""
+    """Return the message about missing required arguments."""
     found = re.search(r"arguments are required: (.+?)(?= - |\. Got value|$)", message)
     if not found:
         return None
@@ -71,7 +71,7 @@ def _missing(message: str, program: str, is_experiment: bool) -> str | None:
 
 
 def _wrong_value(key: str, message: str, words: Sequence[str]) -> str | None:
-    """Return what to say about a value of another type than the key's."""
+    """Return the message about a value of the wrong type."""
     if "Unable to load config" in message:
         return "expected lines `key: value`"
     given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
@@ -97,7 +97,7 @@ def _list_fix(key: str, value: str, expected: Iterable[str], words: Sequence[str
 
 
 def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
-    """Return what to say about a class that does not exist, does not fit the key, or lacks an argument."""
+    """Return the message about a class that does not exist, does not fit the key, or lacks an argument."""
     if abstract := re.search(r"class, but (\S+) is abstract", message):
         return f"{abstract[1].strip(chr(39))} is abstract; name one of its subclasses"
     paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
@@ -121,7 +121,7 @@ def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
 
 
 def _other_class(key: str, path: str) -> str | None:
-    """Return what to say about a model or dataset of torch or torchvision that one of our classes can wrap."""
+    """Return the message about a model or dataset of torch or torchvision that one of our classes can wrap."""
     if key == "model" and "." in path:
         return f"is no Backbone; did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
@@ -132,7 +132,7 @@ def _other_class(key: str, path: str) -> str | None:
 
 
 def _misplaced_callback(key: str, message: str) -> str | None:
-    """Return what to say about a callback that was given under the wrong one of two keys."""
+    """Return the message about a callback under the wrong key."""
     homes = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}
     if key not in homes:
         return None
@@ -147,7 +147,7 @@ def _misplaced_callback(key: str, message: str) -> str | None:
 
 
 def _without_noise(message: str) -> str:
-    """Return a message without what jsonargparse puts around the reason."""
+    """Return the reason in a message of jsonargparse."""
     noise = (
         r'Parser key "[\w.]+": |Problem with given class_path |Type \S.*? expects a function or a callable class: '
         r"|Does not validate against any .+? Errors: - | - Expected a <class '(?:list|NoneType)'>.*"

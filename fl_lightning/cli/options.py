@@ -1,4 +1,4 @@
-"""What each command takes: one table from which parsers, help texts and shell completion are built.
+"""The arguments of each command: one table for parsers, help texts and shell completion.
 
 The keys of an experiment, which `fit` and `partition` take, are the arguments of `FederatedOrchestrator`, read from its
 source. Nothing here imports torch, except `command_parser` for those two commands.

@@ -1,4 +1,4 @@
-"""What this package's classes take, read from their source: names, types, defaults and help, without importing torch.
+"""Arguments of this package's classes, read from the sources without importing torch: types, defaults, help.
 
 `parameters` gives what `jsonargparse` would find in an imported class. A test compares the two for every class that a
 config can name.
@@ -53,7 +53,7 @@ class Parameter:
 
     @property
     def metavar(self) -> str:
-        """What stands for its value in a help text, such as `INT`, `fresh|kept`, or `NAME` of a class."""
+        """The placeholder of the value in a help text, such as `INT`, `fresh|kept`, or `NAME` of a class."""
         kinds = [words(one) or [TYPES.get(str(one), "NAME")] for one in self.types]
         found = list(dict.fromkeys(word for kind in kinds for word in kind)) or ["VALUE"]
         if found == ["INT", "NUMBER"]:
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def option(self) -> dict[str, Any]:
-        """It as an option of a help text."""
+        """Format it as an option of a help text."""
         found: dict[str, Any] = {"metavar": self.metavar, "help": self.help}
         if self.choices:
             found["choices"] = self.choices
@@ -174,7 +174,7 @@ class Class:
 
     @cached_property
     def ancestors(self) -> list[Class]:
-        """The class itself and what it derives from, nearest first."""
+        """Return the class and its ancestors, nearest first."""
         return [self, *(one for base in self.bases for one in base.ancestors)]
 
     @cached_property
@@ -184,7 +184,7 @@ class Class:
 
     @cached_property
     def help(self) -> dict[str, str]:
-        """What the docstrings of the class and its ancestors say about each parameter."""
+        """Return the descriptions of the parameters in the docstrings of the class and its ancestors."""
         found: dict[str, str] = {}
         for one in reversed(self.ancestors):
             found |= arguments_in(one.docstring)
@@ -314,7 +314,7 @@ def constant(module: Source, node: ast.expr) -> Any:
 
 
 def arguments_in(docstring: str) -> dict[str, str]:
-    """Return what a docstring's `Args` section says about each argument."""
+    """Return the descriptions of arguments in the `Args` section of a docstring."""
     section = re.search(r"^Args:\n((?: .*\n?|\n)+)", docstring, re.MULTILINE)
     entries = re.findall(
         r"^    (\w+): ((?:.*)(?:\n {5,}.*|\n(?=\n* {5,}))*)", section[1] if section else "", re.MULTILINE

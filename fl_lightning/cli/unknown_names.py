@@ -223,7 +223,7 @@ class Names:
         return f"{owner} has no key {name!r}; {choices or f'`fl-lightning {self.command} --help` names them'}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
-        """Return the message about an argument that a class does not take, with what was probably meant.
+        """Return the message about an unknown argument of a class, with the most similar one.
 
         Args:
             name: The argument.
@@ -311,7 +311,7 @@ def _parsed(value: str) -> Any:
 
 
 def _same_last_part(name: str, settings: Iterable[str]) -> list[str]:
-    """Return the settings whose last part is that of a name: `algorithm.tau` for `tau`."""
+    """Return the settings that end with this name: `algorithm.tau` for `tau`."""
     last = name.rpartition(".")[2]
     return [key for key in settings if key.rpartition(".")[2] == last and key != name]
 

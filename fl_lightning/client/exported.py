@@ -42,7 +42,7 @@ def rebuilt(described: Mapping[str, Any], trust: bool = False) -> nn.Module:
 
 
 def described_objective(objective: Objective) -> dict[str, Any]:
-    """An objective in plain data, of which `rebuilt_objective` makes an equal one."""
+    """Return a plain description of an objective, for `rebuilt_objective`."""
     kind = type(objective)
     options = {
         name: getattr(objective, name) for name in inspect.signature(kind).parameters if hasattr(objective, name)
@@ -63,7 +63,7 @@ def rebuilt_objective(described: Mapping[str, Any]) -> Objective:
 
 
 def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], Any], trust: bool = False) -> Any:
-    """Return what a class path and its arguments stand for, if a file may choose it."""
+    """Return the object of a class path and its arguments, if an exported file may name it."""
     from jsonargparse import ArgumentParser  # half a second
 
     fix = f"Build it yourself: load_from_checkpoint(..., {key}=...)"
@@ -80,7 +80,7 @@ def _built(key: str, spec: dict[str, Any], kind: Any, finish: Callable[[Any], An
 
 @cache
 def allowed_objects() -> dict[str, Any]:
-    """Return what a checkpoint may name: our models and objectives, torch's layers and torchvision's models."""
+    """Return the object that a checkpoint names: our models and objectives, torch's layers, torchvision's models."""
     from torchvision import models
 
     return {

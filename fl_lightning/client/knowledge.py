@@ -1,4 +1,4 @@
-"""`SharedKnowledge`: the small thing some papers exchange beside the weights."""
+"""`SharedKnowledge`: what some methods exchange besides weights, such as class prototypes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class SharedKnowledge(nn.Module):
         return type(self).observe is not SharedKnowledge.observe
 
     def initial(self, num_classes: int) -> Tensors:
-        """What the server broadcasts in round 1, before any client has spoken."""
+        """Return the knowledge that the server broadcasts in round 1."""
         raise NotImplementedError
 
     def load(self, shared: Tensors) -> None:
-        """Client, after a download: hold what the server sent."""
+        """Store the downloaded tensors as buffers, on the client."""
         for name, value in shared.items():
             held = getattr(self, name, None)
             device = held.device if isinstance(held, Tensor) else value.device
@@ -51,7 +51,7 @@ class SharedKnowledge(nn.Module):
         """Client, after each training step: see the batch's outputs. Most knowledge does not need to."""
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Client, after training, in eval mode without gradients: what to upload."""
+        """Return the client's upload, after training, in eval mode without gradients."""
         raise NotImplementedError
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
@@ -126,7 +126,7 @@ class ClassMeans(SharedKnowledge):
         self._epoch = 0
 
     def outputs(self, step: Step) -> Tensor:
-        """What is averaged, `(B, d)`."""
+        """Return the outputs to average, `(B, d)`."""
         raise NotImplementedError
 
     def initial(self, num_classes: int) -> Tensors:
@@ -139,7 +139,7 @@ class ClassMeans(SharedKnowledge):
         return self.seen != "after"
 
     def observe(self, step: Step, epoch: int) -> None:
-        """Add the batch's outputs; with `last_epoch` an epoch starts afresh."""
+        """Add the outputs of a batch. With `last_epoch`, start again in each epoch."""
         sums, counts = class_sums(self.outputs(step).detach(), step.targets, step.logits.shape[1])
         if self.tracked and (self.seen == "round" or self._epoch == epoch):
             sums, counts = sums + self.tracked[0].to(sums.device), counts + self.tracked[1].to(sums.device)

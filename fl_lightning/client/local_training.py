@@ -14,7 +14,7 @@ from fl_lightning.core.errors import check_positive
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How each client trains in a round. In config files and on the command line these are top-level keys.
+    """Options of the clients' local training. In config files and on the command line these are top-level keys.
 
     Args:
         batch_size: Number of samples in a training batch.

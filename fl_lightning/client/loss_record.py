@@ -51,7 +51,7 @@ class LossRecord:
 
     @property
     def steps(self) -> int:
-        """How many steps were added."""
+        """Number of steps that were added."""
         return self._steps + len(self._pending)
 
     def means(self) -> dict[str, float]:

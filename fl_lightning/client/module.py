@@ -85,11 +85,11 @@ class LossTerm(nn.Module):
         """Called when an epoch of the fit starts."""
 
     def remember(self, module: ClientModule) -> Tensors:
-        """After the fit: what the client keeps for the term until its next round."""
+        """Return the state that the client keeps for the term until its next round. Called after the fit."""
         return {}
 
     def recall(self, kept: Tensors) -> None:
-        """Before a fit: what `remember` gave in the client's last round; empty in its first."""
+        """Restore what `remember` returned in the client's last round; empty in its first. Called before a fit."""
 
     def forward(self, step: Step) -> Tensor:
         """The scalar to add to the loss."""
@@ -194,14 +194,14 @@ class ClientModule(L.LightningModule):
         """
 
     def on_fit_start(self) -> None:
-        """Start the loss record afresh and let each term look at the weights it starts from."""
+        """Reset the loss record, and call `begin` of each term."""
         self.check_fit()
         self._losses = LossRecord()
         for term in self.terms():
             term.begin(self)
 
     def on_train_epoch_start(self) -> None:
-        """Tell each term that an epoch starts."""
+        """Notify each term that an epoch starts."""
         for term in self.terms():
             term.begin_epoch(self)
 
@@ -214,7 +214,7 @@ class ClientModule(L.LightningModule):
         return (cast(SharedKnowledge, piece) for piece in self.knowledge)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Step:
-        """Run the backbone on a batch, and note what the active terms want to see of it."""
+        """Run the backbone on a batch, and record the layer inputs that active terms read."""
         x, y = batch
         with tapped(self.backbone, [name for term in self.terms() if term.active for name in term.taps]) as taps:
             if isinstance(self.backbone, Backbone):
@@ -223,7 +223,7 @@ class ClientModule(L.LightningModule):
             return Step(self(x), y, None, x, self.backbone, taps)
 
     def losses(self, step: Step) -> dict[str, Tensor]:
-        """The objective's loss, cross-entropy as `ce` say, then each active term under its name."""
+        """Return the objective's loss, such as `ce`, and each active term by name."""
         losses = {self.objective.term: self.objective.loss(step.logits, step.targets)}
         losses |= {term.name: term(step) for term in self.terms() if term.active}
         return losses
@@ -247,7 +247,7 @@ class ClientModule(L.LightningModule):
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:
-        """Stop at a loss that is not finite; log the epoch's means where somebody listens."""
+        """Raise an error if a loss is not finite. Log the epoch's means if a logger or callback uses them."""
         means = self._losses.settle()
         if self.trainer.loggers:
             self.log_dict({f"train_{name}": value for name, value in means.items()})
@@ -263,15 +263,15 @@ class ClientModule(L.LightningModule):
         return self._losses.steps
 
     def train_losses(self) -> dict[str, float]:
-        """Mean over this fit's steps of the objective's loss (`ce`, say), each term and their sum (`loss`)."""
+        """Return the means over this fit's steps of the objective's loss, each term and their sum (`loss`)."""
         return self._losses.means()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log what the objective measures: `val_loss`, and `val_acc` of classes."""
+        """Log the objective's metrics: `val_loss` and, for classes, `val_acc`."""
         self._log_evaluation("val", batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log what the objective measures: `test_loss`, and `test_acc` of classes."""
+        """Log the objective's metrics: `test_loss` and, for classes, `test_acc`."""
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
@@ -289,7 +289,7 @@ class ClientModule(L.LightningModule):
         return [optimizer], [self.scheduler_factory(optimizer)]
 
     def trainables(self) -> Iterable[Any]:
-        """What the fit's optimizer is over, parameters or groups of them: the backbone's."""
+        """Return the parameters, or groups of them, of the fit's optimizer: those of the backbone."""
         return self.backbone.parameters()
 
     def optimizer_for(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Optimizers and their schedules: what the user's factories build, what is kept of it, and what it will make."""
+"""Optimizers and learning-rate schedules: factories, state of optimizers, rates over epochs and rounds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, kept: Tensors) -> None:
-    """Go on from what `optimizer_tensors` gave; learning rates and other options stay as they are."""
+    """Restore the result of `optimizer_tensors`. Learning rates and other options do not change."""
     state: dict[int, Tensors] = {}
     for key, value in kept.items():
         number, _, name = key.partition("/")

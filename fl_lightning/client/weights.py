@@ -39,7 +39,7 @@ def loads_plainly(backbone: nn.Module) -> bool:
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:
-    """What the entries of parts of a backbone begin with: `head.` for the part `head`."""
+    """Return the prefixes of the entries of parts of a backbone: `head.` for the part `head`."""
     return tuple(f"{part}." for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Capabilities: what a class says about its methods, and what a subclass takes back by overriding one of them."""
+"""Capabilities: class attributes about methods, which become False if a subclass overrides these methods."""
 
 from __future__ import annotations
 

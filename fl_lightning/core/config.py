@@ -278,7 +278,7 @@ def _parse_yaml(text: bytes, what: str) -> Any:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Parse YAML. Refuses keys that come twice, and what no config contains, see `check_yaml`.
+    """Parse YAML. Refuse duplicate keys and other content that no config has, see `check_yaml`.
 
     Args:
         text: The YAML; bytes are UTF-8, with or without a byte order mark.
@@ -295,7 +295,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def use_strict_yaml(parser: ArgumentParser) -> ArgumentParser:
-    """Have a parser refuse what `check_yaml` refuses, in files and on the command line."""
+    """Make a parser apply `check_yaml` to files and to values on the command line."""
     from jsonargparse import get_loader, set_loader  # half a second
 
     usual = get_loader("yaml")
@@ -346,7 +346,7 @@ class _Checker:
         self.sizes: dict[str | None, int] = {}
 
     def check(self, event: Any) -> str | None:
-        """Return what is wrong with an event; None if nothing is."""
+        """Return the error in a YAML event; None if it is valid."""
         if isinstance(event, yaml.CollectionEndEvent):
             ended = self.open.pop()
             self.sizes[ended.anchor] = self.count - ended.before
@@ -397,7 +397,7 @@ class _Collection:
         self._expects_key = True
 
     def add(self, event: Any) -> str | None:
-        """Take the next event inside: a key or a value. Return what is wrong with a key, if anything is."""
+        """Process the next event of this collection, a key or a value. Return the error in a key, if any."""
         is_key, self._expects_key = self.is_mapping and self._expects_key, not self._expects_key
         if not is_key:
             return None

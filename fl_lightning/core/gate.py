@@ -26,7 +26,7 @@ from fl_lightning.core.renamed import update_path
 
 @dataclass
 class Untrusted:
-    """A config that somebody else may have written.
+    """A config that may have been written by another user.
 
     Args:
         config: The config.
@@ -76,12 +76,12 @@ def untrusted(config: Untrusted) -> Iterator[None]:
 
 
 def is_untrusted() -> bool:
-    """Return whether the config in use may be somebody else's."""
+    """Return whether the config in use may have been written by another user."""
     return _UNTRUSTED.get() is not None
 
 
 def refusal() -> ConfigError | None:
-    """Return what the gate refused last of the config in use, if anything."""
+    """Return the last object of the config in use that the gate refused, if any."""
     config = _UNTRUSTED.get()
     return config.refusal if config else None
 

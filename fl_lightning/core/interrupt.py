@@ -28,7 +28,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def die_of_interrupts() -> None:
-    """Let SIGINT end the process silently, as SIGTERM does. For the time in which there is nothing to clean up."""
+    """Make SIGINT end the process silently, as SIGTERM does, while there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes of a shell may ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

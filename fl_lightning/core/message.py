@@ -57,7 +57,7 @@ class Message:
         return {key[len(prefix) :]: tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
     def without(self, name: str) -> Message:
-        """The same message less one section."""
+        """Return the message without one section."""
         return Message({k: t for k, t in self.tensors.items() if not k.startswith(f"{name}/")}, self.numbers)
 
     def on_cpu(self) -> Message:
@@ -83,5 +83,5 @@ class Upload(NamedTuple):
 
     @property
     def n_samples(self) -> int:
-        """How many training samples the client holds, `N_k`."""
+        """Number of training samples of the client, `N_k`."""
         return int(self.message.numbers["n_samples"])

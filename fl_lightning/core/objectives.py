@@ -1,4 +1,4 @@
-"""What a network learns to put out, and what its outputs are held against: classes, labels, or numbers."""
+"""Objectives: the kind of labels (classes, several labels, numbers), with their loss and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum"]
 
 
 class Objective(ABC):
-    """The kind of labels there are, the loss that they are learnt by, and what is measured of it: `scenario.objective`.
+    """The kind of labels, with the loss and the metrics for them: `scenario.objective`.
 
     Found from the labels where a config is silent. Subclasses give at least `loss` and `check`.
 
@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """What is said to whatever needs classes, where there are none."""
+        """Return the error message for a part that needs classes."""
         return f"the labels are no classes but for {type(self).__name__}"
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Objective(ABC):
 
     @abstractmethod
     def check(self, labels: Tensor, outputs: int) -> None:
-        """See that labels are such.
+        """Check the labels.
 
         Args:
             labels: `(n, ...)`, all of a split.
@@ -70,7 +70,7 @@ class Objective(ABC):
         """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """What is measured of a batch: `loss`, and what else there is, each summed over the samples.
+        """Return `loss` and the metrics of a batch, each summed over the samples.
 
         Args:
             outputs: `(B, C)` of the network, in float32.
@@ -83,11 +83,11 @@ class Objective(ABC):
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """What partitions and stratified splits tell samples apart by, `(n,)` whole numbers; nothing but classes."""
+        """Return the strata of partitions and stratified splits, `(n,)` whole numbers."""
         return torch.zeros(len(labels), dtype=torch.int64)
 
     def stratum_count(self, outputs: int) -> int:
-        """How many different ones `strata` can give."""
+        """Return the number of different strata."""
         return 1
 
 
@@ -114,7 +114,7 @@ class Classification(Objective):
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """See that labels are whole numbers from 0, `(n,)`, one for each class or fewer."""
+        """Check that labels are whole numbers from 0, `(n,)`, below the number of classes."""
         if labels.dtype != torch.int64 or labels.ndim != 1:
             also = "" if labels.is_floating_point() or labels.ndim != 1 else "; make it int64"
             raise ValueError(f"needs one whole number a sample, got {described(labels)}{also}")
@@ -125,7 +125,7 @@ class Classification(Objective):
             raise ValueError(f"holds label {high}, which is out of range for num_classes {outputs}")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """How many are classified correctly, and the cross-entropy."""
+        """Return the number of correct samples and the sum of the cross-entropy."""
         correct = (outputs.argmax(dim=1) == targets).sum()
         return {"acc": correct.float(), "loss": F.cross_entropy(outputs, targets, reduction="sum")}
 
@@ -138,7 +138,7 @@ class Classification(Objective):
         return labels
 
     def stratum_count(self, outputs: int) -> int:
-        """As many as classes."""
+        """Return the number of classes."""
         return outputs
 
 
@@ -156,7 +156,7 @@ class MultiLabel(Objective):
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """See that labels are `(n, L)`, of 0 and 1."""
+        """Check that labels are 0 or 1, `(n, L)`."""
         if labels.ndim != 2 or labels.shape[1] != outputs:
             raise ValueError(f"needs {outputs} labels a sample, of 0 and 1, got {described(labels)}")
         if len(labels) and not bool(((labels == 0) | (labels == 1)).all()):
@@ -194,7 +194,7 @@ class Regression(Objective):
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
-        """See that labels are finite numbers, `(n,)` or `(n, T)`."""
+        """Check that labels are finite numbers, `(n,)` or `(n, T)`."""
         if not labels.is_floating_point():
             raise ValueError(f"needs float32 numbers as the other labels are, got {described(labels)}")
         if labels.shape[1:] not in ((outputs,), () if outputs == 1 else (outputs,)):

@@ -15,7 +15,7 @@ CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)
 
 
 class Definition(NamedTuple):
-    """Where a class is defined.
+    """The location of a class definition.
 
     Attributes:
         module: Its module below `fl_lightning.algorithms`.

@@ -48,7 +48,7 @@ ABSENT = object()
 
 
 def new_option(key: str) -> str | None:
-    """Return what a renamed option, or a key below one, is called now; None for any other key."""
+    """Return the present name of a renamed option or of a key below one; None for any other key."""
     return next((new + key.removeprefix(old) for old, new in OPTIONS.items() if f"{key}.".startswith(f"{old}.")), None)
 
 
@@ -88,14 +88,14 @@ def update_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `update_config` does, of a config that is flattened to dotted keys."""
+    """Apply `update_config` to a config that is flattened to dotted keys."""
     updated = deepcopy(dict(settings))
     _give_to_callbacks(updated)
     return {new_option(key) or key: _update_paths(value) for key, value in updated.items()}
 
 
 def update_path(path: str) -> str:
-    """Return the present import path of a class or module of this package; any other text as it is."""
+    """Return the present import path of a class or module of this package. Any other text is returned unchanged."""
     if not path.startswith(PACKAGE):
         return path
     module, _, name = path.removeprefix(PACKAGE).rpartition(".")
@@ -123,7 +123,7 @@ def _group_of(key: str, config: dict[str, Any], add: bool = False) -> dict[str, 
 
 
 def _give_to_callbacks(config: dict[str, Any]) -> None:
-    """Move the options that callbacks took over to them. A callback that the config lacks is added."""
+    """Move options to the callbacks that now have them. A callback that the config lacks is added."""
     for old in sorted(config.keys() & CALLBACK_OPTIONS.keys()):
         name, argument = CALLBACK_OPTIONS[old]
         value, callbacks = config.pop(old), config.get("callbacks") or []

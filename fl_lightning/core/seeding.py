@@ -1,4 +1,4 @@
-"""Every random number of a run comes from `(seed, stream, round, client)`, so that nothing depends on order.
+"""Random number generators derived from `(seed, stream, round, client)`, independent of any order.
 
 Two clients, two rounds or two purposes never share a stream, and neither the engine, the order of clients nor a
 restart can move one.
@@ -18,7 +18,7 @@ import torch
 
 
 class Stream(IntEnum):
-    """What a random number is for. The values are part of every run's identity: never renumber them."""
+    """The purposes of random numbers. The values are part of every run's identity: never renumber them."""
 
     PARTITION = 0
     LOCAL_SPLIT = 1
@@ -45,7 +45,7 @@ def derive(seed: int, stream: Stream, *key: int) -> int:
 
 
 def seed_everything(seed: int, stream: Stream, *key: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators (dropout and a user's own code draw from them)."""
+    """Seed the global generators of Python, NumPy and torch, which dropout and users' code use."""
     value = derive(seed, stream, *key)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -57,12 +57,12 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
 
 @cache
 def _accelerated() -> bool:
-    """Whether torch has a device beside the CPU, looked for once."""
+    """Return whether torch has a device besides the CPU. Cached."""
     return torch.accelerator.is_available()
 
 
 class RandomStates:
-    """Where Python's, NumPy's and torch's global generators are, so that several clients can take turns with them.
+    """The random states of Python, NumPy and torch, so that several clients can take turns.
 
     Args:
         device: Whose generator of torch counts; a GPU's comes beside the CPU's.
@@ -75,7 +75,7 @@ class RandomStates:
         self.keep()
 
     def keep(self) -> None:
-        """Note where the global generators are."""
+        """Save the present random states."""
         self._others = _others()
         self._keep_torch()
 

@@ -1,4 +1,4 @@
-"""Algebra on state dicts: what the aggregators of several papers share.
+"""Arithmetic on state dicts, shared by aggregators.
 
 Means run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
 weights bit for bit, and half-precision training does not cost the average its digits. Integer entries (BatchNorm's
@@ -103,7 +103,7 @@ def wide_copy(value: Tensor) -> Tensor:
 
 
 def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
-    """`held += factor · value` in place; on a CPU a piece at a time: what lies between stays in its cache.
+    """Compute `held += factor · value` in place, on a CPU in pieces that fit its cache.
 
     Args:
         held: Contiguous, in float64.
@@ -117,7 +117,7 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
 
 
 class ExchangedMean:
-    """Weighted mean of state dicts of which some are exchanged for others: it costs no more than those.
+    """Weighted mean of state dicts, some of which are replaced. A replacement does not recompute the mean.
 
     It is kept as a sum in float64, which the old leaves before the new comes. Each change rounds by at most 2^-53 of
     the sum: after t changes the mean is off by at most t 2^-53 of the largest it ever was, 10^-11 of it after 100,000,
@@ -149,7 +149,7 @@ class ExchangedMean:
         self._change(state, weight)
 
     def remove(self, state: Tensors, weight: float) -> None:
-        """Take out one that was added with this weight."""
+        """Remove a state dict that was added with this weight."""
         self._change(state, -weight)
 
     def _change(self, state: Tensors, weight: float) -> None:
@@ -163,7 +163,7 @@ class ExchangedMean:
             add_scaled(self.sums[name], value, weight)
 
     def value(self) -> Tensors:
-        """The mean now, in the types of what was added last."""
+        """Return the present mean, in the types of the state dict added last."""
         means = {name: sum / self.weight if sum.is_floating_point() else sum for name, sum in self.sums.items()}
         return {name: mean.to(self._dtypes[name], copy=True) for name, mean in means.items()}
 

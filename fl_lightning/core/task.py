@@ -1,4 +1,4 @@
-"""What one client is to do in one round, and what came of it."""
+"""The task of one client in one round, and its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Task:
-    """What one client is to do in one round.
+    """The task of one client in one round.
 
     Args:
         round: The round, from 1.
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a task.
+    """The result of a task.
 
     Args:
         client: The client's id.
@@ -81,7 +81,7 @@ class Result:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether an error is an answer to Ctrl-C or SIGTERM, and so no client's own; Lightning's is a `SystemExit`."""
+    """Return whether an error was caused by Ctrl-C or SIGTERM (Lightning raises a `SystemExit`), not by a client."""
     return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
 
 

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 
 
 def prepare() -> str | None:
-    """Prepare streams and environment variables for a command. Return what makes that impossible, if anything does."""
+    """Prepare streams and environment variables for a command. Return the reason if that is impossible."""
     os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
     for stream in (sys.stdout, sys.stderr):

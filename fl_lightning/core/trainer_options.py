@@ -1,4 +1,4 @@
-"""The options of Lightning's `Trainer` that a client's fit takes, and what to use instead of the others."""
+"""The options of Lightning's `Trainer` that clients' fits support, and replacements for the others."""
 
 from __future__ import annotations
 

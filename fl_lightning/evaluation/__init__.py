@@ -1,1 +1,1 @@
-"""What is measured: accuracy and loss, torchmetrics by name, a run's history and summary."""
+"""Evaluation: accuracy and loss, torchmetrics by name, history and summary of a run."""

@@ -24,7 +24,7 @@ class Labels(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a logger is given when a run begins or is resumed.
+    """The arguments of a logger when a run begins or is resumed.
 
     Attributes:
         run_dir: The run folder.

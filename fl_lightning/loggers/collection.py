@@ -79,7 +79,7 @@ class MetricsCsv:
         return {self.path.name: str(self._digest), self.clients.path.name: str(self.clients.digest)}
 
     def check(self, round: int, digests: Mapping[str, str]) -> None:
-        """Check that the files still hold the rows that they held after a round.
+        """Check that the files still have the rows that they had after a round.
 
         Args:
             round: The round.

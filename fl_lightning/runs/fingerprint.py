@@ -30,7 +30,7 @@ MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a run was started from and which metrics it has written, as of one checkpoint.
+    """The config, the data and the digest of the metrics of a run at a checkpoint.
 
     Args:
         config: The resolved config with dotted keys. Empty for a run that was started from Python without a config.
@@ -93,7 +93,7 @@ class Fingerprint:
             )
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
-        """Warn if the environment has changed since the checkpoint, and say what that means for results."""
+        """Warn of changes of the environment since the checkpoint, and of their effect on results."""
         told = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
         if told:
             means = "the partition and random numbers stay the same, but sums may be rounded differently"
@@ -132,7 +132,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what affects results besides the config: versions, device and threads."""
+    """Return the properties of the environment that affect results: versions, device and threads."""
     return {
         "fl-lightning": fl_lightning.__version__,
         "torch": torch.__version__,

@@ -40,7 +40,7 @@ class DamagedRun(FLError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run as `fit` returns it, or as it is read from its folder.
+    """A run, returned by `fit` or read from its folder.
 
     Args:
         run_dir: The run folder.

@@ -1,4 +1,4 @@
-"""Load the config of a run folder: signatures tell the user's own runs from others.
+"""Load the config of a run folder. Signatures distinguish the user's own runs from others.
 
 A config that the user signed, or passes with `--trust`, is trusted. Any other passes `fl_lightning.core.gate`.
 """
@@ -80,7 +80,7 @@ def run_config(
 
 
 def allow_local_modules(value: Any) -> None:
-    """Let modules be imported from the working folder if a text in the user's own config names one there.
+    """Allow imports from the working folder if the user's own config names a module there.
 
     Until then the working folder is not searched: it may hold a stranger's `torch_xla.py`, which Lightning tries to
     import.
@@ -101,7 +101,7 @@ def local_modules(value: Any) -> list[str]:
 
 
 def _paths(value: Any) -> Iterator[str]:
-    """Yield what looks like an import path in the texts of a config."""
+    """Yield the texts of a config that look like import paths."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _paths(each)

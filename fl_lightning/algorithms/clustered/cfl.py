@@ -169,7 +169,7 @@ def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updat
 
 
 class CFL(Algorithm):
-    """Clustered training that splits a cluster by the cosines of its clients' updates when they point apart.
+    """Clustered training that splits a cluster if the updates of its clients point in different directions.
 
     All clients begin in one cluster. Where the norm of a cluster's mean update is below `eps1` while a member's is
     above `eps2`, complete linkage cuts it in two; both parts go on from the mean of their own members. Until the first
@@ -217,7 +217,7 @@ class CFL(Algorithm):
         return state | {section(0): state["model"], "assignment": assignment}
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Note the weights that the update is counted from."""
+        """Keep the weights before training, from which the update is computed."""
         super().receive(module, download, memory)
         module.notes = {START: download.section("model")}
 

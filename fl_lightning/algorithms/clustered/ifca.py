@@ -1,4 +1,4 @@
-"""IFCA: several models, of which each client trains the one that fits its data best.
+"""IFCA: several models. Each client trains the one with the lowest loss on its data.
 
 Ghosh, Chung, Yin, Ramchandran: "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1,
 model averaging.

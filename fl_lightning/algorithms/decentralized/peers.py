@@ -71,7 +71,7 @@ class PeerAlgorithm(Algorithm):
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return what a client collects from this round's peers, in one section for each peer."""
+        """Return the messages that a client collects from this round's peers, one section per peer."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
         wanted = self.hears(own)

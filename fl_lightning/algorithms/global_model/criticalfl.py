@@ -150,7 +150,7 @@ class EntryMean(Aggregator):
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
-        """Add what is whole to a running mean, and single entries, with their weights, to sums `(2, P)`."""
+        """Add complete entries to a running mean, and masked entries with their weights to sums `(2, P)`."""
         mean, sums = RunningMean(), None
         for upload in uploads:
             model, weight = upload.message.section("model"), upload.n_samples

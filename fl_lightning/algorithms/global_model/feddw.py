@@ -217,7 +217,7 @@ class DistillingWeights(LossTerm):
 
 
 class FedDW(Algorithm):
-    """FedAvg whose clients regularise their classification layer towards the classes' average soft labels.
+    """FedAvg with clients that regularise their classification layer towards the average soft labels of the classes.
 
     With `mu` 0 this is FedAvg with a bias-free classification layer, bit for bit.
 

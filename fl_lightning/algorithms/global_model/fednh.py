@@ -111,7 +111,7 @@ class PrototypeAveraging(Aggregator):
 
 
 class FedNH(Algorithm):
-    """FedAvg whose classification layer holds class prototypes, which only the server updates.
+    """FedAvg with class prototypes as its classification layer, which only the server updates.
 
     The model's classification layer, whatever it was, is replaced by one of scaled cosines. With `rho` 1 this is
     FedAvg's plain mean under a layer that stays as it was drawn, bit for bit.
@@ -147,7 +147,7 @@ class FedNH(Algorithm):
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
     ) -> ClientModule:
-        """Build a client's module whose classification layer holds the prototypes and is frozen."""
+        """Build a client's module with the prototypes as a frozen classification layer."""
         name, layer = prototype_layer(backbone)
         classes, width = layer.weight.shape
         head = CosineLinear(width, classes, self.scale)

@@ -82,7 +82,7 @@ class AdaptiveServer(ServerStep):
 
 
 class FedAdagrad(Algorithm):
-    """FedAvg whose server optimizer is Adagrad. The mean update of a round is its gradient.
+    """FedAvg with Adagrad as server optimizer. Its gradient is the mean update of a round.
 
     With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 
@@ -116,7 +116,7 @@ class FedAdagrad(Algorithm):
 
 
 class FedAdam(Algorithm):
-    """FedAvg whose server optimizer is Adam. The mean update of a round is its gradient.
+    """FedAvg with Adam as server optimizer. Its gradient is the mean update of a round.
 
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 
@@ -154,7 +154,7 @@ class FedAdam(Algorithm):
 
 
 class FedYogi(FedAdam):
-    """FedAvg whose server optimizer is Yogi: FedAdam with a second moment that falls no faster than it rises.
+    """FedAvg with Yogi as server optimizer: like FedAdam, but the second moment decreases more slowly.
 
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
 

@@ -43,7 +43,7 @@ class Proximal(LossTerm):
         self._anchors: list[Tensor] = []
 
     def begin(self, module: ClientModule) -> None:
-        """Note the weights to stay near."""
+        """Keep the received weights."""
         starts = module.backbone.named_parameters()
         self._anchors = [self.anchor.get(name, start).detach().to(start, copy=True) for name, start in starts]
 

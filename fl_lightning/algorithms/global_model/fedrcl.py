@@ -52,7 +52,7 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 
 
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
-    """Return PEN, the mean over i of `log(1 + exp((q - 1)/τ))`: it pushes too similar samples of a class apart.
+    """Return PEN, the mean over i of `log(1 + exp((q - 1)/τ))`, which separates too similar samples of a class.
 
     `q` is the least similarity of i to another sample of its class, if that is at least λ; else it is the constant -1,
     as where there is no other.
@@ -70,7 +70,7 @@ def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: flo
 
 
 def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[str, ...]:
-    """Return the layers whose inputs are the features of each level: the level's last ReLU.
+    """Return the layers whose inputs are the features of each level: the last ReLU of the level.
 
     Args:
         backbone: The network.
@@ -144,7 +144,7 @@ class RelaxedContrastive(LossTerm):
             self.taps = level_taps(module.backbone, self.levels)
 
     def forward(self, step: Step) -> Tensor:
-        """The term for what `Step.taps` holds, which `begin` has asked for."""
+        """Return the loss from the features in `Step.taps`."""
         losses = [self._level(step.taps[name], step.targets) for name in self.taps]
         return torch.stack(losses).mean()
 

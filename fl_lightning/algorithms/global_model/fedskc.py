@@ -236,7 +236,7 @@ class PaperContrast(NamedTuple):
 
 
 class ReferenceContrast(NamedTuple):
-    """The contrastive loss of the authors' code, whose weight rises to 1 over the first 100 rounds."""
+    """The contrastive loss of the authors' code. Its weight rises to 1 over the first 100 rounds."""
 
     def scale(self, round: int) -> float:
         """Return the weight of the loss in a round."""
@@ -416,7 +416,7 @@ def review_ratio(now: Tensor, before: Tensor) -> float:
 
 
 def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes whose variances Eq. 5 sums in this round and in the last: those known in both.
+    """Return the classes over which Eq. 5 sums variances: those known in this round and the previous one.
 
     Args:
         now: `(C,)` bool, the classes known in this round.
@@ -431,7 +431,7 @@ def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GlobalPeriodReview(Aggregator):
-    """GPR: after another aggregator, correct this round's model `w_r` by the last one's; it starts in round 2.
+    """GPR: after another aggregator, correct this round's model `w_r` by the previous one, from round 2 on.
 
     Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
     weight by `1 - β` a round, BatchNorm's statistics included, which alone costs all that it loses to plain averaging

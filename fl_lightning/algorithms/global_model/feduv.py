@@ -98,7 +98,7 @@ class ClassifierVariance(LossTerm):
 
 
 class HypersphericalUniformity(LossTerm):
-    """`μ U` pushes the features of a batch apart.
+    """Return `μ U`, which pushes the features of a batch away from each other.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.

@@ -1,4 +1,4 @@
-"""ProtoNet: train on episodes, whose queries are classified by the nearest class mean of the support set.
+"""ProtoNet: train on episodes. Queries are classified by the nearest class mean of the support set.
 
 Snell, Swersky, Zemel: "Prototypical Networks for Few-shot Learning", NeurIPS 2017. A loss term for any method; the
 episodes come from a few-shot dataset such as `FC100`.

@@ -73,7 +73,7 @@ def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class MixedModule(ClientModule):
-    """A client whose network is a mixture of core models, and which trains its own core and the mixing ratios.
+    """A client with a mixture of core models as network. It trains its own core and the mixing ratios.
 
     The backbone always holds the mixture: it is made anew after each step, and the gradient in its weights is handed on
     to the core and the ratios. By itself, without others' cores, it trains as a `ClientModule` does.

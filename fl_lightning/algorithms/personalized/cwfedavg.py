@@ -1,4 +1,4 @@
-"""cwFedAVG: a global model for each class, of which every client starts from its own mixture; and WDR.
+"""cwFedAVG: a global model for each class. Every client starts from its own mixture of them. Also WDR.
 
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.
@@ -92,7 +92,7 @@ class WeightDistribution(LossTerm):
         self.shares: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:
-        """Note the client's class shares."""
+        """Keep the client's class shares."""
         if module.class_counts is None:
             raise ConfigError("WeightDistribution: set module.class_counts to the client's training samples a class")
         self.shares = class_shares(module.class_counts).to(module.device)
@@ -201,7 +201,7 @@ class ClassWise(Aggregator):
         return state[start(client)]
 
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
-        """Add each client's start, worked out in blocks, in each of which a client has one place, its own.
+        """Add the initial models of clients to the state, computed in blocks.
 
         A block's product has the same shape however many clients are in it, and so rounds the same. What starts are
         mixed from, class models or uploads, whichever are fewer, is held in float64 meanwhile.
@@ -221,7 +221,7 @@ class ClassWise(Aggregator):
                 yield state | {start(client): own}
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload: they are what class models are made of."""
+        """Keep every upload, because class models need all of them."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:

@@ -1,4 +1,4 @@
-"""Ditto: each client trains a personalised model near the global one, beside FedAvg.
+"""Ditto: each client trains a personalised model near the global one, in addition to FedAvg.
 
 Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
 """
@@ -43,7 +43,7 @@ class BesideShared(ClientModule):
         self.lam, self.own = lam, copy.deepcopy(self.backbone)
 
     def on_fit_start(self) -> None:
-        """Note the received weights, and make the own model's optimizer."""
+        """Keep the received weights, and build the optimizer of the personalised model."""
         super().on_fit_start()
         self.received = [p.detach().clone() for p in self.backbone.parameters()]
         self.own_optimizer = self.optimizer_for(self.own.parameters())
@@ -108,7 +108,7 @@ class Ditto(Algorithm):
         self.module_class = partial(BesideShared, lam=lam)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take in the shared model; the client's own goes on from its last round, or from the initial weights."""
+        """Load the shared model, and the personalised model of the client's last round or the initial one."""
         super().receive(module, download, memory)
         if PERSONAL_MODEL in memory:
             load_weights(own_model(module), memory[PERSONAL_MODEL])

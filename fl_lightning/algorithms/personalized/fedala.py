@@ -63,7 +63,7 @@ def top_names(backbone: nn.Module, layers: int) -> list[str]:
 
 
 class FedALA(Algorithm):
-    """FedAvg whose clients start from an element-wise mixture of the received model and their own last one.
+    """FedAvg with clients that start from an element-wise mixture of the received model and their own last one.
 
     The weights of the mixture are learnt, on part of the client's data, before it trains; the lower layers are taken
     as received. With `layers` 0 this is FedAvg, bit for bit. A client's model is the mixture, before training: measure
@@ -107,7 +107,7 @@ class FedALA(Algorithm):
         super().__init__(loss_terms, aggregator, buffers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take in the download, and note what is to be mixed with it: the client's last model, or the initial one."""
+        """Load the download, and keep the model to mix it with: the client's last one or the initial one."""
         initial = dict(module.backbone.named_parameters())
         names = top_names(module.backbone, self.layers)
         module.notes = {

@@ -59,7 +59,7 @@ def mixing_shares(worths: Tensor) -> Tensor:
 def choose_models(
     row: Tensor, others: Sequence[int], models: int, explores: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Choose whose models a client is sent: those with the highest affinity or, when it explores, random ones.
+    """Choose the models that a client is sent: those of highest affinity or, when it explores, random ones.
 
     Args:
         row: `(N,)`, the client's row of the affinity matrix; ties are broken at random.
@@ -148,7 +148,7 @@ class FedFomo(Algorithm):
         return Message(known.tensors | models.tensors, models.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Take up the client's own last model, and note those that it was sent."""
+        """Load the client's own last model, and keep the models that it was sent."""
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
         super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}

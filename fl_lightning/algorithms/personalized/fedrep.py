@@ -52,7 +52,7 @@ class HeadThenBody(ClientModule):
 
 
 class FedRep(FedPer):
-    """FedPer whose clients first train the head on the received body, then the body under the new head.
+    """FedPer with two phases: clients train the head on the received body, then the body under the new head.
 
     With no personal part and `head_epochs: 0` this is FedAvg, bit for bit.
 

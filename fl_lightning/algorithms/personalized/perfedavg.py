@@ -69,7 +69,7 @@ def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, 
 
 
 class MetaStep(ClientModule):
-    """A client whose training step descends the meta-objective: the loss after one step of length α.
+    """A client whose training step minimises the meta-objective: the loss after one step of length α.
 
     What is recorded, what the shared knowledge sees and what moves BatchNorm's statistics is the batch after that
     step, `D'`. The trainer is handed a loss of that value whose gradient is the meta-gradient.
@@ -127,7 +127,7 @@ def load_parameters(weights: Tensors, parameters: Tensors) -> None:
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
-    """Take the step `w - α ∇f(w)` in place, with the loss over all of a client's training data."""
+    """Make the step `w - α ∇f(w)` in place, with the loss over all of a client's training data."""
     optimizer, n = torch.optim.SGD(module.backbone.parameters(), lr=alpha), 0
     optimizer.zero_grad()
     with torch.enable_grad():
