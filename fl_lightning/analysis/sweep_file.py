@@ -19,6 +19,7 @@ from optuna.pruners import SuccessiveHalvingPruner
 from fl_lightning.analysis.baselines import to_word
 from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.renamed import refuse_old_option
 from fl_lightning.evaluation.metrics import better_goal
 
 METHODS = ("grid", "random", "bayes")
@@ -172,6 +173,7 @@ def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]
             raise ConfigError(f"command: {word} is not known; there are ${{program}}, ${{args}} and ${{envvar:NAME}}")
         if word.partition("=")[0] in ("--resume", "--run_dir"):
             raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
+        refuse_old_option(word.partition("=")[0].removeprefix("--"))
     return tuple(_offline(words[2:place])), tuple(_offline(words[place + 1 :]))
 
 
@@ -261,6 +263,7 @@ def _parameters(given: Any, grid: bool) -> dict[str, Parameter]:
     for key, described in given.items():
         if key in SWEEPS_OWN:
             raise ConfigError(f"parameters: {key} is set by the sweep. Put it into the command")
+        refuse_old_option(str(key))
         try:
             found[str(key)] = _parameter(described)
         except ConfigError as error:

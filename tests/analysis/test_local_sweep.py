@@ -257,6 +257,10 @@ BAD = {
         "early_terminate": {"type": "hyperband", "min_iter": 1, "eta": 2.5}
     },
     "parameters: name at least one key": {"parameters": []},
+    "evaluation.clients: renamed to evaluation.client_model": {"parameters": {"evaluation.clients": {"values": [1]}}},
+    "evaluation.targets: renamed to evaluation.target_accuracies": {
+        "command": ["${program}", "fit", "--evaluation.targets=[0.5]", "${args}"]
+    },
     "parameters: run_dir is set by the sweep": {"parameters": {"run_dir": {"values": ["a"]}}},
     "parameters: k: needs values, value, or min and max; it is 3": {"parameters": {"k": 3}},
     "parameters: k: needs values, value, or min and max; it is {'min': 3}": {"parameters": {"k": {"min": 3}}},

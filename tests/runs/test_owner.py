@@ -17,9 +17,8 @@ from commands import TINY, contents, rows, run, tiny, untimed_rows
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
 from killed_runs import left
-from test_executor import point
 
-from fl_lightning.analysis.executor import JobResult, run_jobs
+from fl_lightning.analysis.executor import Job, JobResult, run_jobs
 from fl_lightning.cli import jobs
 from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
@@ -266,12 +265,14 @@ def test_a_point_under_way_is_held_too(here):
             said.append(run("fit", "--resume", "points/slow"))
         return len(said) > 1
 
-    slow = point("slow", "--rounds=500")
+    words = ("--config", "tiny.yaml")
+    slow = Job(Path("points/slow"), (*words, "--rounds=500"))
     (ended,) = run_jobs([slow], jobs.FIT, threads=1, should_stop=look)
     assert ended.code == 128 + signal.SIGTERM
     for outcome in said:
         assert (outcome.code, len(outcome.err.splitlines())) == (2, 1), outcome.err
         assert "process " in outcome.err
         assert f" on {socket.gethostname()}" in outcome.err
-    (ended,) = run_jobs([point("slow", "--rounds=3")], jobs.FIT, threads=1)
-    assert ended == JobResult(point("slow", "--rounds=3"), 0, "")
+    slow = Job(Path("points/slow"), (*words, "--rounds=3"))
+    (ended,) = run_jobs([slow], jobs.FIT, threads=1)
+    assert ended == JobResult(slow, 0, "")
