@@ -40,7 +40,13 @@ CALLBACK_OPTIONS: dict[str, tuple[str, str]] = {
 CLASSES: dict[str, str] = {"Given": "PredefinedSplit"}
 """The new name of each renamed class of this package, by its old name."""
 
-MODULES = {"file_loggers": "loggers.files", "objectives": "core.objectives", "wandb_logger": "loggers.wandb"}
+MODULES = {
+    "data.natural": "data.natural_partitions",
+    "data.pictures": "data.image_folder",
+    "file_loggers": "loggers.files",
+    "objectives": "core.objectives",
+    "wandb_logger": "loggers.wandb",
+}
 """The present place of each module that recorded configs name by an old one, both below `fl_lightning`."""
 
 PACKAGE = "fl_lightning."

@@ -86,6 +86,20 @@ def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remov
         )
 
 
+def refuse_nul(column: pd.Series, key: str) -> None:
+    """Refuse a column of texts with a NUL character: NumPy drops it at a text's end, so that two texts become one.
+
+    Raises:
+        ConfigError: Names the column and the first such row.
+    """
+    for row, text in enumerate(column):
+        if isinstance(text, str) and "\0" in text:
+            raise ConfigError(
+                f"{KEY}.{key}: column {column.name!r} holds {one_line(repr(text))} in {row_location(column, row)}, "
+                "which has a NUL character. Remove the character"
+            )
+
+
 def refuse_not_finite(column: pd.Series, key: str) -> None:
     """Refuse a column of numbers that are not all finite in `float32`, the network's input type.
 
@@ -170,7 +184,7 @@ def client_ids(column: pd.Series) -> np.ndarray:
     """Return the client of each sample as `LoadedData` needs it: integers or text.
 
     Raises:
-        ConfigError: A value is missing, or is neither an integer nor text.
+        ConfigError: A value is missing, is neither an integer nor text, or has a NUL character.
     """
     refuse_missing(column, "client")
     if column.dtype.kind in "iu":
@@ -178,6 +192,7 @@ def client_ids(column: pd.Series) -> np.ndarray:
     values = column.to_numpy(object)
     if not all(isinstance(value, str) for value in values):
         raise ConfigError(f"{KEY}.client: column {column.name!r} is {column.dtype}. Client ids are integers or text")
+    refuse_nul(column, "client")
     return values.astype(np.str_)
 
 

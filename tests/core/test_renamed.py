@@ -46,6 +46,18 @@ def test_a_recorded_config_is_read_under_the_new_names():
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fl_lightning.data.pictures.ImageFolder", "fl_lightning.data.image_folder.ImageFolder"),
+        ("fl_lightning.data.natural.Dealt", "fl_lightning.data.natural_partitions.Dirichlet"),
+        ("mine.data.pictures.ImageFolder", "mine.data.pictures.ImageFolder"),
+    ],
+)
+def test_a_recorded_class_path_names_the_module_that_has_the_class_now(old, new):
+    assert renamed.update_path(old) == new
+
+
+@pytest.mark.parametrize(
     "config", [{"scenario": None, "save_every": 1, "callbacks": "?"}, {"evaluation": [], "goals": 1}]
 )
 def test_a_recorded_config_of_another_shape_is_left_to_the_checks_that_follow(config):
