@@ -379,8 +379,9 @@ def describe_sweep(folder: Path, sweep: Sweep, content: Mapping[str, Any], seed:
     elif renamed := {key: name for key in recorded["parameters"] if (name := new_option(key))}:
         storage = storage_at(database)
         with storage.engine.begin() as connection:
-            for names in renamed.items():
-                connection.exec_driver_sql("UPDATE trial_params SET param_name = ?2 WHERE param_name = ?1", names)
+            for old_and_new in renamed.items():
+                update = "UPDATE trial_params SET param_name = ? WHERE param_name = ?"
+                connection.exec_driver_sql(update, old_and_new[::-1])
         storage.engine.dispose()
     write_atomically(path, text)
 
