@@ -1,4 +1,4 @@
-"""Bad own data get one line with the key, what is wrong and the mend; nothing hangs, nothing is run."""
+"""Custom data that cannot be used are refused in one line: the key, what is wrong and how to fix it."""
 
 import builtins
 import os
@@ -15,9 +15,18 @@ import pandas as pd
 import pytest
 import torch
 from commands import contents, run
-from layouts import images, table, write_csv, write_hugging_face, write_image_folder, write_table, write_text_table
+from layouts import (
+    Pairs,
+    images,
+    save_arrays,
+    table,
+    write_csv,
+    write_hugging_face,
+    write_image_folder,
+    write_table,
+    write_text_table,
+)
 from PIL import Image
-from test_own_data import Pairs, save_arrays
 
 from fl_lightning.core import files
 from fl_lightning.core.errors import ConfigError
@@ -25,7 +34,7 @@ from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, 
 from fl_lightning.data.files import CHECKSUM_BYTES
 
 SECONDS = 20
-"""What hangs is told apart from what is slow by this."""
+"""Time limit of a test: a pipe that is opened would block forever."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +59,7 @@ def refusal(make: Callable[[], Dataset]) -> str:
     return message
 
 
-# --- Folders of pictures ---
+# --- Image folders ---
 
 
 def halved(path: Path) -> None:
@@ -70,7 +79,6 @@ SPOILT = {
     "emptied": (lambda path: path.write_bytes(b""), "not a readable image (JPEG, PNG"),
     "halved": (halved, ""),
     "garbage": (lambda path: path.write_bytes(os.urandom(100)), "not a readable image (JPEG, PNG"),
-    "text": (lambda path: path.write_text("label,x"), "not a readable image (JPEG, PNG"),
     "a program for printers": (
         lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"),
         "not a",
@@ -88,7 +96,7 @@ SPOILT = {
     [{}, pytest.param({"cache": "cache"}, marks=pytest.mark.thorough)],
     ids=["", "cache"],
 )
-def test_a_picture_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_image_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
     spoil, why = SPOILT[spoilt]
@@ -102,7 +110,7 @@ def test_a_picture_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_
     assert len(ImageFolder("mine", **options).checked().y_test) == 19
 
 
-def test_pictures_of_unequal_size_are_refused_with_the_mend(tmp_path: Path) -> None:
+def test_images_of_unequal_size_are_refused_with_the_fix(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
     told = (
@@ -113,7 +121,7 @@ def test_pictures_of_unequal_size_are_refused_with_the_mend(tmp_path: Path) -> N
     assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
 
 
-def test_more_pictures_than_memory_are_refused_before_one_is_decoded(tmp_path: Path, monkeypatch: Any) -> None:
+def test_more_images_than_memory_are_refused_before_one_is_decoded(tmp_path: Path, monkeypatch: Any) -> None:
     write_image_folder(tmp_path)
     monkeypatch.setattr(image_folder, "decode", None)
     message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
@@ -162,7 +170,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_a_folder_that_is_laid_out_otherwise_is_told_of(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     spoil, path, told = FOLDERS[case]
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
@@ -187,18 +195,18 @@ def test_a_folder_that_is_laid_out_otherwise_is_told_of(case: str, tmp_path: Pat
         ({"mean": [0.5] * 3, "std": [0.5]}, "std: 1 number(s), and the images have 3 channel(s)"),
     ],
 )
-def test_options_of_pictures_out_of_range_are_named(options: dict, told: str, tmp_path: Path) -> None:
+def test_image_options_out_of_range_are_refused(options: dict, told: str, tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     assert refusal(lambda: ImageFolder(str(tmp_path), **options)).startswith(f"scenario.dataset.{told}")
 
 
-def test_too_small_a_share_is_told_of(tmp_path: Path) -> None:
+def test_a_test_share_of_less_than_one_sample_is_refused(tmp_path: Path) -> None:
     write_image_folder(tmp_path, ("",), n=2)
     told = "scenario.dataset.test_share: 0.01 of 4 samples is less than one. Raise it"
     assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == told
 
 
-def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_cache_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
     root, cache = tmp_path / "mine", tmp_path / "cache"
     write_image_folder(root)
     make = partial(ImageFolder, str(root), cache=str(cache))
@@ -222,21 +230,13 @@ def test_a_cache_that_cannot_be_used_is_told_of_by_its_key(tmp_path: Path, monke
     assert len(make().checked().y_test) == 20
 
 
-def flipped(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 200]) + content[middle + 200 :]
-
-
 CACHES = {
-    "flipped bytes": flipped,
+    "a flipped byte": lambda content: content[:200] + bytes([255 - content[200]]) + content[201:],
     "a flipped byte of the checksum": lambda content: content[:-1] + bytes([255 - content[-1]]),
-    "a flipped byte of the header": lambda content: bytes([255 - content[0]]) + content[1:],
     "of an older version": lambda content: content[:-CHECKSUM_BYTES],
     "truncated": lambda content: content[:-1],
     "shorter than a checksum": lambda content: content[:5],
     "emptied": lambda content: b"",
-    "longer": lambda content: content + b"x",
-    "garbage": lambda content: b"x" * 1000,
 }
 
 
@@ -283,8 +283,7 @@ NPY = {
 }
 
 
-@pytest.mark.parametrize("path", ["a", "a.npz"])
-@pytest.mark.parametrize("name", ["x_train", "x_test", "y_train", "y_test", "client_train"])
+@pytest.mark.parametrize(("name", "path"), [("x_test", "a"), ("y_train", "a.npz"), ("client_train", "a")])
 def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", **{name: np.full(6 if "test" in name else 20, 1j)})
     message = refusal(lambda: Arrays(str(tmp_path / path)))
@@ -293,7 +292,7 @@ def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", NPY)
-def test_a_folder_of_arrays_is_held_to_the_same(case: str, tmp_path: Path) -> None:
+def test_a_folder_of_damaged_arrays_is_refused(case: str, tmp_path: Path) -> None:
     spoil, told = NPY[case]
     save_arrays(tmp_path / "a")
     spoil(tmp_path / "a" / "y_train.npy")
@@ -302,7 +301,7 @@ def test_a_folder_of_arrays_is_held_to_the_same(case: str, tmp_path: Path) -> No
     assert told in message
 
 
-def test_a_number_of_classes_for_what_is_no_class_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_classes_for_numeric_labels_is_refused(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_train=np.ones(20), y_test=np.ones(6))
     told = "scenario.dataset.num_classes: the labels are not classes. Leave it out"
     assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == told
@@ -417,7 +416,7 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_a_table_is_told_of_by_option_column_and_row(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_bad_table_is_refused_by_option_column_and_row(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     changed, options, told = TABLES[case]
     monkeypatch.chdir(tmp_path)
     write_csv(Path("t.csv"), table() | changed)
@@ -605,7 +604,9 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
         ({}, {"length": 10**13}, "length: "),
     ],
 )
-def test_a_table_of_texts_is_told_of(columns: dict, options: dict, told: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_bad_table_of_texts_is_refused(
+    columns: dict, options: dict, told: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     written = write_text_table(Path("t.csv"))
     write_csv(Path("t.csv"), written | columns)
@@ -655,7 +656,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_a_saved_data_set_is_told_of(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
+def test_a_bad_saved_dataset_is_refused(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
     options, told = SAVED[case]
     monkeypatch.chdir(tmp_path)
     made = library.Dataset.from_dict(TEXTS)
@@ -665,7 +666,7 @@ def test_a_saved_data_set_is_told_of(case: str, tmp_path: Path, monkeypatch: Any
     assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{told}")
 
 
-def test_labels_that_are_not_there_are_told_of(tmp_path: Path, library: Any) -> None:
+def test_missing_labels_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any) -> None:
     kind = library.ClassLabel(names=["a", "b"])
     features = library.Features(text=library.Value("string"), label=kind)
     train = library.Dataset.from_dict({"text": ["a"] * 10, "label": [0, 1] * 5}, features=features)
@@ -686,7 +687,7 @@ def test_labels_that_are_not_there_are_told_of(tmp_path: Path, library: Any) -> 
     assert "test: the split 'test' has no column 'label'" in refusal(lambda: HuggingFace(str(tmp_path / "apart")))
 
 
-def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library: Any) -> None:
+def test_damaged_images_in_a_saved_dataset_are_named(tmp_path: Path, library: Any) -> None:
     features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
     sound = tmp_path / "a.png"
     Image.fromarray(images(1, 5, 5)[0]).save(sound)
@@ -709,7 +710,7 @@ def test_damaged_pictures_in_a_saved_data_set_are_named(tmp_path: Path, library:
         ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
     ],
 )
-def test_an_address_or_a_pipe_in_a_data_set_is_not_opened(
+def test_a_url_or_a_pipe_in_a_dataset_is_not_opened(
     path: str, told: str, tmp_path: Path, monkeypatch: Any, library: Any
 ) -> None:
     os.mkfifo(tmp_path / "pipe.png")
@@ -724,7 +725,7 @@ def test_an_address_or_a_pipe_in_a_data_set_is_not_opened(
     assert refusal(lambda: HuggingFace("a/b", download=True)) == told
 
 
-def test_a_damaged_file_of_a_saved_data_set_is_told_of(tmp_path: Path, library: Any) -> None:
+def test_a_damaged_file_of_a_saved_dataset_is_refused(tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
     files = [path for path in (tmp_path / "s").iterdir() if path.is_file()]
     assert len(files) == 3
@@ -735,7 +736,7 @@ def test_a_damaged_file_of_a_saved_data_set_is_told_of(tmp_path: Path, library: 
         path.write_bytes(content)
 
 
-def test_a_missing_arrow_file_of_a_saved_data_set_is_named(tmp_path: Path, library: Any) -> None:
+def test_a_missing_arrow_file_of_a_saved_dataset_is_named(tmp_path: Path, library: Any) -> None:
     made = library.Dataset.from_dict(TEXTS)
     library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
     (path,) = (tmp_path / "s" / "test").glob("*.arrow")
@@ -744,7 +745,7 @@ def test_a_missing_arrow_file_of_a_saved_data_set_is_named(tmp_path: Path, libra
     assert refusal(lambda: HuggingFace(str(tmp_path / "s"))) == f"scenario.dataset.path: {told}"
 
 
-def test_damage_that_shows_only_when_rows_are_read_is_told_of_by_the_path(tmp_path: Path, library: Any) -> None:
+def test_damage_found_while_rows_are_read_is_refused_by_the_path(tmp_path: Path, library: Any) -> None:
     made = library.Dataset.from_dict(TEXTS)
     made.save_to_disk(str(tmp_path / "s"))
     (path,) = (tmp_path / "s").glob("*.arrow")
@@ -755,7 +756,7 @@ def test_damage_that_shows_only_when_rows_are_read_is_told_of_by_the_path(tmp_pa
     assert message.endswith("). Save or fetch the dataset again")
 
 
-def test_images_for_labels_are_told_of_by_the_key_of_the_label(tmp_path: Path, library: Any) -> None:
+def test_images_as_labels_are_refused_by_the_label_key(tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
     told = "scenario.dataset.label: column 'image' holds images. Name the column of labels (of image, label)"
     for options in ({}, {"image": "image"}):
@@ -763,14 +764,14 @@ def test_images_for_labels_are_told_of_by_the_key_of_the_label(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("key", ["train", "test"])
-def test_a_split_of_a_data_set_without_splits_is_refused(key: str, tmp_path: Path, library: Any) -> None:
+def test_a_split_of_a_dataset_without_splits_is_refused(key: str, tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
     told = f"scenario.dataset.{key}: {tmp_path}/s has no splits (got 'zz'). Leave it out"
     assert refusal(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"})) == told
     assert len(HuggingFace(str(tmp_path / "s"), train="train").checked().y_test)
 
 
-def test_what_cannot_be_fetched_and_a_missing_package_are_told_of(library: Any, monkeypatch: Any) -> None:
+def test_a_failed_download_and_a_missing_package_are_refused(library: Any, monkeypatch: Any) -> None:
     def load_dataset(*_: Any) -> None:
         raise ConnectionError("no\nnetwork")
 
@@ -825,15 +826,15 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("key", ["train", "test"])
 @pytest.mark.parametrize("case", TORCH)
-def test_a_torch_data_set_is_told_of(case: str, key: str) -> None:
+def test_a_torch_data_set_that_cannot_be_used_is_refused_by_its_key(case: str) -> None:
     data, told = TORCH[case]
+    key = "train" if case == "text" else "test"
     both = {"train": Pairs(), "test": Pairs(), key: data}
     assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {told}")
 
 
-def test_items_that_are_no_pairs_are_told_of() -> None:
+def test_items_that_are_not_pairs_are_refused() -> None:
     class Bare(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 3
@@ -849,7 +850,7 @@ def test_items_that_are_no_pairs_are_told_of() -> None:
         )
 
 
-def test_what_a_torch_data_sets_own_code_raises_is_put_down_to_it() -> None:
+def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
     with pytest.raises(
         ConfigError, match=r"^scenario.dataset.test: KeyError: 'picture'. Use --debug for the traceback$"
     ):

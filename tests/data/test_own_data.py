@@ -13,9 +13,18 @@ import torch
 import torchvision
 import yaml
 from commands import TINY, run, tiny, untimed_rows
-from layouts import images, table, write_csv, write_hugging_face, write_image_folder, write_table, write_text_table
+from layouts import (
+    Pairs,
+    images,
+    save_arrays,
+    table,
+    write_csv,
+    write_hugging_face,
+    write_image_folder,
+    write_table,
+    write_text_table,
+)
 from PIL import Image
-from torch.utils.data import Dataset as MapStyle
 from torchvision.transforms.functional import pil_to_tensor
 
 from fl_lightning.data import (
@@ -232,16 +241,6 @@ def test_one_run_is_the_same_from_memory_and_from_a_cache(tmp_path: Path) -> Non
 
 
 # --- Arrays ----------------------------------------------------------------------------------------------------------
-
-
-def save_arrays(folder: Path, shape: tuple[int, ...] = (3, 8, 8), **more: np.ndarray) -> dict[str, np.ndarray]:
-    folder.mkdir()
-    arrays = {"x_train": images(20, *shape), "x_test": images(6, *shape, seed=1)}
-    arrays |= {"y_train": np.arange(20) % 3, "y_test": np.arange(6) % 3, **more}
-    for name, values in arrays.items():
-        np.save(folder / f"{name}.npy", values)
-    np.savez(folder.with_suffix(".npz"), **arrays)
-    return arrays
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8, 3), (8, 8)])
@@ -585,19 +584,6 @@ def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
 
 
 # --- Torch datasets -------------------------------------------------------------------------------------------------
-
-
-class Pairs(MapStyle):
-    """Somebody's own dataset."""
-
-    def __init__(self, n: int = 20, x: Any = None, y: Any = None) -> None:
-        self.n, self.x, self.y = n, x, y
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> Any:
-        return self.x(i) if callable(self.x) else torch.full((4,), float(i)), self.y(i) if callable(self.y) else i % 3
 
 
 def test_items_come_as_they_are() -> None:

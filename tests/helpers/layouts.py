@@ -333,3 +333,27 @@ def write_hugging_face(path: Path, n: int = 40) -> Split:
 
 def same(x: torch.Tensor, expected: np.ndarray) -> bool:
     return x.dtype == torch.uint8 and np.array_equal(x.numpy(), expected)
+
+
+def save_arrays(folder: Path, shape: tuple[int, ...] = (3, 8, 8), **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Write a folder of `.npy` files, and an `.npz` file of the same arrays beside it."""
+    folder.mkdir()
+    arrays = {"x_train": images(20, *shape), "x_test": images(6, *shape, seed=1)}
+    arrays |= {"y_train": np.arange(20) % 3, "y_test": np.arange(6) % 3, **more}
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    np.savez(folder.with_suffix(".npz"), **arrays)
+    return arrays
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A map-style dataset of n pairs; `x` and `y` map an index to an input and a label."""
+
+    def __init__(self, n: int = 20, x: Any = None, y: Any = None) -> None:
+        self.n, self.x, self.y = n, x, y
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x(i) if callable(self.x) else torch.full((4,), float(i)), self.y(i) if callable(self.y) else i % 3
