@@ -23,24 +23,24 @@ ENGINES: dict[str, type[Engine]] = {
     "stacked": StackedEngine,
     "processes": ProcessesEngine,
 }
-COHORT = 64  # tasks looked at, at most
-FEW = 3  # tasks that tell how long the run will take
-SHORT = 10.0  # seconds of fits below which trying takes longer than it saves
-WORTH = 0.9  # of the time one after another, that another engine has to come down to
-SHARE = 0.02  # of the run, that starting processes may take
-START = 8.0  # seconds that starting processes takes
+MAX_TASKS = 64  # tasks looked at, at most
+FIRST_TASKS = 3  # tasks that tell how long the run will take
+SHORT_RUN = 10.0  # seconds of fits below which trying takes longer than it saves
+MAX_SHARE = 0.9  # of the time one after another, that another engine has to come down to
+START_SHARE = 0.02  # of the run, that starting processes may take
+START_SECONDS = 8.0  # seconds that starting processes takes
 
 
 class AutoEngine(Engine):
     """Times the engines on some of the run's own fits in the first training round, and takes the fastest.
 
-    A run of less than ten seconds' fits is left to `sequential`; what an engine refuses is left out; `processes` is
-    tried only where starting them is at most 2 % of the run. The choice goes into checkpoints, and a resumed run keeps
-    it. It depends on the machine, and engines round differently, so that the same seed on another machine need not give
-    the same bytes: therefore it is not the default.
+    A run with less than ten seconds of fits uses `sequential`. Engines that refuse the experiment are left out.
+    `processes` is tried only if starting them takes at most 2 % of the run. The choice is stored in checkpoints, and a
+    resumed run keeps it. It depends on the machine, and engines round differently, so the same seed may give other
+    bytes on another machine. Therefore it is not the default.
 
     Args:
-        budget: Seconds that trying may take, roughly.
+        budget: Approximate number of seconds for the measurements.
 
     Attributes:
         choice: Name of the engine chosen, or None before that.
@@ -60,7 +60,7 @@ class AutoEngine(Engine):
         tasks = iter(tasks)
         if self._chosen:
             return self._chosen.run(worker, tasks)
-        ahead = list(islice(tasks, COHORT))
+        ahead = list(islice(tasks, MAX_TASKS))
         if not any(task.fit for task in ahead):
             return SequentialEngine().run(worker, chain(ahead, tasks))
         self._choose(worker, ahead)
@@ -84,42 +84,42 @@ class AutoEngine(Engine):
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
         sequential = SequentialEngine()
         seconds_a_task(sequential, worker, tasks[:1])  # warms up
-        once = seconds_a_task(sequential, worker, tasks[:FEW])
-        if self.fits * once < SHORT:
+        once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])
+        if self.fits * once < SHORT_RUN:
             self.choice, self._chosen = "sequential", sequential
             self.note = f"engine: sequential, for the run has but {self.fits} fits of {1e3 * once:.1f} ms"
             return
         tasks = tasks[: max(1, int(self.budget / 8 / once))]
         times = {"sequential": seconds_a_task(sequential, worker, tasks)}
-        rivals = {name: ENGINES[name]() for name in self._worth_trying(times["sequential"], len(tasks))}
-        for name, engine in rivals.items():
+        candidates = {name: ENGINES[name]() for name in self._candidates(times["sequential"], len(tasks))}
+        for name, engine in candidates.items():
             try:
                 engine.check(worker)
                 engine.start(worker)
-                seconds_a_task(engine, worker, tasks)  # warms up, all of it
+                seconds_a_task(engine, worker, tasks)  # warms up all workers
                 times[name] = seconds_a_task(engine, worker, tasks)
             except FLError as error:
                 if not isinstance(error, ConfigError):
                     warnings.warn(f"engine: {name} is left out: {error}", stacklevel=2)
         best = min(times, key=lambda name: times[name])
-        if times[best] > WORTH * times["sequential"]:
+        if times[best] > MAX_SHARE * times["sequential"]:
             best = "sequential"
-        self.choice, self._chosen = best, rivals.pop(best, sequential)
-        for engine in rivals.values():
+        self.choice, self._chosen = best, candidates.pop(best, sequential)
+        for engine in candidates.values():
             engine.close()
-        told = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in times.items())
-        self.note = f"engine: {best}, by milliseconds a fit: {told}"
+        measured = ", ".join(f"{name} {1e3 * spent:.1f}" for name, spent in times.items())
+        self.note = f"engine: {best}, by milliseconds a fit: {measured}"
 
-    def _worth_trying(self, alone: float, tasks: int) -> Iterator[str]:
+    def _candidates(self, seconds: float, tasks: int) -> Iterator[str]:
         """Return the engines that can be tried in the available time.
 
         Args:
-            alone: Seconds of a fit, one after another.
+            seconds: Seconds of a fit, one after another.
             tasks: How many fits are tried.
         """
         if tasks > 1:
             yield "stacked"
-        if (os.cpu_count() or 1) > 1 and SHARE * self.fits * alone > START:
+        if (os.cpu_count() or 1) > 1 and START_SHARE * self.fits * seconds > START_SECONDS:
             yield "processes"
 
 

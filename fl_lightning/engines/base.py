@@ -13,8 +13,8 @@ class Engine(ABC):
     """Base class of engines, which carry out tasks in any order and on any machine by `worker.run(task)`.
 
     Attributes:
-        fits: How many fits the run has, where that is known.
-        note: What there is to tell the user about it, or nothing.
+        fits: Number of fits in the run, if known.
+        note: A message for the user, or an empty string.
     """
 
     fits: int = 0
@@ -28,7 +28,7 @@ class Engine(ABC):
         """Refuse a worker that this engine cannot run, before the first round.
 
         Raises:
-            ConfigError: Names the key, and the mend.
+            ConfigError: Names the key and the fix.
         """
 
     def start(self, worker: Worker) -> None:  # noqa: B027, most engines have nothing to start
@@ -38,7 +38,7 @@ class Engine(ABC):
             worker: The worker object of the tasks to come.
 
         Raises:
-            FLError: It cannot be had.
+            FLError: It cannot be prepared.
         """
 
     def close(self) -> None:  # noqa: B027, most engines hold nothing

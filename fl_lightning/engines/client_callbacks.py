@@ -61,7 +61,7 @@ def check_client_callbacks(given: Sequence[Callback]) -> None:
             raise ConfigError(f"{name} cannot be copied, and each fit has a copy: {one_line(error)}") from error
 
 
-def set_up(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
+def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
     """Call the set-up of the callbacks, so that what they refuse is refused before round 1.
 
     Args:
@@ -94,7 +94,7 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
         raise ConfigError(f"{name}.check_on_train_epoch_end: {unmeasured}, after which it would look; leave it out")
 
 
-def fresh(given: Sequence[Callback]) -> dict[str, Any]:
+def callback_options(given: Sequence[Callback]) -> dict[str, Any]:
     """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log.
 
     Args:
@@ -102,19 +102,19 @@ def fresh(given: Sequence[Callback]) -> dict[str, Any]:
     """
     if not given:
         return {}
-    return {"callbacks": copy.deepcopy(list(given)), "logger": Listener(), "log_every_n_steps": 1}
+    return {"callbacks": copy.deepcopy(list(given)), "logger": MetricRecorder(), "log_every_n_steps": 1}
 
 
-class Listener(Logger):
+class MetricRecorder(Logger):
     """A logger that keeps the last value of each metric in memory.
 
     Attributes:
-        heard: The values by name.
+        shown: The values by name.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
 
     @property
     def name(self) -> None:
@@ -129,10 +129,10 @@ class Listener(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Store the values."""
-        self.heard |= metrics
+        self.metrics |= metrics
 
 
-def logged(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
+def logged_metrics(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
     """Return what callbacks logged in a fit, by name: the last value of each metric.
 
     That is what `log` of the callbacks or of the client's module was given, a mean over the last epoch where it was
@@ -143,9 +143,9 @@ def logged(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
         losses: The fit's losses, as the run has them already.
     """
     found: dict[str, float] = {}
-    for listener in trainer.loggers:
-        if isinstance(listener, Listener):
-            for name, value in {**listener.heard, **trainer.callback_metrics}.items():
+    for recorder in trainer.loggers:
+        if isinstance(recorder, MetricRecorder):
+            for name, value in {**recorder.metrics, **trainer.callback_metrics}.items():
                 if name != "epoch" and name.removeprefix("train_") not in losses:
                     with suppress(TypeError, ValueError, RuntimeError):  # no number: text, or a tensor of several
                         found[name] = float(value)

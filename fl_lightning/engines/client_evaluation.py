@@ -16,24 +16,26 @@ from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 
-LOOKED_AT, APART, NEAR = 8, 2, 0.05
+SAMPLES, CHUNK, TOLERANCE = 8, 2, 0.05
 """Samples that a network is tried on, at once and so many at a time, and how near its outputs must be: precision may be
 half, and a network that looks at its batch is far off."""
 
 
-def untrained(engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]) -> Iterator[Result]:
+def evaluate_untrained(
+    engine: Engine, worker: Worker, tasks: Iterable[Task], clients: Iterable[int]
+) -> Iterator[Result]:
     """Yield the results of tasks without training, in the order of these clients.
 
     Raises:
         ClientFailure: One of them fails.
     """
-    for result in in_client_order(scored(engine, worker, tasks), clients):
+    for result in in_client_order(evaluate_clients(engine, worker, tasks), clients):
         if result.failure:
             raise result.failure
         yield result
 
 
-def scored(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
+def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
     """Carry out tasks. Those that only score one and the same model are done together, in this process.
 
     For a thousand small test splits that takes a tenth of the time. Which tasks these are is the same for all engines:
@@ -91,7 +93,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
         module = worker.modules.receive(task)
         with inference(module, worker.idle_trainer):
             x, _ = next(iter(worker.client_data.test_batches()))
-            if not is_per_sample(module, x[:LOOKED_AT]):
+            if not is_per_sample(module, x[:SAMPLES]):
                 return []
             scores = worker.scorer.local_scores(module, clients)
     except BaseException as error:  # nobody's in particular: one by one, whose it is says so
@@ -108,5 +110,5 @@ def is_per_sample(module: nn.Module, x: Tensor) -> bool:
     Not one with BatchNorm that keeps no statistics, or whose dropout never ends.
     """
     states = RandomStates(x.device)
-    whole, parts = module(x), torch.cat([module(part) for part in x.split(APART)])
-    return bool((whole - parts).abs().max() <= NEAR * whole.abs().max()) and states.unmoved()
+    whole, parts = module(x), torch.cat([module(part) for part in x.split(CHUNK)])
+    return bool((whole - parts).abs().max() <= TOLERANCE * whole.abs().max()) and states.unmoved()

@@ -40,7 +40,7 @@ def has_doubles(device: torch.device) -> bool:
     return device.type != "mps"
 
 
-class Sent:
+class DeviceCopies:
     """Copies the weights of downloads to a device. Tensors that the last download had too are not copied again.
 
     Args:

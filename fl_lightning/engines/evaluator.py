@@ -10,7 +10,7 @@ from fl_lightning.algorithms.server import Server
 from fl_lightning.core.message import Message
 from fl_lightning.core.task import Result, Score, Task
 from fl_lightning.engines.base import Engine
-from fl_lightning.engines.client_evaluation import untrained
+from fl_lightning.engines.client_evaluation import evaluate_untrained
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, measured
@@ -78,7 +78,7 @@ class Evaluator:
         memory = self.server.memory
         arriving = zip(clients, downloads, strict=False)
         tasks = (Task(round, client, download, memory.get(client, {}), **options) for client, download in arriving)
-        return untrained(self.engine, self.worker, tasks, clients)
+        return evaluate_untrained(self.engine, self.worker, tasks, clients)
 
     def _measure(self, clients: Iterable[Result], on_global: Sequence[Score] = ()) -> Row:
         scores, shared = {result.client: result.local for result in clients if result.local}, None

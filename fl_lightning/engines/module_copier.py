@@ -30,8 +30,8 @@ class ModuleCopier(Generic[M]):
         module: It is left as it is, and must not change any more.
 
     Example:
-        >>> blueprint = ModuleCopier(nn.Linear(2, 1))
-        >>> one, other = blueprint.build(), blueprint.build()
+        >>> copier = ModuleCopier(nn.Linear(2, 1))
+        >>> one, other = copier.build(), copier.build()
         >>> bool((one.weight == other.weight).all()), one.weight is other.weight
         (True, False)
     """
@@ -42,7 +42,7 @@ class ModuleCopier(Generic[M]):
         self._entries: Mapping[str, Tensor] = module.state_dict(keep_vars=True)
         self._structure: bytes | None
         try:
-            self._structure = self._taken_apart()
+            self._structure = self._pickle_structure()
             self.build()
         except Exception:  # whatever an object's own pickling raises
             self._structure = None
@@ -62,7 +62,7 @@ class ModuleCopier(Generic[M]):
             if number not in built:
                 original = self._parts[number]
                 if isinstance(original, Tensor):
-                    original = emptied(original) if id(original) in empty else copy.deepcopy(original)
+                    original = empty_copy(original) if id(original) in empty else copy.deepcopy(original)
                 built[number] = original
             return built[number]
 
@@ -70,7 +70,7 @@ class ModuleCopier(Generic[M]):
         unpickler.persistent_load = part  # type: ignore[method-assign]
         return unpickler.load()
 
-    def _taken_apart(self) -> bytes:
+    def _pickle_structure(self) -> bytes:
         numbers: dict[int, int] = {}
 
         def number_of(value: Any) -> int | None:
@@ -89,7 +89,7 @@ class ModuleCopier(Generic[M]):
         return stream.getvalue()
 
 
-def emptied(tensor: Tensor) -> Tensor:
+def empty_copy(tensor: Tensor) -> Tensor:
     """Return an uninitialised copy of a parameter or buffer. A tensor of a subclass is copied with its values."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)

@@ -16,7 +16,7 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.task import Task
 from fl_lightning.engines.client_data import ClientData
-from fl_lightning.engines.device import Sent, compile_backbone, has_doubles
+from fl_lightning.engines.device import DeviceCopies, compile_backbone, has_doubles
 from fl_lightning.engines.module_copier import ModuleCopier
 from fl_lightning.engines.trainer import inference
 
@@ -51,7 +51,7 @@ class ModuleFactory:
         self._built_on = device if loads else torch.device("cpu")
         self._overwrites = loads and loads_plainly(template.backbone)  # nothing reads the initial weights before
         self._uploads_stay = algorithm.only_averages and has_doubles(device)  # they are averaged there
-        self._send = Sent(device)
+        self._send = DeviceCopies(device)
 
     def build(self, blank: Iterable[str] = ()) -> ClientModule:
         """Build a client module with the run's initial weights.

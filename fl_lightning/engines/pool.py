@@ -16,9 +16,9 @@ from fl_lightning.engines.serialization import SerializedValue, SharedTensorStor
 from fl_lightning.engines.task_server import Answer, ProcessSettings
 from fl_lightning.engines.worker import Worker
 
-AT_HAND = 2  # tasks of a member: the one it is at, and one to go on with while its result is being dealt with
-TAKEN = 2  # tasks taken at a time, times members
-TRIES = 3  # members that a client may take with it
+QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
+FETCHED = 2  # tasks taken from the iterator at a time, per worker
+ATTEMPTS = 3  # workers that may be lost at one client
 
 
 class WorkerLost(FLError):
@@ -35,8 +35,8 @@ class PoolWorker(ABC):
     """One worker of a pool, as the engine sees it. It answers requests in order.
 
     Attributes:
-        ready: Whether it has the worker object.
-        tasks: What it was given and has not answered yet, in order.
+        ready: Whether it has loaded the worker object.
+        tasks: The tasks that it was sent and has not answered yet, in order.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PoolWorker(ABC):
         """Send the worker object, which is stored under a handle."""
 
     @abstractmethod
-    def give(self, parcel: SerializedValue, blocks: dict[int, Any]) -> None:
+    def send_task(self, serialized: SerializedValue, blocks: dict[int, Any]) -> None:
         """Send a task, and the handles of the blocks of shared tensors that it needs."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class PoolWorker(ABC):
         """Return the next answer.
 
         Raises:
-            WorkerLost: It will not answer any more.
+            WorkerLost: The worker ended or does not respond.
         """
 
     @abstractmethod
@@ -67,11 +67,11 @@ class PoolWorker(ABC):
 class PoolEngine(Engine):
     """Distributes tasks to workers: the largest first, common tensors once per round, tasks of a lost worker again.
 
-    Members are hired when there is work for them, and kept from round to round.
+    Workers are started when there are tasks for them, and kept from round to round.
     """
 
     def __init__(self) -> None:
-        self._members: list[PoolWorker] = []
+        self._pool_workers: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
 
@@ -80,7 +80,7 @@ class PoolEngine(Engine):
         """Return the number of workers for a worker object.
 
         Raises:
-            ConfigError: They cannot be had.
+            ConfigError: No worker can be started.
         """
 
     @abstractmethod
@@ -88,14 +88,14 @@ class PoolEngine(Engine):
         """Start a worker."""
 
     @abstractmethod
-    def _put(self, parcel: SerializedValue) -> Any:
+    def _put(self, serialized: SerializedValue) -> Any:
         """Store a serialized value where every worker can read it, as long as its handle exists."""
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
         """Wait until workers have answered or are lost, and return them."""
 
-    def _shelf(self) -> SharedTensorStore:
+    def _new_store(self) -> SharedTensorStore:
         """Return a new store for the shared tensors of a round."""
         return SharedTensorStore(self._put)
 
@@ -103,35 +103,37 @@ class PoolEngine(Engine):
         """Check that the worker object can be serialized and that workers can be started.
 
         Raises:
-            ConfigError: It cannot, or there are none.
+            ConfigError: One of the two fails.
         """
         self.size(worker)
-        packed(worker)
+        serialize_worker(worker)
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield results as they arrive. Each worker has a few tasks queued.
 
         Raises:
-            ConfigError: The members cannot take in the worker object.
-            WorkerLost: They end before they have.
+            ConfigError: The workers cannot load the worker object.
+            WorkerLost: They end before they have loaded it.
         """
         size = self._size(worker)
         self._load(worker)
-        arriving, shelf, losses = iter(tasks), self._shelf(), LostWorkers()
+        arriving, store, losses = iter(tasks), self._new_store(), LostWorkers()
         waiting: list[Task] = []
         while True:
             if not waiting:
-                waiting = list(islice(arriving, TAKEN * size))
+                waiting = list(islice(arriving, FETCHED * size))
                 for task in waiting:
-                    shelf.look(task)
-            self._fill(min(size, len(waiting) + sum(bool(member.tasks) for member in self._members)))
-            self._deal(waiting, shelf, lambda task: len(worker.data.shards[task.client].train))
-            if not waiting and not any(member.tasks for member in self._members):
+                    store.add(task)
+            self._start_workers(
+                min(size, len(waiting) + sum(bool(pool_worker.tasks) for pool_worker in self._pool_workers))
+            )
+            self._assign(waiting, store, lambda task: len(worker.data.shards[task.client].train))
+            if not waiting and not any(pool_worker.tasks for pool_worker in self._pool_workers):
                 return
-            for member in self._wait():
-                result = self._outcome(member, worker.shown, losses)
-                if member not in self._members:
-                    waiting += member.tasks
+            for pool_worker in self._wait():
+                result = self._receive(pool_worker, worker.shown, losses)
+                if pool_worker not in self._pool_workers:
+                    waiting += pool_worker.tasks
                 if result:
                     yield result
 
@@ -139,23 +141,23 @@ class PoolEngine(Engine):
         """Start all workers, and wait until they have loaded the worker object.
 
         Raises:
-            ConfigError: They cannot take it in.
-            WorkerLost: They end before they have.
+            ConfigError: They cannot load it.
+            WorkerLost: They end before they have loaded it.
         """
         self._load(worker)
         losses = LostWorkers()
         while True:
-            self._fill(self._size(worker))
-            if all(member.ready for member in self._members):
+            self._start_workers(self._size(worker))
+            if all(pool_worker.ready for pool_worker in self._pool_workers):
                 return
-            for member in self._wait():
-                self._outcome(member, worker.shown, losses)
+            for pool_worker in self._wait():
+                self._receive(pool_worker, worker.shown, losses)
 
     def close(self) -> None:
         """Stop all workers."""
-        for member in self._members:
-            member.end()
-        self._members.clear()
+        for pool_worker in self._pool_workers:
+            pool_worker.end()
+        self._pool_workers.clear()
         self._loaded = self._handle = None
 
     def _size(self, worker: Worker) -> int:
@@ -163,64 +165,64 @@ class PoolEngine(Engine):
 
     def _load(self, worker: Worker) -> None:
         """Make workers use a worker object, and drop the tasks of an interrupted round."""
-        for member in [member for member in self._members if member.tasks]:
-            self._dismiss(member)
+        for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
+            self._remove(pool_worker)
         if worker is self._loaded:
             return
-        self._handle, self._loaded = self._put(packed(worker)), worker
-        for member in self._members:
-            member.ready = False
-            member.load(self._handle)
+        self._handle, self._loaded = self._put(serialize_worker(worker)), worker
+        for pool_worker in self._pool_workers:
+            pool_worker.ready = False
+            pool_worker.load(self._handle)
 
-    def _fill(self, number: int) -> None:
-        while len(self._members) < number:
-            member = self._start_worker()
-            self._members.append(member)
-            member.load(self._handle)
+    def _start_workers(self, number: int) -> None:
+        while len(self._pool_workers) < number:
+            pool_worker = self._start_worker()
+            self._pool_workers.append(pool_worker)
+            pool_worker.load(self._handle)
 
-    def _dismiss(self, member: PoolWorker) -> None:
-        self._members.remove(member)
-        member.end()
+    def _remove(self, pool_worker: PoolWorker) -> None:
+        self._pool_workers.remove(pool_worker)
+        pool_worker.end()
 
-    def _deal(self, waiting: list[Task], shelf: SharedTensorStore, work: Callable[[Task], int]) -> None:
+    def _assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
         """Give the largest task to the worker with the least to do, until all queues are full."""
 
-        def load(member: PoolWorker) -> int:
-            return sum(work(task) for task in member.tasks)
+        def load(pool_worker: PoolWorker) -> int:
+            return sum(work(task) for task in pool_worker.tasks)
 
         waiting.sort(key=work)
-        ready = [member for member in self._members if member.ready]
-        while waiting and ready and len((member := min(ready, key=load)).tasks) < AT_HAND:
+        ready = [pool_worker for pool_worker in self._pool_workers if pool_worker.ready]
+        while waiting and ready and len((pool_worker := min(ready, key=load)).tasks) < QUEUED:
             task = waiting.pop()
-            parcel = SerializedValue(task, shelf)
-            member.tasks.append(task)
-            member.give(parcel, {block: shelf.handles[block] for block in parcel.blocks})
+            serialized = SerializedValue(task, store)
+            pool_worker.tasks.append(task)
+            pool_worker.send_task(serialized, {block: store.handles[block] for block in serialized.blocks})
 
-    def _outcome(self, member: PoolWorker, heard: set[str], losses: LostWorkers) -> Result | None:
+    def _receive(self, pool_worker: PoolWorker, shown: set[str], losses: LostWorkers) -> Result | None:
         """Return the result in a worker's answer, if any. A lost worker is removed; its tasks are tried again."""
         try:
-            return self._answered(member, heard)
+            return self._process_answer(pool_worker, shown)
         except WorkerLost as loss:
-            self._dismiss(member)
-            return losses.count(member, loss)
+            self._remove(pool_worker)
+            return losses.count(pool_worker, loss)
 
-    def _answered(self, member: PoolWorker, heard: set[str]) -> Result | None:
-        answer = member.answer()
+    def _process_answer(self, pool_worker: PoolWorker, shown: set[str]) -> Result | None:
+        answer = pool_worker.answer()
         for text, category, file, line in answer.warnings:
-            if text not in heard:  # each member has heard by itself
-                heard.add(text)
+            if text not in shown:  # each worker shows it once
+                shown.add(text)
                 warnings.warn_explicit(text, category, file, line)
         if answer.refused:
-            for other in [other for other in self._members if not other.ready]:  # who would yet answer the same
-                self._dismiss(other)
+            for other in [other for other in self._pool_workers if not other.ready]:  # they would give the same answer
+                self._remove(other)
             raise ConfigError(
                 f"engine: a worker process could not take in the experiment: {answer.refused}; "
                 f"define what it is made of in a module that every worker can import"
             )
         if answer.result is None:
-            member.ready = True
+            pool_worker.ready = True
             return None
-        member.tasks.popleft()
+        pool_worker.tasks.popleft()
         if answer.trace:
             assert answer.result.failure
             answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
@@ -234,38 +236,38 @@ class LostWorkers:
         self._by_client: Counter[int] = Counter()
         self._unready = 0
 
-    def count(self, member: PoolWorker, loss: WorkerLost) -> Result | None:
+    def count(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
         """Count a lost worker. Return the failure of the task it was running if that task is not tried again.
 
         Raises:
-            WorkerLost: So many were lost before they had begun that there is no use in more.
+            WorkerLost: Too many were lost before they had loaded the worker object.
         """
-        if not member.ready:
+        if not pool_worker.ready:
             self._unready += 1
-            if self._unready == TRIES:
+            if self._unready == ATTEMPTS:
                 raise WorkerLost(
-                    f"engine: {TRIES} workers ended before they could begin, the last of them {loss}; a script that "
+                    f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}; a script that "
                     f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
                 )
-        if not member.tasks:
+        if not pool_worker.tasks:
             return None
-        client = member.tasks[0].client
+        client = pool_worker.tasks[0].client
         self._by_client[client] += 1
-        if self._by_client[client] < TRIES:
+        if self._by_client[client] < ATTEMPTS:
             return None
-        died = WorkerLost(f"{TRIES} worker processes died at it, the last of them {loss}")
-        return failed(member.tasks.popleft(), died)
+        died = WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}")
+        return failed(pool_worker.tasks.popleft(), died)
 
 
-def packed(worker: Worker) -> SerializedValue:
-    """The serialized form of a worker object.
+def serialize_worker(worker: Worker) -> SerializedValue:
+    """Serialize a worker object and the settings of this process.
 
     Raises:
         ConfigError: It cannot be sent to another process.
     """
     try:
-        return SerializedValue((worker, ProcessSettings.here()))
-    except Exception as error:  # whatever a stranger's __reduce__ raises
+        return SerializedValue((worker, ProcessSettings.current()))
+    except Exception as error:  # __reduce__ may raise anything
         raise ConfigError(
             f"engine: the experiment cannot be sent to another process: {one_line(error)}; "
             f"use the sequential engine, or define it in a module"

@@ -1,4 +1,4 @@
-"""An engine that trains several clients at a time, each in a process of this machine."""
+"""An engine that trains several clients at a time, in processes of this machine."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ START = 60.0  # seconds that a process has to start, where `timeout` is less: it
 class ProcessesEngine(PoolEngine):
     """Trains several clients at a time in processes of this machine, which last from round to round.
 
-    The same bytes as one after another, on the CPU with as many threads. Processes start when the first round does
-    (some seconds: they import torch) and end with the run, or with the process that started them, however that ends.
-    What a round's clients have in common is shared memory, there once for all of them. A process that is killed is
-    replaced, and its client's fit done again; a client that three processes die at has failed. Linux and macOS.
+    On a CPU, the results are the sequential engine's to the byte, with the same number of threads. Processes start in
+    the first round, which takes some seconds, and end with the run, or with the process that started them. Tensors that
+    a round's clients share are in shared memory, once for all. If a process is killed, it is replaced and its client
+    is trained again. A client at which three processes die has failed. For Linux and macOS.
 
     Args:
-        workers: How many processes; by default as many as there are cores for their threads, or GPUs.
-        threads: Torch's threads in each.
-        devices: Numbers of the GPUs that they are dealt out to in turn, where clients train on GPUs; all by default.
-            With more workers than GPUs, several share one.
-        timeout: Seconds that a client may take in one round. A process that takes longer, because it hangs or is
-            stopped, is killed and replaced. By default there is no limit.
+        workers: Number of processes. By default, one for each GPU, or as many as there are cores for their threads.
+        threads: Torch's threads in each process.
+        devices: Numbers of the GPUs to use in turn, if clients train on GPUs; all by default. With more workers than
+            GPUs, several workers share one.
+        timeout: Seconds that a client may take in one round. A process that takes longer is killed and replaced. By
+            default there is no limit.
 
     Raises:
         ConfigError: A number is out of range, or there is no GPU in `devices`.
@@ -75,8 +75,8 @@ class ProcessesEngine(PoolEngine):
         if sys.platform == "linux":
             self._context.set_forkserver_preload([__name__])
         self._places: list[int] = []
-        # when Python exits it waits for its processes, which wait for it
-        self._at_exit = util.Finalize(self, end_all, args=(self._members,), exitpriority=1)
+        # otherwise Python and its processes wait for each other at exit
+        self._at_exit = util.Finalize(self, end_all, args=(self._pool_workers,), exitpriority=1)
 
     def size(self, worker: Worker) -> int:
         """Return the number of processes.
@@ -96,7 +96,7 @@ class ProcessesEngine(PoolEngine):
                 )
             return []
         if self.devices is None and isinstance(worker.trainer.get("devices"), list):
-            return [device.index]  # the one that the experiment names
+            return [device.index]  # the experiment names one
         here = list(range(torch.cuda.device_count()))
         for number in self.devices or []:
             if number not in here:
@@ -104,22 +104,26 @@ class ProcessesEngine(PoolEngine):
         return self.devices or here
 
     def _start_worker(self) -> Process:
-        held = [member.device for member in self._members if isinstance(member, Process)]
+        held = [pool_worker.device for pool_worker in self._pool_workers if isinstance(pool_worker, Process)]
         device = min(self._places, key=held.count) if self._places else None
         with temporary_files():  # of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
 
-    def _put(self, parcel: SerializedValue) -> Place:
-        return MemoryFile().append(parcel)
+    def _put(self, serialized: SerializedValue) -> Place:
+        return MemoryFile().append(serialized)
 
-    def _shelf(self) -> SharedTensorStore:
+    def _new_store(self) -> SharedTensorStore:
         return SharedTensorStore(MemoryFile().append)  # one file for all blocks: open files are few
 
     def _wait(self) -> Sequence[PoolWorker]:
-        by_connection = {member.connection: member for member in self._members if isinstance(member, Process)}
+        by_connection = {
+            pool_worker.connection: pool_worker
+            for pool_worker in self._pool_workers
+            if isinstance(pool_worker, Process)
+        }
         while not (ready := connection.wait(list(by_connection), time_left(by_connection.values()))):
-            for member in by_connection.values():
-                member.kill_if_overdue()
+            for pool_worker in by_connection.values():
+                pool_worker.kill_if_overdue()
         return [by_connection[one] for one in ready]
 
 
@@ -127,10 +131,10 @@ class Process(PoolWorker):
     """A worker that is a process of this machine.
 
     Args:
-        context: Starts it.
-        threads: Torch's threads in it.
+        context: The `multiprocessing` context that starts it.
+        threads: Torch's threads.
         device: Number of its GPU, or None.
-        timeout: Seconds that it has for each answer, or None.
+        timeout: Seconds for each answer, or None for no limit.
     """
 
     def __init__(self, context: Any, threads: int, device: int | None, timeout: float | None = None) -> None:
@@ -148,17 +152,17 @@ class Process(PoolWorker):
         trainer = {} if self.device is None else {"devices": [self.device]}
         self._send(("load", handle.span, trainer), handle.file.fd)
 
-    def give(self, parcel: SerializedValue, blocks: dict[int, Place]) -> None:
+    def send_task(self, serialized: SerializedValue, blocks: dict[int, Place]) -> None:
         """Send a task."""
-        own = MemoryFile().append(parcel)
+        own = MemoryFile().append(serialized)
         files = {block.file.fd for block in blocks.values()}
-        self._send(("carry out", own.span, {i: block.span for i, block in blocks.items()}), own.file.fd, *files)
+        self._send(("run", own.span, {i: block.span for i, block in blocks.items()}), own.file.fd, *files)
 
     def answer(self) -> Answer:
         """Copy the answer into this process's own memory."""
         try:
             span, (fd,) = receive(self.connection)
-        except (EOFError, OSError, RuntimeError):  # it went while it was speaking
+        except (EOFError, OSError, RuntimeError):  # it ended while it was sending
             raise WorkerLost(self._end()) from None
         self._expected, self._since = self._expected - 1, time.monotonic()
         return unpack(MemoryFile(fd).read(span), copy=True)
@@ -187,7 +191,7 @@ class Process(PoolWorker):
         if not self._expected:
             self._since = time.monotonic()
         self._expected += 1
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is lost, which `answer` will tell
+        with suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the loss
             send(self.connection, message, *fds)
 
     def _end(self) -> str:
@@ -207,14 +211,14 @@ def time_left(processes: Iterable[Process]) -> float | None:
     return None if least == math.inf else max(least, 0.0)
 
 
-# --- The other end -------------------------------------------------------------------------------------------------
+# --- In the worker process -----------------------------------------------------------------------------------------
 
 
 def serve(connection: Connection, threads: int) -> None:
     """Run a worker process. It ends as soon as the connection is closed or the other side dies.
 
-    Signals that ask a run to end are for the process that leads it. Tasks are not in the main thread, so that
-    Lightning, which answers signals by leaving, does not hear of them either.
+    Only the main process handles SIGINT and SIGTERM. Tasks run outside of the main thread, so that Lightning installs
+    no signal handlers either.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -235,7 +239,7 @@ def work(connection: Connection, threads: int) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(1)  # for a client's code that would have this process end, too
+        os._exit(1)  # also if a client's code exits
 
 
 def next_request(connection: Connection) -> Request:
@@ -246,9 +250,9 @@ def next_request(connection: Connection) -> Request:
     return LoadWorker(source, rest) if what == "load" else RunTask(source, partial(read_block, files[-1], rest))
 
 
-def reply(connection: Connection, parcel: SerializedValue) -> None:
+def reply(connection: Connection, serialized: SerializedValue) -> None:
     """Send an answer."""
-    place = MemoryFile().append(parcel)
+    place = MemoryFile().append(serialized)
     send(connection, place.span, place.file.fd)
 
 
@@ -257,7 +261,7 @@ def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) 
     return unpack(file.read(spans[block]))
 
 
-# --- What lies between -----------------------------------------------------------------------------------------------
+# --- Shared memory and messages --------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -271,23 +275,23 @@ class MemoryFile:
     """Memory that other processes can map. It has no name, so nothing is left behind when the last process ends.
 
     Args:
-        fd: A file that another process has sent; a new one by default.
+        fd: A file that another process sent. By default, a new one.
     """
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = new_file() if fd is None else fd
         self._end = 0
 
-    def append(self, parcel: SerializedValue) -> Place:
+    def append(self, serialized: SerializedValue) -> Place:
         """Append a serialized value."""
-        start, self._end = self._end, self._end + aligned(parcel.nbytes)
+        start, self._end = self._end, self._end + aligned(serialized.nbytes)
         os.ftruncate(self.fd, self._end)
         memory = np.frombuffer(mmap.mmap(self.fd, self._end), np.uint8)
-        parcel.write(torch.from_numpy(memory[start : start + parcel.nbytes]))
-        return Place(self, (start, parcel.nbytes))
+        serialized.write(torch.from_numpy(memory[start : start + serialized.nbytes]))
+        return Place(self, (start, serialized.nbytes))
 
     def read(self, span: tuple[int, int]) -> np.ndarray:
-        """Return some of the bytes without copying. Writes to them are not seen by anybody else."""
+        """Return some of the bytes without copying. Other processes do not see writes to them."""
         start, nbytes = span
         return np.frombuffer(mmap.mmap(self.fd, start + nbytes, access=mmap.ACCESS_COPY), np.uint8)[start:]
 
@@ -317,10 +321,10 @@ def receive(connection: Connection) -> tuple[Any, list[int]]:
         return message, recvfds(channel, number)
 
 
-def end_all(members: list[PoolWorker]) -> None:
+def end_all(pool_workers: list[PoolWorker]) -> None:
     """End worker processes whose engine was not closed."""
-    for member in members:
-        member.end()
+    for pool_worker in pool_workers:
+        pool_worker.end()
 
 
 def usable_cores() -> int:

@@ -25,16 +25,16 @@ from fl_lightning.engines.worker import Worker
 class RayEngine(PoolEngine):
     """Trains several clients at a time, in actors on the machines of a Ray cluster.
 
-    The same bytes as one after another, on the CPU with as many threads and machines of one kind. The data, and what a
-    round's clients have in common, go through Ray's object store: to each machine once. The clients of a worker or a
-    machine that is lost are done again by the others, or by a new worker once there is room for one; a client that
-    three workers die at has failed. Needs the extra `ray`.
+    On CPUs of one kind, the results are the sequential engine's to the byte, with the same number of threads. The data
+    and the tensors that a round's clients share are sent to each machine once, through Ray's object store. If a worker
+    or a machine is lost, its clients are trained again by other workers. A client at which three workers die has
+    failed. Needs the extra `ray`.
 
     Args:
-        address: The cluster's; by default that of `RAY_ADDRESS`, a cluster that runs on this machine, or a new one.
-        workers: How many actors; by default as many as the cluster has cores, or GPUs, for.
-        threads: Torch's threads, and so cores, of each.
-        gpus: GPUs of each, 0.25 to have four share one; by default 1 where clients train on GPUs, else none.
+        address: Address of the cluster. By default `RAY_ADDRESS`, a cluster on this machine, or a new one.
+        workers: Number of actors. By default, as many as the cluster has cores or GPUs for.
+        threads: Torch's threads, and so cores, of each actor.
+        gpus: GPUs of each actor, 0.25 to let four share one. By default 1 if clients train on GPUs, otherwise none.
 
     Raises:
         ConfigError: A number is out of range.
@@ -70,14 +70,14 @@ class RayEngine(PoolEngine):
         """End all actors, and the cluster or connection that was opened for them."""
         super().close()
         if self._started:
-            imported().shutdown()
+            import_ray().shutdown()
             self._started = False
 
     def _connected(self) -> ModuleType:
-        ray = imported()
+        ray = import_ray()
         if not ray.is_initialized():
             try:
-                with same_handlers():
+                with keep_signal_handlers():
                     ray.init(self.address, logging_level="error", log_to_driver=False, include_dashboard=False)
             except Exception as error:
                 reason = " ".join(str(error).split())
@@ -88,14 +88,14 @@ class RayEngine(PoolEngine):
     def _start_worker(self) -> Actor:
         return Actor(self.threads, self._gpus)
 
-    def _put(self, parcel: SerializedValue) -> Any:
-        return imported().put(as_bytes(parcel))
+    def _put(self, serialized: SerializedValue) -> Any:
+        return import_ray().put(as_bytes(serialized))
 
     def _wait(self) -> Sequence[PoolWorker]:
-        by_reference = {m.expected[0]: m for m in self._members if isinstance(m, Actor) and m.expected}
+        by_reference = {m.expected[0]: m for m in self._pool_workers if isinstance(m, Actor) and m.expected}
         references = list(by_reference)
-        imported().wait(references, num_returns=1)
-        ready, _ = imported().wait(references, num_returns=len(references), timeout=0)
+        import_ray().wait(references, num_returns=1)
+        ready, _ = import_ray().wait(references, num_returns=len(references), timeout=0)
         return [by_reference[reference] for reference in ready]
 
 
@@ -103,28 +103,28 @@ class Actor(PoolWorker):
     """A worker that is an actor of a Ray cluster.
 
     Args:
-        threads: Torch's threads, and so cores, of it.
-        gpus: GPUs that it has, or shares.
+        threads: Torch's threads, and so its cores.
+        gpus: Number of its GPUs, possibly a fraction.
     """
 
     def __init__(self, threads: int, gpus: float) -> None:
         super().__init__()
-        self.expected: list[Any] = []  # references to its answers to come
-        self._trainer = {"devices": 1} if gpus else {}  # it sees no GPUs but its own
-        actor = imported().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteHost)
+        self.expected: list[Any] = []  # references to future answers
+        self._trainer = {"devices": 1} if gpus else {}  # it sees only its own GPUs
+        actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
         self._actor = actor.remote(threads, sys.path)
 
     def load(self, handle: Any) -> None:
         """Send the worker object."""
         self.expected.append(self._actor.load.remote(handle, self._trainer))
 
-    def give(self, parcel: SerializedValue, blocks: dict[int, Any]) -> None:
+    def send_task(self, serialized: SerializedValue, blocks: dict[int, Any]) -> None:
         """Send a task."""
-        self.expected.append(self._actor.carry_out.remote(as_bytes(parcel), blocks))
+        self.expected.append(self._actor.run_task.remote(as_bytes(serialized), blocks))
 
     def answer(self) -> Answer:
         """Fetch the answer and copy it out of the object store."""
-        ray = imported()
+        ray = import_ray()
         try:
             return unpack(ray.get(self.expected.pop(0)), copy=True)
         except ray.exceptions.RayError as error:
@@ -132,17 +132,15 @@ class Actor(PoolWorker):
 
     def end(self) -> None:
         """Kill the actor."""
-        imported().kill(self._actor)
+        import_ray().kill(self._actor)
 
 
-class RemoteHost:
-    """The actor. Serialized values lie in the object store, where they are read-only.
-
-    Calls come one by one, and a host serves many in one `Trainer.fit`: it has a thread of its own.
+class RemoteServer:
+    """The actor: a `TaskServer` in a thread, since it serves several calls in one `Trainer.fit`.
 
     Args:
         threads: Torch's threads.
-        path: Where the run's own process looks for modules.
+        path: Search path for modules of the main process.
     """
 
     def __init__(self, threads: int, path: list[str]) -> None:
@@ -152,12 +150,12 @@ class RemoteHost:
         threading.Thread(target=self._serve, args=(threads,), daemon=True).start()
 
     def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
-        """LoadWorker the worker object; the data stay in the object store."""
+        """Load the worker object. The data stay in the object store."""
         return self._answer(LoadWorker(source, trainer))
 
-    def carry_out(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
-        """Carry out a task on copies of its tensors, since methods may change them."""
-        return self._answer(RunTask(source.copy(), fetching(blocks)))
+    def run_task(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
+        """Run a task on copies of its tensors: the object store is read-only, and methods may change them."""
+        return self._answer(RunTask(source.copy(), block_reader(blocks)))
 
     def _serve(self, threads: int) -> None:
         try:
@@ -174,16 +172,16 @@ class RemoteHost:
         return as_bytes(answer)
 
 
-def fetching(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
-    """Reads blocks of shared tensors by their references."""
-    ray = imported()
+def block_reader(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
+    """Return a function that reads blocks of shared tensors."""
+    ray = import_ray()
     return lambda block: unpack(ray.get(blocks[block]), copy=True)
 
 
-def as_bytes(parcel: SerializedValue) -> np.ndarray:
+def as_bytes(serialized: SerializedValue) -> np.ndarray:
     """Copy a serialized value into memory of its own."""
-    memory = torch.empty(parcel.nbytes, dtype=torch.uint8)
-    parcel.write(memory)
+    memory = torch.empty(serialized.nbytes, dtype=torch.uint8)
+    serialized.write(memory)
     return memory.numpy()
 
 
@@ -195,7 +193,7 @@ def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
     return int(min(rooms))
 
 
-def imported() -> ModuleType:
+def import_ray() -> ModuleType:
     """Import and return the package `ray`.
 
     Raises:
@@ -209,8 +207,8 @@ def imported() -> ModuleType:
 
 
 @contextmanager
-def same_handlers() -> Iterator[None]:
-    """Keep the signal handlers: those of Ray would end a run before it reaches a safe point."""
+def keep_signal_handlers() -> Iterator[None]:
+    """Keep the signal handlers. Ray's would end a run before it reaches a safe point."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -13,19 +13,19 @@ from fl_lightning.engines.base import Engine
 from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
 
-ROOM = 1 << 26
+MAX_WAITING = 1 << 26
 """Bytes of results that may wait until their shared fit ends."""
 
 
 class SequentialEngine(Engine):
     """Trains clients one after another on the trainer's device, with memory for one client's training at a time.
 
-    One `Trainer.fit` takes up clients for some time, since a fit of Lightning's has a cost of its own, and their
-    results, some 64 MB of them at most, follow when it ends. What each of them comes to is the same to the bit as in a
-    fit of its own, which it is given where the trainer has callbacks or other options that are meant for one fit.
+    Several clients share one `Trainer.fit`, because starting a fit takes time. Their results, at most some 64 MB,
+    are returned when it ends. The results are the same to the bit as with a fit for each client. Each client gets its
+    own fit if the trainer has callbacks or other options that apply to one fit.
 
     Args:
-        seconds: How long a fit takes up further clients; 0 gives each client a fit of its own.
+        seconds: How long a shared fit takes further clients; 0 gives each client its own fit.
 
     Raises:
         ConfigError: `seconds` is below 0.
@@ -34,29 +34,29 @@ class SequentialEngine(Engine):
     def __init__(self, seconds: float = 1.0) -> None:
         check_number("engine.seconds", seconds, "[0, inf)", "use 0 for a fit of its own for each client")
         self.seconds = seconds
-        self._asked: Worker | None = None
-        self._relays = False
+        self._worker: Worker | None = None
+        self._shares_fit = False
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Carry out tasks when their results are asked for."""
         tasks = iter(tasks)
-        if self._asked is not worker:
-            self._asked, self._relays = worker, self.seconds > 0 and can_share_fit(worker)
-        if self._relays:
+        if self._worker is not worker:
+            self._worker, self._shares_fit = worker, self.seconds > 0 and can_share_fit(worker)
+        if self._shares_fit:
             for task in tasks:
-                yield from run_shared_fit(worker, partial(self._carried_out, worker, chain([task], tasks)))
+                yield from run_shared_fit(worker, partial(self._run_tasks, worker, chain([task], tasks)))
         for task in tasks:
             yield worker.run(task)
             gc.collect()  # a used Trainer is a cycle that holds its model
 
-    def _carried_out(self, worker: Worker, tasks: Iterator[Task], fit: Fit) -> list[Result]:
+    def _run_tasks(self, worker: Worker, tasks: Iterator[Task], fit: Fit) -> list[Result]:
         """Return the results of as many tasks as time and memory for results allow."""
         results: list[Result] = []
         waiting = 0
         for task in take_for(tasks, self.seconds):
             results.append(worker.run(task, fit))
             waiting += size(results[-1])
-            if waiting > ROOM:
+            if waiting > MAX_WAITING:
                 break
         return results
 

@@ -44,20 +44,20 @@ class SerializedValue:
     """A serialized value, ready to be written.
 
     Args:
-        value: Anything that can be pickled; strides of its CPU tensors, and which of them are one, are kept.
-        shelf: The shelf that some of its tensors may be on.
+        value: Anything that can be pickled. Strides of its CPU tensors, and which of them are the same, are kept.
+        store: The store that may hold some of its tensors.
 
     Attributes:
         nbytes: How many bytes `write` needs.
-        blocks: Which of the shelf's blocks are needed to read it.
+        blocks: The blocks of the store that are needed to read it.
 
     Raises:
         Exception: The value holds something that cannot be pickled; pickle raises all kinds.
     """
 
-    def __init__(self, value: Any, shelf: SharedTensorStore | None = None) -> None:
+    def __init__(self, value: Any, store: SharedTensorStore | None = None) -> None:
         file = io.BytesIO()
-        pickler = _Pickler(file, shelf)
+        pickler = _Pickler(file, store)
         pickler.dump(value)
         self.blocks: set[int] = pickler.blocks
         self._pickle, self._tensors = file.getbuffer(), pickler.tensors
@@ -75,12 +75,12 @@ class SerializedValue:
 
 
 def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = None, copy: bool = False) -> Any:
-    """Return the value that was serialized.
+    """Return a serialized value.
 
     Args:
-        source: The bytes, `uint8`; tensors lie in them, and keep them alive, unless they are copied.
-        block: Gives the blocks of the shelf that the parcel was packed with.
-        copy: Give every tensor memory of its own.
+        source: The bytes, `uint8`. Tensors are views of them, unless they are copied.
+        block: Returns the tensors of a block of the store that the value was serialized with.
+        copy: Whether every tensor gets memory of its own.
     """
     return _Unpickler(source, block, copy).load()
 
@@ -88,9 +88,9 @@ def unpack(source: np.ndarray, block: Callable[[int], list[Tensor]] | None = Non
 class _Pickler(pickle.Pickler):
     """A pickler that stores plain CPU tensors outside of the pickle, because torch copies them several times."""
 
-    def __init__(self, file: io.BytesIO, shelf: SharedTensorStore | None) -> None:
+    def __init__(self, file: io.BytesIO, store: SharedTensorStore | None) -> None:
         super().__init__(file, protocol=5)
-        self.shelf = shelf
+        self.store = store
         self.places: dict[int, OwnPosition] = {}
         self.tensors: list[tuple[OwnPosition, Tensor]] = []
         self.blocks: set[int] = set()
@@ -99,9 +99,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> OwnPosition | SharedPosition | None:
         if not is_plain(value):
             return None
-        if self.shelf and (on_shelf := self.shelf.place(value)):
-            self.blocks.add(on_shelf.block)
-            return on_shelf
+        if self.store and (shared := self.store.position(value)):
+            self.blocks.add(shared.block)
+            return shared
         if id(value) not in self.places:
             self.places[id(value)] = self._beside(value)
         return self.places[id(value)]
@@ -143,15 +143,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SharedTensorStore:
-    """The tensors that several tasks of a round have in common. Each is stored once, block by block.
+    """The tensors that several tasks of a round share. Each is stored once, block by block.
 
-    Tensors are the same if they are one object. What only one task has is not kept alive.
+    Tensors are the same if they are one object. A tensor of only one task is not kept alive.
 
     Args:
-        put: Puts a block's parcel where whoever runs the tasks can get at it.
+        put: Stores a serialized block where the workers can read it, and returns its handle.
 
     Attributes:
-        handles: What `put` returned, a block each.
+        handles: The handle of each block.
     """
 
     def __init__(self, put: Callable[[SerializedValue], Any]) -> None:
@@ -161,8 +161,8 @@ class SharedTensorStore:
         self._places: dict[int, SharedPosition] = {}
         self._held: list[list[Tensor]] = []
 
-    def look(self, task: Task) -> None:
-        """Find the tensors that a task shares with earlier ones."""
+    def add(self, task: Task) -> None:
+        """Store the tensors that a task shares with earlier tasks."""
         found = {id(tensor): tensor for tensor in tensors_of(task) if is_plain(tensor)}
         new = [t for key, t in found.items() if key not in self._places and self._seen.get(key) is t]
         self._seen.update(found)
@@ -171,7 +171,7 @@ class SharedTensorStore:
             self._held.append(new)
             self.handles.append(self._put(SerializedValue(new)))
 
-    def place(self, tensor: Tensor) -> SharedPosition | None:
+    def position(self, tensor: Tensor) -> SharedPosition | None:
         """Return the position of a tensor in the store, or None."""
         return self._places.get(id(tensor))
 

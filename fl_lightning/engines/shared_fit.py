@@ -27,39 +27,36 @@ from fl_lightning.engines.trainer import (
 from fl_lightning.engines.worker import Fit, Worker
 
 Item = TypeVar("Item")
-Outcome = TypeVar("Outcome")
+Value = TypeVar("Value")
 
 
 def can_share_fit(worker: Worker) -> bool:
-    """Return whether a client's fit within a shared fit equals a fit of its own.
+    """Return whether a client's fit within a shared fit equals its own fit.
 
-    Not where the trainer or the client's module has something that belongs to one fit: callbacks, say, hooks of its
-    own, or a scaler of gradients.
+    That is not so if the trainer or the module has parts for one fit, such as callbacks, own hooks or a gradient
+    scaler.
     """
     module, trainer = worker.modules.build(), worker.idle_trainer
     if type(module) is not ClientModule or obstacle_to_shared_fit(trainer):
         return False
-    optimizer, schedules = configured(module)
+    optimizer, schedules = configure_optimizer(module)
     return isinstance(optimizer, torch.optim.Optimizer) and all(isinstance(s, LRScheduler) for s in schedules)
 
 
-def run_shared_fit(worker: Worker, work: Callable[[Fit], Outcome]) -> Outcome:
-    """Carry out tasks in one `Trainer.fit`.
+def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
+    """Run tasks in one `Trainer.fit` and return the value of `work`.
 
     Args:
-        worker: The worker; `can_share_fit` says yes to it.
-        work: Carries out as many as it likes, with what it is given to train each client there.
-
-    Returns:
-        What `work` returns.
+        worker: The worker; `can_share_fit(worker)` is true.
+        work: Runs any number of tasks. Its argument trains a client, as in `Worker.run`.
     """
     clients = SharedFit(worker, work)
     trainer = quiet_trainer(worker.trainer | FOR_ALL, worker.shown)
     with quiet_lightning(worker.shown):
         trainer.fit(clients)
-    outcome: Outcome = clients.outcome
-    del clients.worker, clients.work, clients.outcome  # a used Trainer is a cycle that holds its module
-    return outcome
+    value: Value = clients.value
+    del clients.worker, clients.work, clients.value  # a used Trainer is a cycle that holds its module
+    return value
 
 
 def take_for(items: Iterable[Item], seconds: float) -> Iterator[Item]:
@@ -68,7 +65,7 @@ def take_for(items: Iterable[Item], seconds: float) -> Iterator[Item]:
     for item in items:
         until = time.monotonic() + seconds if until is None else until
         yield item
-        del item  # not while the next is waited for
+        del item  # free it while waiting for the next one
         if time.monotonic() >= until:
             return
 
@@ -76,22 +73,22 @@ def take_for(items: Iterable[Item], seconds: float) -> Iterator[Item]:
 class SharedFit(L.LightningModule):
     """Trains clients one after another, each bit for bit as under its own `Trainer`.
 
-    A fit has a cost of its own, ten steps of a small model, and so has each step that Lightning takes, looking for
-    hooks and options that a client's fit has none of.
+    Starting a fit takes as long as ten steps of a small model, and Lightning's own loop looks for hooks and options in
+    each step that a client's fit does not have.
 
     Args:
-        worker: The worker; `can_share_fit` says yes to it.
-        work: Carries tasks out, with what it is given to train each client.
+        worker: The worker; `can_share_fit(worker)` is true.
+        work: Runs tasks. Its argument trains a client.
 
     Attributes:
-        outcome: What `work` has returned.
+        value: The value of `work`.
     """
 
     def __init__(self, worker: Worker, work: Callable[[Fit], Any]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.worker, self.work = worker, work
-        self.outcome: Any = None
+        self.value: Any = None
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return no optimizer: each client builds its own."""
@@ -105,12 +102,12 @@ class SharedFit(L.LightningModule):
         """Enter no precision context: each step of a client enters it."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Carry out tasks."""
-        self.outcome = self.work(self.fit)
+        """Run tasks."""
+        self.value = self.work(self.fit)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a client's module and return its optimizer."""
-        with torch.enable_grad(), warnings.catch_warnings():  # what a client sets is not for those after it
+        with torch.enable_grad(), warnings.catch_warnings():  # a client's settings must not affect later clients
             return self._fit(module, task)
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
@@ -119,8 +116,8 @@ class SharedFit(L.LightningModule):
         work = LocalWork.under(self.worker.idle_trainer, len(batches))
         module.to(device).train()
         module.trainer = own = ClientTrainerView(self.trainer, self.worker.idle_trainer, work)  # type: ignore[assignment]
-        vars(module)["log"] = unheard
-        optimizer, schedules = configured(module)
+        vars(module)["log"] = ignore_log
+        optimizer, schedules = configure_optimizer(module)
         module.on_fit_start()
         while own.current_epoch < work.epochs and not own.should_stop:
             module.on_train_epoch_start()
@@ -155,11 +152,11 @@ class SharedFit(L.LightningModule):
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def configured(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
-    """The optimizer and schedulers of one client."""
+def configure_optimizer(module: ClientModule) -> tuple[torch.optim.Optimizer, Sequence[Any]]:
+    """Return the optimizer and schedulers of one client."""
     made = module.configure_optimizers()
     return (made[0][0], made[1]) if isinstance(made, tuple) else (made, [])
 
 
-def unheard(*args: Any, **options: Any) -> None:
+def ignore_log(*args: Any, **options: Any) -> None:
     """Replace `log` in a client's fit that has no logger."""

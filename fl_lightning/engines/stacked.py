@@ -84,12 +84,12 @@ class StackedEngine(Engine):
         while taken := list(islice(arriving, min(self.clients, len(worker.data.shards)))):
             alike = len({(task.fit, task.round, task.lr_scale) for task in taken}) == 1
             if taken[0].fit and alike and len(taken) > 1:
-                yield from fitted(worker, taken)
+                yield from fit_together(worker, taken)
             else:
                 yield from map(worker.run, taken)
 
 
-def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
+def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     """Return the results of tasks that are trained together.
 
     Args:
@@ -99,11 +99,11 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
     clients = []
     for task in tasks:
         try:
-            clients.append(Client.begun(worker, task))
+            clients.append(Client.start(worker, task))
         except BaseException as error:
             yield failed(task, error)
     try:
-        states = trained(worker, clients) if clients else {}
+        states = train_together(worker, clients) if clients else {}
     except BaseException as error:  # nobody's in particular: one by one, each says what is its own
         if interrupts(error):
             raise
@@ -118,7 +118,7 @@ def fitted(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
         yield failed(client.task, client.error) if client.error else result
 
 
-def trained(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
+def train_together(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:
     """Train clients together and return their final optimizer states, if those are kept."""
     stacked_fit = StackedFit(clients, worker.data.data, worker.idle_trainer)
     epochs = max(client.work.epochs for client in clients)
@@ -192,15 +192,15 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
     if path := difference(*shapes):
         kind = type(shapes[0].get(path)).__name__
         raise ConfigError(f"{path.removeprefix('client.')!r}, of type {kind}, is not the same for two new clients")
-    alike = StackedStep(steps, [RandomStates(x.device) for _ in clients])
+    step_of_all = StackedStep(steps, [RandomStates(x.device) for _ in clients])
     tensors = [dict(tensors_of(client.backbone)) for client in clients]
     stacked = {
         name: torch.stack([one[name].detach() for one in tensors]).requires_grad_(value.requires_grad)
         for name, value in tensors[0].items()
     }
     copies = torch.stack([x] * len(clients)), torch.stack([y] * len(clients))
-    alike(stacked, list(range(len(clients))), *copies).loss.sum().backward()
-    alike.verify()
+    step_of_all(stacked, list(range(len(clients))), *copies).loss.sum().backward()
+    step_of_all.verify()
 
 
 def first_sentence(error: BaseException) -> str:

@@ -45,24 +45,24 @@ class Client:
         task: What it is to do.
         module: Its module, as it starts on the task, on the training device.
         batches: What it trains on.
-        draws: Where its random generators are.
+        random_states: Where its random generators are.
         work: How many steps it takes.
         error: Why it trains no more, if it does not.
 
     Attributes:
-        leg: Its module's trainer, once the fit has begun.
+        progress: Its module's trainer, once the fit has begun.
     """
 
     task: Task
     module: ClientModule
     batches: Batches
-    draws: RandomStates
+    random_states: RandomStates
     work: LocalWork
     error: BaseException | None = None
-    leg: ClientTrainerView = field(init=False)
+    progress: ClientTrainerView = field(init=False)
 
     @classmethod
-    def begun(cls, worker: Worker, task: Task) -> Client:
+    def start(cls, worker: Worker, task: Task) -> Client:
         """Prepare a client for the start of its fit.
 
         Args:
@@ -70,24 +70,24 @@ class Client:
             task: The client's task.
         """
         module = worker.modules.receive(task)
-        draws = RandomStates(worker.device)
+        random_states = RandomStates(worker.device)
         batches = worker.client_data.batches(task)
         if worker.device.type != "cpu":  # where it is already; looking at every part takes time
             module.to(worker.device)
-        return cls(task, module.train(), batches, draws, LocalWork.under(worker.idle_trainer, len(batches)))
+        return cls(task, module.train(), batches, random_states, LocalWork.under(worker.idle_trainer, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
         """Number of steps that the client takes in an epoch; 0 once it has failed or was asked to stop."""
-        return 0 if self.error or self.leg.should_stop else self.work.steps_in(epoch)
+        return 0 if self.error or self.progress.should_stop else self.work.steps_in(epoch)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Use the client's own random state in the context; an error in it is the client's failure."""
-        with self.at_risk(), self.draws.drawing():
+        with self.catch_failure(), self.random_states.drawing():
             yield
 
     @contextmanager
-    def at_risk(self) -> Iterator[None]:
+    def catch_failure(self) -> Iterator[None]:
         """Treat an error in the context as the client's failure."""
         try:
             yield
@@ -164,7 +164,7 @@ class StackedFit(L.LightningModule):
     def on_fit_start(self) -> None:
         """Start the fit of each client."""
         for client in self.clients:
-            client.module.trainer = client.leg = ClientTrainerView(self.trainer, self.alone, client.work)  # type: ignore[assignment]
+            client.module.trainer = client.progress = ClientTrainerView(self.trainer, self.alone, client.work)  # type: ignore[assignment]
             with client.turn():
                 client.module.on_fit_start()
 
@@ -186,13 +186,13 @@ class StackedFit(L.LightningModule):
             ConfigError: A step has changed what it should only read.
         """
         if not self.observes:
-            for alike, _ in self.kinds:
-                alike.verify()
+            for step_of_all, _ in self.kinds:
+                step_of_all.verify()
         for client in self.begun:
             if not client.error:
-                with client.turn() if self.hooked else client.at_risk():
+                with client.turn() if self.hooked else client.catch_failure():
                     client.module.on_train_epoch_end()
-                client.leg.current_epoch += 1
+                client.progress.current_epoch += 1
         if scheduler := self.lr_schedulers():
             scheduler.step()  # type: ignore[union-attr]
 
@@ -227,7 +227,10 @@ class StackedFit(L.LightningModule):
                 else:
                     kinds.append((shape, [row], [step]))
         self.kinds = [
-            (StackedStep(steps, [self.clients[row].draws for row in rows]), {row: i for i, row in enumerate(rows)})
+            (
+                StackedStep(steps, [self.clients[row].random_states for row in rows]),
+                {row: i for i, row in enumerate(rows)},
+            )
             for _, rows, steps in kinds
         ]
 
@@ -242,24 +245,24 @@ class StackedFit(L.LightningModule):
 
     def _augmented(self, row: int, x: Tensor) -> Tensor:
         assert self.data.augment is not None
-        with self.clients[row].draws.drawing():
+        with self.clients[row].random_states.drawing():
             return self.data.augment(x)
 
     def training_step(self, batch: StackedBatch, batch_idx: int) -> None:
         """Compute the losses of the clients of a batch, one group of stackable clients after another."""
         self.parts = []
-        for alike, places in self.kinds:
+        for step_of_all, places in self.kinds:
             chosen = [i for i, row in enumerate(batch.rows) if row in places]
             if chosen:
                 own = as_rows(chosen, batch.x.device)
                 rows, x, y = [batch.rows[i] for i in chosen], batch.x[own], batch.y[own]
                 tensors = self._of(rows)
-                outcome = alike(tensors, [places[row] for row in rows], x, y)
-                self.parts.append((rows, tensors, outcome.loss))
-                self._record(rows, outcome)
+                output = step_of_all(tensors, [places[row] for row in rows], x, y)
+                self.parts.append((rows, tensors, output.loss))
+                self._record(rows, output)
                 if self.observes:
-                    alike.verify()
-                    self._observe(rows, outcome, x, y)
+                    step_of_all.verify()
+                    self._observe(rows, output, x, y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compute gradients and step the optimizer, outside of the precision context as in a single client's fit."""
@@ -268,7 +271,7 @@ class StackedFit(L.LightningModule):
             self.manual_backward(loss.sum())
             self._hand_out(rows, tensors)
             for row in rows:
-                self.clients[row].leg.global_step += 1
+                self.clients[row].progress.global_step += 1
         optimizer.step()
         optimizer.zero_grad()
 
@@ -289,23 +292,23 @@ class StackedFit(L.LightningModule):
             if not value.requires_grad:
                 self.stacks[name][as_rows(rows, value.device)] = value
 
-    def _record(self, rows: list[int], outcome: StepOutput) -> None:
+    def _record(self, rows: list[int], output: StepOutput) -> None:
         """Record the losses of each client."""
-        names = list(outcome.losses)
-        values = torch.stack([at_least_float32(value.detach()) for value in outcome.losses.values()], dim=1)
+        names = list(output.losses)
+        values = torch.stack([at_least_float32(value.detach()) for value in output.losses.values()], dim=1)
         for row, own in zip(rows, values.unbind(), strict=True):
             self.clients[row].module.record(names, own)
 
-    def _observe(self, rows: list[int], outcome: StepOutput, x: Tensor, y: Tensor) -> None:
+    def _observe(self, rows: list[int], output: StepOutput, x: Tensor, y: Tensor) -> None:
         """Let each client's shared knowledge observe its outputs, and regroup clients if that changed them."""
         changed = False
         for i, row in enumerate(rows):
             module = self.clients[row].module
-            features = None if outcome.features is None else outcome.features[i]
-            step = Step(outcome.logits[i], y[i], features, x[i], module.backbone)
+            features = None if output.features is None else output.features[i]
+            step = Step(output.logits[i], y[i], features, x[i], module.backbone)
             held = contents(module.knowledge)
             written = versions(held)
-            with self.clients[row].draws.drawing():
+            with self.clients[row].random_states.drawing():
                 for piece in filter(attrgetter("observes"), module.pieces()):
                     piece.observe(step, self.current_epoch)
             now = contents(module.knowledge)

@@ -2,7 +2,7 @@
 
 Everything that a step can read is found by walking the client's module: registered parameters and buffers, and
 tensors that its parts hold as plain attributes (a loss term's anchors, say), in lists, tuples and dicts too. Clients
-that differ in tensors alone are alike and can be stacked; everything else about them must be equal.
+that differ in tensors alone are step_of_all and can be stacked; everything else about them must be equal.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ class StackedStep:
 
     Args:
         steps: Their steps as they are now; the first lends its module to all.
-        draws: Where each one's random generators are; dropout draws from them.
+        random_states: Where each one's random generators are; dropout draws from them.
     """
 
-    def __init__(self, steps: Sequence[StepContents], draws: Sequence[RandomStates]) -> None:
-        self.step, self.draws, self.replaces = steps[0].step, draws, True
+    def __init__(self, steps: Sequence[StepContents], random_states: Sequence[RandomStates]) -> None:
+        self.step, self.random_states, self.replaces = steps[0].step, random_states, True
         held = [step.registered for step in steps]
         constant = (name for name in held[0] if not name.startswith(BACKBONE))
         self.constants = {name: torch.stack([one[name].detach() for one in held]) for name in constant}
@@ -232,22 +232,22 @@ class StackedStep:
         self.held = steps[0].plain
         self.written = versions({**self.constants, **self.free})
 
-    def __call__(self, backbone: Tensors, members: list[int], x: Tensor, y: Tensor) -> StepOutput:
+    def __call__(self, backbone: Tensors, chosen: list[int], x: Tensor, y: Tensor) -> StepOutput:
         """Run a step of some of the clients.
 
         Args:
             backbone: Weights and buffers of the backbone by name, `(n, ...)`; the buffers are written to.
-            members: Which of the clients, n of them, ascending.
+            chosen: Which of the clients, n of them, ascending.
             x: Their batches, `(n, B, ...)`.
             y: `(n, B)`.
 
         Raises:
             ConfigError: The step puts something else in a tensor's place, or draws random numbers other than dropout's.
         """
-        rows = as_rows(members, x.device)
+        rows = as_rows(chosen, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
         weights = {BACKBONE + name: value for name, value in backbone.items()}
-        functions = ClientFunctions([self.draws[i] for i in members])
+        functions = ClientFunctions([self.random_states[i] for i in chosen])
         still = RandomStates(x.device)
 
         def one(tensors: Tensors, free: Tensors, x: Tensor, y: Tensor, place: Tensor) -> StepOutput:
@@ -257,11 +257,11 @@ class StackedStep:
 
         with functions if self.replaces else nullcontext(), self._trainer_of_all():
             stacked = torch.vmap(one, randomness="same")
-            outcome: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(members), device=x.device))
+            output: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(chosen), device=x.device))
         self.replaces = functions.used  # intercepting every call takes time; a mask drawn unseen is found below
         if not still.unmoved():
             raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
-        return outcome
+        return output
 
     def verify(self) -> None:
         """Refuse a step that has changed what it may only read. Called once after all steps.
@@ -339,17 +339,17 @@ class ClientFunctions(TorchFunctionMode):
     gradient: torch's batching rule does so for the first client only (seen in torch 2.15).
 
     Args:
-        draws: The clients' random states.
+        random_states: The clients' random states.
 
     Attributes:
         used: Whether a function was computed here.
     """
 
-    place: Tensor  # of the client in `draws`, batched
+    place: Tensor  # of the client in `random_states`, batched
 
-    def __init__(self, draws: Sequence[RandomStates]) -> None:
+    def __init__(self, random_states: Sequence[RandomStates]) -> None:
         super().__init__()
-        self.draws, self.used = draws, False
+        self.random_states, self.used = random_states, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function or its replacement."""
@@ -366,8 +366,8 @@ class ClientFunctions(TorchFunctionMode):
         self.used = True
         outside = RandomStates(input.device)
         masks = []
-        for draws in self.draws:
-            with draws.drawing_torch():
+        for random_states in self.random_states:
+            with random_states.drawing_torch():
                 mask = torch.empty(input.shape, dtype=input.dtype, device=input.device)
                 masks.append(mask.bernoulli_(1 - p).div_(1 - p))
         with outside.drawing_torch():
@@ -384,8 +384,8 @@ class ClientFunctions(TorchFunctionMode):
         return torch.where(padded, vectors.detach(), vectors)
 
 
-def as_rows(members: list[int], device: torch.device) -> Rows:
+def as_rows(chosen: list[int], device: torch.device) -> Rows:
     """Return ascending numbers as a slice if they are consecutive, otherwise as indices."""
-    if members[-1] - members[0] + 1 == len(members):
-        return slice(members[0], members[-1] + 1)
-    return torch.tensor(members, device=device)
+    if chosen[-1] - chosen[0] + 1 == len(chosen):
+        return slice(chosen[0], chosen[-1] + 1)
+    return torch.tensor(chosen, device=device)

@@ -20,7 +20,7 @@ from fl_lightning.engines.serialization import SerializedValue, unpack
 from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
 
-SECONDS = 1.0  # how long a member's fit takes up further clients
+SECONDS = 1.0  # how long a shared fit takes further clients
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Answer:
     """The answer of a worker process to one request.
 
     Args:
-        result: Of a task; None for a worker object.
-        refused: Why a worker object could not be taken in.
-        warnings: Text, category, file and line of each warning that was not to be ignored.
-        trace: Where the error behind the result's failure came from.
+        result: The result of a task; None for a worker object.
+        refused: Why a worker object could not be loaded.
+        warnings: Text, category, file and line of each warning that was shown.
+        trace: The traceback of the error in the result.
     """
 
     result: Result | None = None
@@ -45,10 +45,10 @@ class ProcessSettings:
     """Settings of a process that results depend on, such as torch's global flags and warning filters.
 
     Args:
-        dtype: Torch's default type.
-        precision: Torch's precision of float32 products.
-        deterministic: Whether torch is to use deterministic algorithms: not, only with a warning, or always.
-        filters: Which warnings to ignore, show or raise; the first that fits counts.
+        dtype: Torch's default dtype.
+        precision: Torch's precision of float32 matrix products.
+        deterministic: Torch's debug mode for deterministic algorithms.
+        filters: The warning filters.
     """
 
     dtype: torch.dtype
@@ -57,17 +57,17 @@ class ProcessSettings:
     filters: list[tuple[Any, str, Any, str, int]]
 
     @classmethod
-    def here(cls) -> ProcessSettings:
+    def current(cls) -> ProcessSettings:
         """Return the settings of this process."""
         filters = [
             (action, pattern(message), category, pattern(module), line)
             for action, message, category, module, line in warnings.filters
-            if isinstance(category, type) and found(category)
+            if isinstance(category, type) and is_importable(category)
         ]
         precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
         return cls(torch.get_default_dtype(), precision, mode, filters)
 
-    def adopt(self) -> None:
+    def apply(self) -> None:
         """Apply the settings to this process."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
@@ -77,7 +77,7 @@ class ProcessSettings:
             warnings.filterwarnings(action, message, category, module, line)
 
 
-def found(category: type) -> bool:
+def is_importable(category: type) -> bool:
     """Return whether another process can import a class."""
     return getattr(sys.modules.get(category.__module__), category.__name__, None) is category
 
@@ -92,8 +92,8 @@ class LoadWorker:
     """A request to load a worker object.
 
     Args:
-        source: Its parcel.
-        trainer: Options that its trainer has there.
+        source: The serialized worker object.
+        trainer: Options that its trainer has in that process.
     """
 
     source: np.ndarray
@@ -102,11 +102,11 @@ class LoadWorker:
 
 @dataclass(frozen=True)
 class RunTask:
-    """A request to carry out a task.
+    """A request to run a task.
 
     Args:
-        source: Its parcel.
-        block: Gives the shelf's blocks that it needs.
+        source: The serialized task.
+        block: Returns the tensors of a block of shared tensors.
     """
 
     source: np.ndarray
@@ -117,65 +117,65 @@ Request = LoadWorker | RunTask
 
 
 class TaskServer:
-    """Serves requests in a worker process: loads worker objects and carries out tasks. Everything is sent as bytes.
+    """Serves requests in a worker process: loads worker objects and runs tasks. Everything is sent as bytes.
 
-    Each task is answered at once, but several that follow one another are carried out in one `Trainer.fit`, as by the
-    sequential engine: for about a second, or until another worker object comes.
+    Each task is answered at once. Successive tasks share one `Trainer.fit`, as in the sequential engine: for about a
+    second, or until another worker object comes.
     """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
-        self._relays: bool | None = None
+        self._shares_fit: bool | None = None
 
     def serve(self, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]) -> None:
         """Answer requests in order until there are no more.
 
         Args:
-            receive: Waits for the next request; a worker object has to come first.
-            answer: Takes the answer to it.
+            receive: Waits for the next request. The first one is a worker object.
+            answer: Sends the answer.
 
         Raises:
             Exception: Whatever `receive` raises when there are no more.
         """
         while True:
-            request = self._orders_carried_out(self.worker, receive, answer) if self.worker else receive()
+            request = self._run_tasks(self.worker, receive, answer) if self.worker else receive()
             if isinstance(request, LoadWorker):
-                answer(self._taken_in(request))
+                answer(self._load(request))
 
-    def _taken_in(self, load: LoadWorker) -> SerializedValue:
+    def _load(self, load: LoadWorker) -> SerializedValue:
         try:
-            worker, surroundings = unpack(load.source)
-            surroundings.adopt()
-            self.worker, self._relays = replace(worker, trainer=worker.trainer | load.trainer), None
+            worker, settings = unpack(load.source)
+            settings.apply()
+            self.worker, self._shares_fit = replace(worker, trainer=worker.trainer | load.trainer), None
         except Exception as error:
             return SerializedValue(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
         gc.collect()
-        gc.freeze()  # what is here stays: a collection then looks only at what clients' fits have made
+        gc.freeze()  # later collections then look only at objects of clients' fits
         return SerializedValue(Answer())
 
-    def _orders_carried_out(
+    def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
     ) -> LoadWorker | None:
-        """Carry out tasks, in one shared fit if possible. Return the next worker object, or None if time was up."""
+        """Run tasks, in one shared fit if possible. Return the next worker object, or None if time was up."""
 
         def work(fit: Fit | None = None) -> LoadWorker | None:
             requests: Iterator[Request] = iter(receive, None)
             for request in take_for(requests, SECONDS if fit else 0):
                 if isinstance(request, LoadWorker):
                     return request
-                answer(carried_out(worker, request, fit, shown))
+                answer(run_task(worker, request, fit, shown))
                 del request
             return None
 
         with warnings.catch_warnings(record=True) as shown:
-            if self._relays is None:
-                self._relays = relays(worker)
-            load = run_shared_fit(worker, work) if self._relays else work()
+            if self._shares_fit is None:
+                self._shares_fit = shares_fit(worker)
+            load = run_shared_fit(worker, work) if self._shares_fit else work()
         gc.collect()  # a used Trainer is a cycle that holds its model
         return load
 
 
-def relays(worker: Worker) -> bool:
+def shares_fit(worker: Worker) -> bool:
     """Return whether tasks can share a fit; an error in the check becomes each client's own failure."""
     try:
         return can_share_fit(worker)
@@ -183,26 +183,26 @@ def relays(worker: Worker) -> bool:
         return False
 
 
-def carried_out(
-    worker: Worker, order: RunTask, fit: Fit | None, shown: list[warnings.WarningMessage]
+def run_task(
+    worker: Worker, request: RunTask, fit: Fit | None, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
-    """Carry out a task and return the answer.
+    """Run a task and return the answer.
 
     Args:
         worker: The worker.
-        order: The task.
-        fit: Trains the client, as `Worker.run` takes it.
-        shown: Warnings that were shown; those that the answer tells are taken out.
+        request: The task.
+        fit: Trains the client, as in `Worker.run`.
+        shown: Warnings that were shown. They move into the answer.
     """
-    task = unpack(order.source, order.block)
+    task = unpack(request.source, request.block)
     result = worker.run(task, fit)
-    told = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
+    seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()
     cause = result.failure.__cause__ if result.failure else None
     trace = "".join(traceback.format_exception(cause)) if cause else None
     try:
         if result.upload:
             result = replace(result, upload=result.upload.on_cpu())
-        return SerializedValue(Answer(result, None, told, trace))
+        return SerializedValue(Answer(result, None, seen, trace))
     except Exception as error:
-        return SerializedValue(Answer(failed(task, error), None, told))
+        return SerializedValue(Answer(failed(task, error), None, seen))

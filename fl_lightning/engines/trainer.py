@@ -20,7 +20,7 @@ from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-from fl_lightning.engines.client_callbacks import fresh
+from fl_lightning.engines.client_callbacks import callback_options
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(L.Trainer).parameters.items()}
 """Lightning's defaults. All are given explicitly, because Lightning looks for others in environment variables."""
@@ -53,20 +53,20 @@ FOR_ALL: dict[str, Any] = {
 
 
 def quiet_trainer(
-    options: dict[str, Any], heard: set[str] | None = None, callbacks: Sequence[Callback] = ()
+    options: dict[str, Any], shown: set[str] | None = None, callbacks: Sequence[Callback] = ()
 ) -> L.Trainer:
     """Build a trainer for one fit on one device: by default one epoch, no validation, no output, no files.
 
     Args:
         options: Keyword arguments of `Trainer`.
-        heard: What was warned of already, which is not shown again; it is added to.
+        shown: What was warned of already, which is not shown again; it is added to.
         callbacks: Lightning's callbacks, of which it gets copies.
     """
     options = DEFAULTS | {"devices": 1, "limit_val_batches": 0} | options
     if options["max_epochs"] is None:
         options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
-    with quiet_lightning(heard):
-        trainer = L.Trainer(**options | dict.fromkeys(QUIET, False) | fresh(callbacks))
+    with quiet_lightning(shown):
+        trainer = L.Trainer(**options | dict.fromkeys(QUIET, False) | callback_options(callbacks))
     # the rest takes module and optimizer off the GPU, where there is more to do, and gives its cached memory back
     trainer.strategy.teardown = trainer.precision_plugin.teardown  # type: ignore[method-assign]
     return trainer
@@ -159,24 +159,24 @@ def limited_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_lightning(heard: set[str] | None = None) -> Iterator[None]:
+def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
     """Silence Lightning's messages and skip its repeated searches while a trainer is built or used.
 
     Args:
-        heard: What was warned of already, which is not shown again; it is added to.
+        shown: What was warned of already, which is not shown again; it is added to.
     """
-    with lightning_silenced(heard), _looked_up_once():
+    with lightning_silenced(shown), _looked_up_once():
         yield
 
 
 @contextmanager
-def lightning_silenced(heard: set[str] | None = None) -> Iterator[None]:
+def lightning_silenced(shown: set[str] | None = None) -> Iterator[None]:
     """Suppress Lightning's warnings about short fits. Other warnings are shown once each.
 
     Args:
-        heard: The texts that were shown already; it is added to. By default those of this context.
+        shown: The texts that were shown already; it is added to. By default those of this context.
     """
-    heard = set() if heard is None else heard
+    shown = set() if shown is None else shown
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [(logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:  # not setLevel: that empties the caches of every logger there is
@@ -187,8 +187,8 @@ def lightning_silenced(heard: set[str] | None = None) -> Iterator[None]:
             show = warnings.showwarning
 
             def show_once(message: Warning | str, *args: Any, **options: Any) -> None:
-                if (text := str(message)) not in heard:
-                    heard.add(text)
+                if (text := str(message)) not in shown:
+                    shown.add(text)
                     show(message, *args, **options)
 
             warnings.showwarning = show_once

@@ -37,7 +37,7 @@ from fl_lightning.engines.checks import (
     warn_of_environment,
     warn_of_ignored_training,
 )
-from fl_lightning.engines.client_callbacks import check_client_callbacks, logged, set_up
+from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
@@ -159,7 +159,7 @@ class Worker:
             module = self.modules.build().to(self.device)
         scorer = self.scorer
         warn_of_ignored_training(module.backbone)
-        set_up(self.client_callbacks, trainer, self.modules.build())
+        set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
         with blame("optimizer"):
             spare = self.modules.build().to(self.device)
             check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
@@ -206,7 +206,7 @@ class Worker:
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():
             raise ConfigError("the fit was over before its first step, ended by one of client_callbacks")
-        module.logged = logged(trainer, module.train_losses())
+        module.logged = logged_metrics(trainer, module.train_losses())
         return trainer.optimizers[0]
 
     def finish(self, task: Task, module: ClientModule, optimizer_state: Tensors) -> Result:

@@ -15,7 +15,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import detached, loads_plainly, to_cpu
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, module_copier
-from fl_lightning.engines.module_copier import ModuleCopier, emptied
+from fl_lightning.engines.module_copier import ModuleCopier, empty_copy
 from fl_lightning.engines.worker import Worker
 from fl_lightning.models import MLP, ResNet8
 
@@ -25,11 +25,11 @@ def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left empty holds numbers that nobody could overlook."""
 
     def filled(tensor: Tensor) -> Tensor:
-        made = emptied(tensor)
+        made = empty_copy(tensor)
         with torch.no_grad():
             return made.fill_(float("nan") if made.is_floating_point() else -7)
 
-    monkeypatch.setattr(module_copier, "emptied", filled)
+    monkeypatch.setattr(module_copier, "empty_copy", filled)
 
 
 def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
@@ -84,8 +84,8 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
 
 def test_weights_that_are_received_are_not_copied_from_the_initial_ones(tmp_path: Any) -> None:
     worker, task = begun(tmp_path)
-    emptied = worker.modules.build(task.download.section("model")).backbone.state_dict()
-    assert all(value.isnan().all() for value in emptied.values())
+    empty_copy = worker.modules.build(task.download.section("model")).backbone.state_dict()
+    assert all(value.isnan().all() for value in empty_copy.values())
     assert not any(value.isnan().any() for value in worker.modules.receive(task).backbone.state_dict().values())
 
 
@@ -197,7 +197,7 @@ def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
 
 
 def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_copier, "emptied", emptied)
+    monkeypatch.setattr(module_copier, "empty_copy", empty_copy)
     copied = ModuleCopier(Parts()).build(["kind"]).kind
     assert type(copied) is Kind
     assert copied.tolist() == [1, 1]

@@ -25,7 +25,7 @@ def timed(monkeypatch):
         return seconds[type(engine)]
 
     monkeypatch.setattr(auto, "seconds_a_task", pretended)
-    monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "SHORT_RUN", 0)
     return seconds, tried
 
 
@@ -50,7 +50,7 @@ def test_another_engine_must_be_worth_its_while(tmp_path, timed, stacked, choice
 
 
 def test_nothing_is_tried_for_a_short_run(tmp_path, timed, monkeypatch):
-    monkeypatch.setattr(auto, "SHORT", 12 * 0.01 + 1e-9)
+    monkeypatch.setattr(auto, "SHORT_RUN", 12 * 0.01 + 1e-9)
     run = experiment(tmp_path, engine="auto")
     run.fit()
     assert run.engine.choice == "sequential"
@@ -91,9 +91,9 @@ def test_processes_are_tried_where_starting_them_is_a_small_part_of_the_run(tmp_
     again = AutoEngine()
     again.fits = 100_000
     monkeypatch.setattr(auto.os, "cpu_count", lambda: 2)
-    assert "processes" in again._worth_trying(0.01, 1)
+    assert "processes" in again._candidates(0.01, 1)
     monkeypatch.setattr(auto.os, "cpu_count", lambda: 1)
-    assert "processes" not in again._worth_trying(0.01, 1)
+    assert "processes" not in again._candidates(0.01, 1)
 
 
 def test_an_engine_is_started_and_warmed_up_before_its_time_is_taken(tmp_path, timed, monkeypatch):
@@ -127,7 +127,7 @@ def test_peers_choose_when_they_first_train(tmp_path, timed):
 
 def test_trying_leaves_no_trace(tmp_path, monkeypatch):
     """Timed for once: whatever wins, the run is that engine's own."""
-    monkeypatch.setattr(auto, "SHORT", 0)
+    monkeypatch.setattr(auto, "SHORT_RUN", 0)
     run = experiment(tmp_path / "auto", engine=AutoEngine(budget=0.5), rounds=2)
     run.fit()
     alone = experiment(tmp_path / "alone", engine=run.engine.choice, rounds=2)

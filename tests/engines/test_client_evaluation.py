@@ -18,7 +18,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.engines import Engine, SequentialEngine, Task
-from fl_lightning.engines.client_evaluation import scored, sends_one_model, untrained
+from fl_lightning.engines.client_evaluation import evaluate_clients, evaluate_untrained, sends_one_model
 from fl_lightning.evaluation.evaluation import Evaluation, evaluate, evaluate_each
 from fl_lightning.evaluation.measures import measures_of
 from fl_lightning.models import MLP, Backbone, Head
@@ -121,7 +121,7 @@ def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     scoring = {} if "evaluation" in options else {"evaluation": Evaluation(metrics=METRICS)}
     run = after(tmp_path, method(), **scoring | options)
     engine = Watched()
-    results = list(scored(engine, run.worker, tasks_of(run)))
+    results = list(evaluate_clients(engine, run.worker, tasks_of(run)))
     keeping = {k for k in range(run.clients) if run.memory.get(k, {}).get("personal")}
     assert len(keeping) < run.clients or not run.algorithm.server
     assert sorted(engine.given) == (sorted(keeping) if name in TOGETHER else list(range(run.clients)))
@@ -166,7 +166,7 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
     build = run.worker.modules.build
     monkeypatch.setattr(run.worker.modules, "build", lambda *blank: built.append(1) or build(*blank))
     Counting.seen.clear()
-    results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    results = list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)))
     assert Counting.seen[:5] == [8, 2, 2, 2, 2]
     assert Counting.seen[5:] == [50] * (samples // 50) + [samples % 50]
     assert (len(built), len(results), engine.given) == (1, run.clients, [])
@@ -176,19 +176,21 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
 def test_a_client_without_test_samples_has_no_score(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg())
     run.data.shards = untested(run.data, (0, 3, 5))
-    results = {result.client: result for result in scored(Watched(), run.worker, tasks_of(run))}
+    results = {result.client: result for result in evaluate_clients(Watched(), run.worker, tasks_of(run))}
     assert [results[k].local is None for k in range(6)] == [True, False, False, True, False, True]
     expected = one_by_one(run)
     assert expected[0].local is None
     assert_same([results[k] for k in (1, 2, 4)], {k: expected[k] for k in (1, 2, 4)})
     run.data.shards = untested(run.data, range(6))
-    assert [r.local for r in scored(Watched(), run.worker, tasks_of(run))] == [None] * 6
+    assert [r.local for r in evaluate_clients(Watched(), run.worker, tasks_of(run))] == [None] * 6
 
 
 def test_some_clients_alone(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg())
     expected = one_by_one(run)
-    assert_same(scored(engine := Watched(), run.worker, tasks_of(run, [4, 1])), {k: expected[k] for k in (1, 4)})
+    assert_same(
+        evaluate_clients(engine := Watched(), run.worker, tasks_of(run, [4, 1])), {k: expected[k] for k in (1, 4)}
+    )
     assert not engine.given
 
 
@@ -231,7 +233,7 @@ def overriding(base: type, name: str) -> type:
 @pytest.mark.parametrize("name", ALGORITHM)
 def test_an_algorithm_that_overrides_a_method_is_scored_one_by_one(tmp_path: Any, name: str) -> None:
     run = after(tmp_path, overriding(FedAvg, name)(), rounds=1)
-    assert list(scored(engine := Watched(), run.worker, tasks_of(run))) == list(one_by_one(run).values())
+    assert list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run))) == list(one_by_one(run).values())
     assert engine.given == list(range(6))
 
 
@@ -239,7 +241,7 @@ def test_an_algorithm_that_overrides_a_method_is_scored_one_by_one(tmp_path: Any
 @pytest.mark.parametrize("name", AGGREGATOR)
 def test_so_is_one_whose_aggregator_sends_each_client_its_own(tmp_path: Any, name: str) -> None:
     run = after(tmp_path, FedAvg(aggregator=overriding(WeightedMean, name)()), rounds=1)
-    list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)))
     assert engine.given == list(range(6))
 
 
@@ -320,7 +322,7 @@ class Unfinished(NormMLP):
 @pytest.mark.parametrize("kind", [Batchwise, Centred, Restless, Drawing, Unfinished])
 def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_path: Any, kind: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1, model=kind)
-    results = scored(engine := Watched(), run.worker, tasks_of(run))
+    results = evaluate_clients(engine := Watched(), run.worker, tasks_of(run))
     assert str([r.local for r in results]) == str([r.local for r in one_by_one(run).values()])
     assert engine.given == list(range(6))
 
@@ -328,14 +330,14 @@ def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_
 @pytest.mark.thorough
 def test_a_module_of_another_kind_is_scored_one_by_one(tmp_path: Any) -> None:
     run = after(tmp_path, ByShare(), rounds=1)
-    results = scored(engine := Watched(), run.worker, tasks_of(run))
+    results = evaluate_clients(engine := Watched(), run.worker, tasks_of(run))
     assert list(results) == list(one_by_one(run).values())
     assert engine.given == list(range(6))
 
 
 def test_a_networks_own_norm_and_dropout_do_not_keep_clients_apart(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg(), model=NormMLP)
-    assert_same(scored(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
+    assert_same(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
     assert not engine.given
 
 
@@ -343,7 +345,7 @@ def test_what_loss_terms_remember_does_not_keep_clients_apart(tmp_path: Any) -> 
     siamese = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
     run = after(tmp_path, FedSiamDA(), model=siamese)
     assert run.memory
-    assert_same(scored(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
+    assert_same(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)), one_by_one(run))
     assert not engine.given
 
 
@@ -352,7 +354,7 @@ def test_what_loss_terms_remember_does_not_keep_clients_apart(tmp_path: Any) -> 
 def test_tasks_for_more_than_a_score_are_the_engines(tmp_path: Any, wanted: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)
     tasks = [Task(**vars(task) | wanted) for task in tasks_of(run)]
-    list(scored(engine := Watched(), run.worker, tasks))
+    list(evaluate_clients(engine := Watched(), run.worker, tasks))
     assert engine.given == list(range(6))
 
 
@@ -373,7 +375,7 @@ def test_who_fails_is_named(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1, model=partial(Picky, hidden=(4,)))
     sample = run.data.shards[3].test[:1]
     Picky.refused = run.data.data.prepare(run.data.data.x_train[sample])[0]
-    results = list(scored(engine := Watched(), run.worker, tasks_of(run)))
+    results = list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)))
     assert [result.client for result in results if result.failure] == [3]
     assert engine.given == list(range(6))
     with pytest.raises(ClientFailure, match="client 3, round 1: RuntimeError: not this one"):
@@ -394,9 +396,9 @@ def test_an_interruption_is_the_whole_runs_and_an_exit_a_clients(tmp_path: Any, 
     monkeypatch.setattr(run.worker.scorer, "local_scores", once)
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
-            list(scored(Watched(), run.worker, tasks_of(run)))
+            list(evaluate_clients(Watched(), run.worker, tasks_of(run)))
     else:
-        assert_same(list(scored(Watched(), run.worker, tasks_of(run))), one_by_one(run))
+        assert_same(list(evaluate_clients(Watched(), run.worker, tasks_of(run))), one_by_one(run))
 
 
 class Backwards(Watched):
@@ -409,7 +411,7 @@ class Backwards(Watched):
 @pytest.mark.thorough
 def test_results_of_what_trains_nothing_are_in_the_clients_order(tmp_path: Any) -> None:
     run = after(tmp_path, CwFedAvg())
-    results = untrained(Backwards(), run.worker, tasks_of(run), range(6))
+    results = evaluate_untrained(Backwards(), run.worker, tasks_of(run), range(6))
     assert [result.client for result in results] == list(range(6))
 
 
@@ -437,10 +439,10 @@ def test_downloads_are_made_one_at_a_time_and_not_kept(tmp_path: Any) -> None:
             events.append(("made", task.client))
             yield task
 
-    list(scored(Noting(), run.worker, arriving()))
+    list(evaluate_clients(Noting(), run.worker, arriving()))
     assert events == [(what, k) for k in range(6) for what in ("made", "given")]
 
 
 def test_where_all_have_one_model_no_engine_is_needed(tmp_path: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)
-    assert_same(scored(Nobody(), run.worker, iter(tasks_of(run))), one_by_one(run))
+    assert_same(evaluate_clients(Nobody(), run.worker, iter(tasks_of(run))), one_by_one(run))

@@ -29,7 +29,7 @@ from fl_lightning.core.state import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.serialization import SerializedValue, unpack
-from fl_lightning.engines.task_server import carried_out
+from fl_lightning.engines.task_server import run_task
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -348,7 +348,7 @@ def test_another_process_is_answered_from_the_cpu(tmp_path: Path) -> None:
         here = run.worker.run(task)
         assert {type(value) for value in here.upload.tensors.values()} == {FarTensor}
         source = packed(task)
-        answer = unpack(packed(carried_out(run.worker, SimpleNamespace(source=source, block=None), None, [])))
+        answer = unpack(packed(run_task(run.worker, SimpleNamespace(source=source, block=None), None, [])))
         assert {type(value) for value in answer.result.upload.tensors.values()} == {torch.Tensor}
         assert same_bytes(answer.result.upload.tensors, here.upload.on_cpu().tensors)
 
@@ -400,7 +400,7 @@ def test_a_look_for_nan_waits_once():
 
 def test_what_downloads_share_is_sent_once():
     with FarDevice() as there:
-        sent = device.Sent(FAR)
+        sent = device.DeviceCopies(FAR)
         shared, own = torch.ones(10), [torch.ones(3), torch.ones(3)]
         message = [device.Message.pack({"model": {"w": shared, "v": v}, "other": {"x": v}}, n=1) for v in own]
         one, other = map(sent, message)
@@ -418,7 +418,7 @@ def test_what_downloads_share_is_sent_once():
 def test_what_was_written_into_is_sent_anew():
     """A method may fill one tensor with each client's weights in turn."""
     with FarDevice():
-        sent, filled = device.Sent(FAR), torch.zeros(3)
+        sent, filled = device.DeviceCopies(FAR), torch.zeros(3)
         arrived = [sent(device.Message.pack({"model": {"w": filled.fill_(k)}})).section("model")["w"] for k in (1, 2)]
         assert [value.cpu().tolist() for value in arrived] == [[1.0] * 3, [2.0] * 3]
 
@@ -427,7 +427,7 @@ def test_weights_made_without_a_count_of_their_changes_are_sent_too():
     with torch.inference_mode():
         made = torch.ones(3)
     with FarDevice():
-        sent = device.Sent(FAR)
+        sent = device.DeviceCopies(FAR)
         there = sent(device.Message.pack({"model": {"w": made}})).section("model")["w"]
         assert there.device == FAR
         assert there.cpu().tolist() == [1.0] * 3

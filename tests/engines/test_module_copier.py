@@ -1,4 +1,4 @@
-"""A copy from a blueprint is a deep copy: whatever is done to one reaches neither the next nor the original."""
+"""A copy from a copier is a deep copy: whatever is done to one reaches neither the next nor the original."""
 
 import copy
 import functools
@@ -42,9 +42,9 @@ def everything(module):
 @pytest.mark.parametrize("model", [SIAMESE, CNN, ResNet8])
 def test_a_copy_is_what_a_deep_copy_is(algorithm, model):
     module = algorithm().client_module(model(in_shape=(3, 16, 16), num_classes=4), lambda p: torch.optim.SGD(p, lr=0.1))
-    blueprint = ModuleCopier(module)
-    assert blueprint._structure is not None  # or it would be deep-copied, and the test could not fail
-    assert everything(blueprint.build()) == everything(copy.deepcopy(module))
+    copier = ModuleCopier(module)
+    assert copier._structure is not None  # or it would be deep-copied, and the test could not fail
+    assert everything(copier.build()) == everything(copy.deepcopy(module))
 
 
 class Tied(nn.Module):
@@ -68,8 +68,8 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen():
 def test_nothing_done_to_a_copy_is_seen_elsewhere():
     module = Tied()
     before = everything(module)
-    blueprint = ModuleCopier(module)
-    spoilt = blueprint.build()
+    copier = ModuleCopier(module)
+    spoilt = copier.build()
     with torch.no_grad():
         spoilt.one.weight.fill_(7)
     spoilt.plain["list"][0].fill_(7)
@@ -79,7 +79,7 @@ def test_nothing_done_to_a_copy_is_seen_elsewhere():
     spoilt.register_forward_hook(lambda *args: None)
     spoilt.eval()
     assert everything(module) == before
-    assert everything(blueprint.build()) == before
+    assert everything(copier.build()) == before
 
 
 class OwnCopy(nn.Module):
@@ -106,8 +106,8 @@ class Unpicklable(nn.Module):
 
 def test_what_pickle_would_change_or_refuse_is_deep_copied():
     assert ModuleCopier(nn.Sequential(OwnCopy())).build()[0].copies == 1
-    blueprint = ModuleCopier(Unpicklable())
-    assert blueprint.build().weight is not blueprint.build().weight
+    copier = ModuleCopier(Unpicklable())
+    assert copier.build().weight is not copier.build().weight
 
 
 def test_functions_and_classes_are_taken_over_as_they_are():

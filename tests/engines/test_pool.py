@@ -1,4 +1,4 @@
-"""What engines with several workers share: parcels, the round's shelf, who gets which task, and lost workers."""
+"""Engines with several workers: serialization, shared tensors, distribution of tasks, and lost workers."""
 
 import gc
 import warnings
@@ -17,7 +17,7 @@ from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, pool, ray, shared_fit, task_server
-from fl_lightning.engines.pool import AT_HAND, TAKEN, PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import ALIGNMENT, SerializedValue, SharedTensorStore, unpack
 from fl_lightning.engines.task_server import LoadWorker, RunTask, TaskServer
 from fl_lightning.models import MLP
@@ -25,7 +25,7 @@ from fl_lightning.models import MLP
 
 @pytest.fixture(autouse=True)
 def _unfrozen():
-    """A host keeps the collector off what a process starts with; here that is the tests' own."""
+    """A server keeps the collector off what a process starts with; here that is the tests' own."""
     yield
     gc.unfreeze()
 
@@ -33,11 +33,11 @@ def _unfrozen():
 # --- Parcels ---
 
 
-def written(parcel):
-    target = torch.empty(parcel.nbytes + ALIGNMENT, dtype=torch.uint8)
+def written(serialized):
+    target = torch.empty(serialized.nbytes + ALIGNMENT, dtype=torch.uint8)
     skip = -target.data_ptr() % ALIGNMENT
-    parcel.write(target[skip : skip + parcel.nbytes])
-    return target[skip : skip + parcel.nbytes].numpy()
+    serialized.write(target[skip : skip + serialized.nbytes])
+    return target[skip : skip + serialized.nbytes].numpy()
 
 
 def there_and_back(value, **options):
@@ -123,7 +123,7 @@ def test_parameters_and_tensors_that_are_more_than_elements_arrive_too():
     assert torch.equal(arrived[3].to_dense(), torch.eye(2))
 
 
-# --- The shelf ---
+# --- The store ---
 
 
 def task(client, memory=None, **tensors):
@@ -132,70 +132,70 @@ def task(client, memory=None, **tensors):
 
 def test_what_tasks_have_in_common_is_put_down_once():
     put, shared, own = [], torch.randn(1000), [torch.randn(500) for _ in range(3)]
-    shelf = SharedTensorStore(lambda parcel: put.append(written(parcel)) or len(put) - 1)
+    store = SharedTensorStore(lambda serialized: put.append(written(serialized)) or len(put) - 1)
     tasks = [task(k, w=shared, v=own[k]) for k in range(3)]
     for one in tasks:
-        shelf.look(one)
-    assert len(put) == len(shelf.handles) == 1
+        store.add(one)
+    assert len(put) == len(store.handles) == 1
     for k, one in enumerate(tasks):
-        parcel = SerializedValue(one, shelf)
-        assert parcel.blocks == {0}
-        assert parcel.nbytes < 4000
-        arrived = unpack(written(parcel), lambda block: unpack(put[block]))
+        serialized = SerializedValue(one, store)
+        assert serialized.blocks == {0}
+        assert serialized.nbytes < 4000
+        arrived = unpack(written(serialized), lambda block: unpack(put[block]))
         assert torch.equal(arrived.download.tensors["w"], shared)
         assert torch.equal(arrived.download.tensors["v"], own[k])
 
 
 def test_a_tensor_that_one_task_has_twice_is_not_common():
     tensor = torch.ones(3)
-    shelf = SharedTensorStore(lambda parcel: pytest.fail("nothing is common"))
-    shelf.look(task(0, {"m": {"w": tensor}}, w=tensor))
-    shelf.look(task(1, w=torch.ones(3)))
+    store = SharedTensorStore(lambda serialized: pytest.fail("nothing is common"))
+    store.add(task(0, {"m": {"w": tensor}}, w=tensor))
+    store.add(task(1, w=torch.ones(3)))
 
 
 def test_memory_counts_as_well_as_downloads_and_later_finds_make_later_blocks():
     first, second = torch.ones(3), torch.zeros(3)
-    shelf = SharedTensorStore(lambda parcel: parcel.nbytes)
-    shelf.look(task(0, {"m": {"a": first}}))
-    shelf.look(task(1, a=first, b=second))
-    shelf.look(task(2, {"m": {"b": second}}))
-    assert len(shelf.handles) == 2
-    assert (shelf.place(first), shelf.place(second)) == ((0, 0), (1, 0))
+    store = SharedTensorStore(lambda serialized: serialized.nbytes)
+    store.add(task(0, {"m": {"a": first}}))
+    store.add(task(1, a=first, b=second))
+    store.add(task(2, {"m": {"b": second}}))
+    assert len(store.handles) == 2
+    assert (store.position(first), store.position(second)) == ((0, 0), (1, 0))
 
 
 def test_the_shelf_does_not_keep_alive_what_one_task_has():
-    shelf = SharedTensorStore(lambda parcel: None)
+    store = SharedTensorStore(lambda serialized: None)
     one = task(0, w=torch.ones(3))
-    shelf.look(one)
-    assert len(shelf._seen) == 1
+    store.add(one)
+    assert len(store._seen) == 1
     del one
-    assert len(shelf._seen) == 0
+    assert len(store._seen) == 0
 
 
 # --- Dealing out ---
 
 
-def served(host, requests):
-    """What a host answers to requests."""
+def served(server, requests):
+    """What a server answers to requests."""
     waiting, answers = deque(requests), []
     with pytest.raises(IndexError):
-        host.serve(waiting.popleft, lambda parcel: answers.append(unpack(written(parcel), copy=True)))
+        server.serve(waiting.popleft, lambda serialized: answers.append(unpack(written(serialized), copy=True)))
     assert not waiting
     return answers
 
 
 class Near(PoolWorker):
-    """A member in this process; it works when it is asked for an answer, and dies at clients it is told to."""
+    """A worker in this process; it works when it is asked for an answer, and dies at some clients."""
 
     def __init__(self, pool):
         super().__init__()
-        self.pool, self.host, self.inbox = pool, TaskServer(), deque()
+        self.pool, self.server, self.inbox = pool, TaskServer(), deque()
 
     def load(self, handle):
         self.inbox.append(LoadWorker(handle, {}))
 
-    def give(self, parcel, blocks):
-        self.inbox.append(RunTask(written(parcel), lambda b: unpack(blocks[b])))
+    def send_task(self, serialized, blocks):
+        self.inbox.append(RunTask(written(serialized), lambda b: unpack(blocks[b])))
 
     def answer(self):
         request = self.inbox.popleft()
@@ -209,7 +209,7 @@ class Near(PoolWorker):
             if client in self.pool.deadly:
                 self.pool.deadly.remove(client)
                 raise WorkerLost("by a test")
-        (answer,) = served(self.host, [request])
+        (answer,) = served(self.server, [request])
         return answer
 
     def end(self):
@@ -220,21 +220,21 @@ class NearPool(PoolEngine):
     def __init__(self, workers, deadly=(), stillborn=0):
         super().__init__()
         self.workers, self.deadly, self.stillborn = workers, list(deadly), stillborn
-        self.order, self.put, self.hired, self.ended = [], [], 0, 0
+        self.order, self.put, self.started, self.ended = [], [], 0, 0
 
     def size(self, worker):
         return self.workers
 
     def _start_worker(self):
-        self.hired += 1
+        self.started += 1
         return Near(self)
 
-    def _put(self, parcel):
-        self.put.append(parcel)
-        return written(parcel)
+    def _put(self, serialized):
+        self.put.append(serialized)
+        return written(serialized)
 
     def _wait(self):
-        return [member for member in self._members if member.inbox][-1:]
+        return [member for member in self._pool_workers if member.inbox][-1:]
 
 
 def same(one, other):
@@ -269,7 +269,7 @@ def test_the_largest_of_those_taken_goes_first(tmp_path):
     assert [result.client for result in engine.run(run.worker, tasks)] == engine.order
     assert engine.order != sorted(engine.order)
     # taken in twos; the next two are taken when the last of these is given away, one having been answered by then
-    assert sorted(engine.order[:TAKEN]) == [0, 1]
+    assert sorted(engine.order[:FETCHED]) == [0, 1]
     assert work[engine.order[0]] > work[engine.order[1]]
     assert sorted(engine.order) == list(range(6))
 
@@ -286,7 +286,7 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
 
     for _ in engine.run(run.worker, watched()):
         done += 1
-        assert taken - done < (AT_HAND + TAKEN) * 2
+        assert taken - done < (QUEUED + FETCHED) * 2
     assert done == taken == 30
 
 
@@ -295,38 +295,38 @@ def test_the_common_state_travels_once_a_round_and_the_worker_object_once(tmp_pa
     run = experiment(tmp_path, engine=engine, clients_per_round=None)
     run.fit()
     assert len(engine.put) == 1 + run.rounds
-    assert engine.hired == engine.ended == 3
+    assert engine.started == engine.ended == 3
 
 
 def test_no_more_members_than_tasks_are_hired(tmp_path):
     engine = NearPool(30)
     run, tasks = started(tmp_path, engine)
     assert len(list(engine.run(run.worker, tasks[:2]))) == 2
-    assert engine.hired == 2
+    assert engine.started == 2
 
 
 def test_all_members_can_be_started_ahead(tmp_path):
     engine = NearPool(3)
     run, tasks = started(tmp_path, engine)
     engine.start(run.worker)
-    assert [member.ready for member in engine._members] == [True] * 3
+    assert [member.ready for member in engine._pool_workers] == [True] * 3
     engine.start(run.worker)
     assert len(list(engine.run(run.worker, tasks))) == 6
-    assert engine.hired == 3
+    assert engine.started == 3
     assert NearPool.start(stillborn := NearPool(2, stillborn=1), run.worker) is None
-    assert (stillborn.hired, len(stillborn._members)) == (3, 2)
+    assert (stillborn.started, len(stillborn._pool_workers)) == (3, 2)
     with pytest.raises(WorkerLost, match="3 workers ended before they could begin"):
         NearPool(2, stillborn=9).start(run.worker)
     few = NearPool(30)
     few.start(run.worker)
-    assert few.hired == 6  # there are no more clients
+    assert few.started == 6  # there are no more clients
 
 
 def test_another_worker_object_is_sent_anew(tmp_path):
     engine = NearPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
     first, second = (next(engine.run(run.worker, t[:1])) for run, t in ((one, tasks), (other, other_tasks)))
-    assert engine.hired == 1
+    assert engine.started == 1
     assert same_bytes(first.upload.tensors, one.worker.run(tasks[0]).upload.tensors)
     assert same_bytes(second.upload.tensors, other.worker.run(other_tasks[0]).upload.tensors)
 
@@ -341,8 +341,8 @@ def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
     alone.fit()
     shared.fit()
     same(alone, shared)
-    assert shared.engine.hired == 2 + len(deadly)
-    assert shared.engine.ended == shared.engine.hired
+    assert shared.engine.started == 2 + len(deadly)
+    assert shared.engine.ended == shared.engine.started
 
 
 def test_a_client_that_three_workers_die_at_has_failed_and_the_others_go_on(tmp_path):
@@ -364,7 +364,7 @@ def test_members_that_never_begin_end_the_run(tmp_path):
         WorkerLost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"
     ):
         run.fit()
-    assert engine.hired == engine.ended
+    assert engine.started == engine.ended
 
 
 def test_what_is_left_of_a_round_broken_off_is_not_taken_for_the_next(tmp_path):
@@ -383,8 +383,8 @@ def test_the_work_of_a_task_is_its_training_samples(tmp_path):
     members = [Near(engine), Near(engine)]
     for member in members:
         member.ready = True
-    engine._members = members
-    engine._deal(tasks[:4], SharedTensorStore(lambda parcel: None), lambda one: 1 if one.client else 100)
+    engine._pool_workers = members
+    engine._assign(tasks[:4], SharedTensorStore(lambda serialized: None), lambda one: 1 if one.client else 100)
     assert [len(member.tasks) for member in members] == [1, 2]
     assert members[0].tasks[0].client == 0
 
@@ -415,7 +415,7 @@ LOADED = ["collect", "freeze"]
 
 
 def load(run):
-    return LoadWorker(written(pool.packed(run.worker)), {})
+    return LoadWorker(written(pool.serialize_worker(run.worker)), {})
 
 
 def orders(tasks):
@@ -446,7 +446,7 @@ def test_and_answers_each_before_it_asks_for_the_next(tmp_path):
         return waiting.popleft()
 
     with pytest.raises(IndexError):
-        TaskServer().serve(receive, lambda parcel: log.append("!"))
+        TaskServer().serve(receive, lambda serialized: log.append("!"))
     assert "".join(log) == "?!?!?!?!?"
 
 
@@ -512,12 +512,12 @@ def test_nothing_of_a_task_is_held_while_the_next_is_waited_for(tmp_path):
         return order
 
     with pytest.raises(IndexError):
-        TaskServer().serve(receive, lambda parcel: None)
+        TaskServer().serve(receive, lambda serialized: None)
     assert len(held) == 7
 
 
 class Trouble(LossTerm):
-    """Warns in each step; in rounds that it is told, changes what it should not and fails in one way or another."""
+    """Warns in each step; in given rounds, changes global settings and fails."""
 
     def __init__(self, **rounds):
         super().__init__()
@@ -544,9 +544,9 @@ def test_a_client_of_a_host_fails_alone_and_its_warnings_are_told_once(tmp_path,
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
     _, *answers = served(TaskServer(), [load(run), *orders(tasks)])
     assert events == [*LOADED, "SharedFit", "end"]
-    told = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
+    shown = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
     each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
-    assert told == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]
+    assert shown == [[("smoke is seen", UserWarning), each[0]], [each[1]], [each[2]]]
     assert {file for answer in answers for _, _, file, _ in answer.warnings} == {__file__}
     assert f"client 0, round 2: {type(error).__name__}: {error}" == str(answers[1].result.failure)
     assert "test_pool.py" in answers[1].trace
@@ -580,11 +580,11 @@ def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
         def remember(self, module, upload):
             return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
 
-    host = TaskServer()
+    server = TaskServer()
     run, tasks = started(tmp_path, "sequential")
-    host.worker = run.worker
-    host.worker.algorithm = Odd()
-    (answer,) = served(host, [RunTask(written(SerializedValue(tasks[0])), None)])
+    server.worker = run.worker
+    server.worker.algorithm = Odd()
+    (answer,) = served(server, [RunTask(written(SerializedValue(tasks[0])), None)])
     assert "client 0, round 1: " in str(answer.result.failure)
     assert "lambda" in str(answer.result.failure)
 
@@ -600,4 +600,4 @@ class Broken(TaskServer):
 def test_an_actor_whose_host_breaks_down_says_so(monkeypatch):
     monkeypatch.setattr(ray, "TaskServer", Broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        ray.RemoteHost(1, []).load(None, {})
+        ray.RemoteServer(1, []).load(None, {})

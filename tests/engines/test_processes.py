@@ -44,7 +44,7 @@ def engine():
 
 
 def pids(engine):
-    return [member._process.pid for member in engine._members]
+    return [member._process.pid for member in engine._pool_workers]
 
 
 def shared_memory():
@@ -301,7 +301,7 @@ if __name__ == "__main__":
     def notify(moment, *args):
         heard(moment, *args)
         if moment == "on_round_end" and run.round == 2:
-            print(*(member._process.pid for member in run.engine._members), flush=True)
+            print(*(member._process.pid for member in run.engine._pool_workers), flush=True)
     run._notify = notify
     try:
         run.fit()
@@ -401,7 +401,7 @@ def test_open_files_do_not_grow_with_clients_or_tensors(tmp_path, engine):
     counts = []
     for model in (MLP(in_shape=(1, 8, 8), num_classes=10), None):
         counting = Counting(2)
-        counting._members = engine._members
+        counting._pool_workers = engine._pool_workers
         hidden = (16,) if model else (4,) * 60
         method, options = METHODS["many clients"]
         run = experiment(tmp_path / str(len(hidden)), method(), engine=counting, **options, model=Deep(hidden))
@@ -501,11 +501,11 @@ def test_workers_are_dealt_out_over_gpus(monkeypatch, arguments, trainer, size, 
     monkeypatch.setattr("fl_lightning.engines.processes.Process", Placed)
     assert engine.size(on_gpus(monkeypatch, 3, trainer)) == size
     for _ in range(size):
-        engine._members.append(engine._start_worker())
-    assert [member.device for member in engine._members] == dealt
-    engine._members.pop(0)  # who takes a lost one's place takes its GPU
+        engine._pool_workers.append(engine._start_worker())
+    assert [member.device for member in engine._pool_workers] == dealt
+    engine._pool_workers.pop(0)  # who takes a lost one's place takes its GPU
     assert engine._start_worker().device == dealt[0]
-    engine._members.clear()
+    engine._pool_workers.clear()
 
 
 class Placed:

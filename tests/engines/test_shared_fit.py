@@ -260,7 +260,7 @@ def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypa
     tasks = [task_of_round(run, 1, client) for client in range(5)]
     one = sum(value.nbytes for value in run.worker.run(tasks[0]).upload.tensors.values())
     fits.clear()
-    monkeypatch.setattr(sequential, "ROOM", 2 * one - 1)
+    monkeypatch.setattr(sequential, "MAX_WAITING", 2 * one - 1)
     list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
     assert len(fits) == 3
 
