@@ -71,7 +71,7 @@ class RoundFigure(RoundCallback):
             method = type(run.algorithm).__name__
             raise ConfigError(f"{owner}: {method} does not let a client's model out as it was trained; leave it out")
         if self.needs_classes and not run.data.objective.classes:
-            raise ConfigError(f"{owner}: it draws classes, and {run.data.objective.no_classes}; leave it out")
+            raise ConfigError(f"{owner}: it needs classes, but {run.data.objective.no_classes}. Leave it out.")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
             if twice := {*self.metrics(run)}.intersection(other.metrics(run)):

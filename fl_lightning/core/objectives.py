@@ -20,14 +20,14 @@ Reduction = Literal["mean", "sum"]
 class Objective(ABC):
     """The kind of labels, with the loss and the metrics for them: `scenario.objective`.
 
-    Found from the labels where a config is silent. Subclasses give at least `loss` and `check`.
+    By default it is derived from the labels. Subclasses override at least `loss` and `check`.
 
     Attributes:
-        term: The loss's name among the training losses.
-        kind: What torchmetrics' names of metrics for such labels begin with.
-        count: The argument by which those metrics take the number of outputs.
-        fewest: Fewest outputs that a network can have.
-        classes: Whether a label is one class, as partitions by class and methods that compare classes need.
+        term: Name of the loss among the training losses.
+        kind: Prefix of torchmetrics' metrics for such labels.
+        count: Argument of these metrics for the number of outputs.
+        fewest: Smallest number of outputs of a network.
+        classes: Whether a label is one class. Partitions by class and methods that compare classes need that.
     """
 
     term: str = "objective"
@@ -45,16 +45,16 @@ class Objective(ABC):
     @property
     def no_classes(self) -> str:
         """Return the error message for a part that needs classes."""
-        return f"the labels are no classes but for {type(self).__name__}"
+        return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The loss of a batch, a scalar.
+        """Return the loss of a batch, a scalar.
 
         Args:
-            outputs: `(B, C)` of the network.
-            targets: `(B, ...)` labels.
-            reduction: The `mean` over the samples, or their `sum`.
+            outputs: Outputs of the network, `(B, C)`.
+            targets: Labels, `(B, ...)`.
+            reduction: Return the `mean` or the `sum` over the samples.
         """
 
     @abstractmethod
@@ -62,24 +62,24 @@ class Objective(ABC):
         """Check the labels.
 
         Args:
-            labels: `(n, ...)`, all of a split.
-            outputs: How many numbers the network puts out for a sample.
+            labels: All labels of a split, `(n, ...)`.
+            outputs: Number of the network's outputs per sample.
 
         Raises:
-            ValueError: Says what is wrong, in words that follow the labels' name.
+            ValueError: The labels are invalid. The message continues a line that begins with their name.
         """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return `loss` and the metrics of a batch, each summed over the samples.
 
         Args:
-            outputs: `(B, C)` of the network, in float32.
-            targets: `(B, ...)` labels.
+            outputs: Outputs of the network in float32, `(B, C)`.
+            targets: Labels, `(B, ...)`.
         """
         return {"loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets as torchmetrics takes them: probabilities where there are some, and of its dtypes."""
+        """Return outputs (probabilities, if there are any) and targets in the form that torchmetrics expects."""
         return outputs, targets
 
     def strata(self, labels: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class Objective(ABC):
 
 
 class Classification(Objective):
-    """One of `C` classes: cross-entropy, and the share that is classified correctly (`acc`).
+    """One of `C` classes, with cross-entropy and accuracy (`acc`).
 
     Args:
-        label_smoothing: Share of a target that is spread over all classes in training, in [0, 1). What is measured is
-            the cross-entropy without it.
+        label_smoothing: Fraction of a target that is spread over all classes in training, in [0, 1). The evaluated
+            cross-entropy is without it.
 
     Raises:
         ConfigError: `label_smoothing` is outside [0, 1).
@@ -110,17 +110,17 @@ class Classification(Objective):
         self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Cross-entropy of logits `(B, C)` and class indices `(B,)`."""
+        """Return the cross-entropy of logits `(B, C)` and class indices `(B,)`."""
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Check that labels are whole numbers from 0, `(n,)`, below the number of classes."""
         if labels.dtype != torch.int64 or labels.ndim != 1:
-            also = "" if labels.is_floating_point() or labels.ndim != 1 else "; make it int64"
-            raise ValueError(f"needs one whole number a sample, got {described(labels)}{also}")
+            fix = "" if labels.is_floating_point() or labels.ndim != 1 else ". Convert it to int64"
+            raise ValueError(f"needs one whole number per sample, got {describe_tensor(labels)}{fix}")
         low, high = map(int, labels.aminmax()) if len(labels) else (0, -1)
         if low < 0:
-            raise ValueError(f"holds label {low}; labels count from 0")
+            raise ValueError(f"holds label {low}. Labels count from 0")
         if high >= outputs:
             raise ValueError(f"holds label {high}, which is out of range for num_classes {outputs}")
 
@@ -130,11 +130,11 @@ class Classification(Objective):
         return {"acc": correct.float(), "loss": F.cross_entropy(outputs, targets, reduction="sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Each class's probability."""
+        """Return the probability of each class."""
         return outputs.softmax(dim=1), targets
 
     def strata(self, labels: Tensor) -> Tensor:
-        """The class."""
+        """Return the classes."""
         return labels
 
     def stratum_count(self, outputs: int) -> int:
@@ -143,73 +143,73 @@ class Classification(Objective):
 
 
 class MultiLabel(Objective):
-    """Any of `L` labels, each there or not: binary cross-entropy, and the share of labels that are right (`acc`).
+    """Several of `L` labels, with binary cross-entropy and the fraction of correct labels (`acc`).
 
-    A label is taken to be there where its logit is above 0. The loss is the mean over labels.
+    A label is predicted if its logit is above 0. The loss is the mean over labels.
     """
 
     term, kind, count = "bce", "Multilabel", "num_labels"
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Binary cross-entropy of logits `(B, L)` and labels `(B, L)` of 0 and 1."""
+        """Return the binary cross-entropy of logits `(B, L)` and labels `(B, L)` of 0 and 1."""
         loss = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction=reduction)
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Check that labels are 0 or 1, `(n, L)`."""
         if labels.ndim != 2 or labels.shape[1] != outputs:
-            raise ValueError(f"needs {outputs} labels a sample, of 0 and 1, got {described(labels)}")
+            raise ValueError(f"needs {outputs} labels of 0 and 1 per sample, got {describe_tensor(labels)}")
         if len(labels) and not bool(((labels == 0) | (labels == 1)).all()):
-            raise ValueError("holds other numbers than 0 and 1: a label is there, or is not")
+            raise ValueError("has other numbers than 0 and 1")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The share of labels that are right, and the binary cross-entropy."""
+        """Return the fraction of correct labels and the binary cross-entropy, summed over the samples."""
         right = ((outputs > 0) == targets.bool()).float().mean(dim=1).sum()
         return {"acc": right, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's probability."""
+        """Return the probability of each label."""
         return outputs.sigmoid(), targets.long()
 
 
 class Regression(Objective):
-    """One or several numbers: the mean squared error, and the mean absolute error (`mae`).
+    """One or several numbers, with the mean squared error and the mean absolute error (`mae`).
 
     Args:
-        criterion: What is descended: the squared error (`mse`), the absolute one (`l1`), or `huber`'s, which is squared
-            below 1 and absolute above. `loss` is measured by it too.
+        criterion: The loss: the squared error (`mse`), the absolute error (`l1`), or `huber`, which is squared below 1
+            and absolute above.
 
     Raises:
-        ConfigError: `criterion` is none of these.
+        ConfigError: `criterion` is not one of these.
     """
 
     def __init__(self, criterion: Literal["mse", "l1", "huber"] = "mse") -> None:
         if criterion not in CRITERIA:
-            raise ConfigError(f"scenario.objective.criterion: {criterion!r} is none of {', '.join(CRITERIA)}")
+            raise ConfigError(f"scenario.objective.criterion: {criterion!r} is not one of {', '.join(CRITERIA)}")
         self.criterion = self.term = criterion
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The criterion of outputs `(B, T)` and targets `(B,)` or `(B, T)`; of several numbers, their mean."""
+        """Return the criterion of outputs `(B, T)` and targets `(B,)` or `(B, T)`, as a mean over the `T` numbers."""
         loss = CRITERIA[self.criterion](outputs, targets.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return loss if reduction == "mean" else loss / outputs.shape[1]
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Check that labels are finite numbers, `(n,)` or `(n, T)`."""
         if not labels.is_floating_point():
-            raise ValueError(f"needs float32 numbers as the other labels are, got {described(labels)}")
+            raise ValueError(f"needs float32 numbers like the other labels, got {describe_tensor(labels)}")
         if labels.shape[1:] not in ((outputs,), () if outputs == 1 else (outputs,)):
-            mend = "make it float32 of that shape, or int64 (n,) for classes"
-            raise ValueError(f"needs {outputs} numbers a sample, got {described(labels)}; {mend}")
+            fix = "Use float32 of that shape, or int64 (n,) for classes"
+            raise ValueError(f"needs {outputs} numbers per sample, got {describe_tensor(labels)}. {fix}")
         if not bool(labels.isfinite().all()):
             raise ValueError("holds NaN or Inf, or numbers too large for float32")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The absolute error, and the criterion."""
+        """Return the absolute error and the criterion, summed over the samples."""
         error = (outputs - targets.view_as(outputs)).abs().mean(dim=1).sum()
         return {"mae": error, "loss": self.loss(outputs, targets, "sum")}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Both of one shape: `(B,)` where there is one number a sample."""
+        """Return both in one shape, `(B,)` for one number per sample."""
         return (outputs[:, 0], targets.reshape(-1)) if outputs.shape[1] == 1 else (outputs, targets)
 
 
@@ -217,12 +217,12 @@ CRITERIA: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss
 
 
 def objective_of(labels: Tensor) -> Objective:
-    """The objective that labels are for: numbers with a point are regressed, several whole ones a sample are labels."""
+    """Return the objective for labels: regression for floating-point numbers, multi-label for several whole numbers."""
     if labels.is_floating_point():
         return Regression()
     return MultiLabel() if labels.ndim == 2 else Classification()
 
 
-def described(values: Tensor) -> str:
-    """A tensor's type and shape in words."""
+def describe_tensor(values: Tensor) -> str:
+    """Return a tensor's type and shape in words."""
     return f"{str(values.dtype).removeprefix('torch.')} of shape {tuple(values.shape)}"

@@ -16,47 +16,47 @@ TRAINER_KEYS = {
     "benchmark",
     "detect_anomaly",
 }
-"""The options that a client's fit takes."""
+"""The options that a client's fit supports."""
 
-_MEASURED = "clients are measured between fits; see evaluation, and scenario.local_test for the data"
-_ONE_DEVICE = "a client's fit runs on one device; the engines processes and ray spread clients over several"
-_ENDS = "a client's fit ends at trainer.max_epochs or trainer.max_steps; leave it out"
+_EVALUATION = "Clients are evaluated between fits. Use evaluation, and scenario.local_test for the data."
+_ONE_DEVICE = "A client's fit runs on one device. Use the engine processes or ray for several devices."
+_END = "A client's fit ends at trainer.max_epochs or trainer.max_steps. Leave it out."
 
 TRAINER_FIXES = {
     "strategy": _ONE_DEVICE,
-    "num_nodes": "a client's fit runs on one device; the engine ray spreads clients over machines",
+    "num_nodes": "A client's fit runs on one device. The engine ray uses several machines for several clients.",
     "use_distributed_sampler": _ONE_DEVICE,
-    "sync_batchnorm": "a client's fit runs on one device; algorithm.buffers says what clients share of BatchNorm",
-    "plugins": "trainer.precision says how precisely a client's fit computes; leave it out",
-    "logger": "the run has the loggers, a client's fit none; use logger, as in --logger CSVLogger",
-    "callbacks": "use client_callbacks for Lightning's in each client's fit, callbacks for what watches the run",
-    "profiler": "it would tell of one fit of thousands; use time/fit_s and time/round_s in metrics.csv, or py-spy",
-    "fast_dev_run": "use fit --fast, which tries everything in one short round",
-    "overfit_batches": "use trainer.limit_train_batches or scenario.train_samples for less data",
-    "min_epochs": _ENDS,
-    "min_steps": _ENDS,
-    "max_time": "use client_callbacks with Lightning's Timer to end each client's fit after some time",
-    "limit_val_batches": _MEASURED,
-    "limit_test_batches": _MEASURED,
-    "limit_predict_batches": "a client's fit predicts nothing; leave it out",
-    "val_check_interval": "use evaluation.every, the rounds between evaluations",
-    "check_val_every_n_epoch": "use evaluation.every, the rounds between evaluations",
-    "num_sanity_val_steps": "everything is tried before round 1 as it is; leave it out",
-    "inference_mode": "clients are measured without gradients as it is; leave it out",
-    "log_every_n_steps": "a round is a row, with the means over each client's steps; leave it out",
-    "enable_checkpointing": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
-    "default_root_dir": "use run_dir, in which a run leaves everything",
-    "enable_progress_bar": "the run has a bar, a client's fit none: the callback RoundProgress; leave it out",
-    "enable_model_summary": "in Python, ModelSummary(open_run(RUN).client_module(0)) has one; leave it out",
-    "enable_autolog_hparams": "loggers get the whole config as it is; leave it out",
-    "model_registry": "use logger.log_model, which leaves the final model with W&B",
-    "barebones": "a client's fit has neither logger, bar nor checkpoints as it is; leave it out",
-    "reload_dataloaders_every_n_epochs": "each client's fit makes its own batches as it is; leave it out",
+    "sync_batchnorm": "A client's fit runs on one device. Use algorithm.buffers to average BatchNorm over clients.",
+    "plugins": "Use trainer.precision to set the precision of a client's fit.",
+    "logger": "The run has loggers, a client's fit does not. Use logger, as in --logger CSVLogger.",
+    "callbacks": "Use client_callbacks for callbacks of each client's fit, and callbacks for those of the run.",
+    "profiler": "It would profile thousands of fits. Use time/fit_s and time/round_s in metrics.csv, or py-spy.",
+    "fast_dev_run": "Use fit --fast, a dry run of two short rounds.",
+    "overfit_batches": "Use trainer.limit_train_batches or scenario.train_samples for less data.",
+    "min_epochs": _END,
+    "min_steps": _END,
+    "max_time": "Use client_callbacks with Lightning's Timer to limit the time of each client's fit.",
+    "limit_val_batches": _EVALUATION,
+    "limit_test_batches": _EVALUATION,
+    "limit_predict_batches": "A client's fit does not predict. Leave it out.",
+    "val_check_interval": "Use evaluation.every, the rounds between evaluations.",
+    "check_val_every_n_epoch": "Use evaluation.every, the rounds between evaluations.",
+    "num_sanity_val_steps": "Everything is checked before round 1. Leave it out.",
+    "inference_mode": "Clients are always evaluated without gradients. Leave it out.",
+    "log_every_n_steps": "Metrics are means over each client's steps and are logged once a round. Leave it out.",
+    "enable_checkpointing": "Checkpoints are of the run, not of a client's fit. Use Checkpointing under callbacks.",
+    "default_root_dir": "Use run_dir, the folder for everything that a run writes.",
+    "enable_progress_bar": "The run has a progress bar, the callback RoundProgress. Leave it out.",
+    "enable_model_summary": "In Python, use ModelSummary(open_run(RUN).client_module(0)). Leave it out.",
+    "enable_autolog_hparams": "Loggers always get the whole config. Leave it out.",
+    "model_registry": "Use logger.log_model to save the final model to W&B.",
+    "barebones": "A client's fit never has a logger, a bar or checkpoints. Leave it out.",
+    "reload_dataloaders_every_n_epochs": "Each client's fit has its own batches. Leave it out.",
 }
 """What to use instead of each other option."""
 
 
 def refused(name: str) -> str:
-    """Return the message about an option of Lightning's `Trainer` that a client's fit does not take."""
-    known = f"a client's fit does not take it; there are {', '.join(sorted(TRAINER_KEYS))}"
+    """Return the message about an option of Lightning's `Trainer` that a client's fit does not support."""
+    known = f"A client's fit does not support it. Available: {', '.join(sorted(TRAINER_KEYS))}."
     return f"trainer.{name}: {TRAINER_FIXES.get(name, known)}"

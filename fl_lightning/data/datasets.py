@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import require_trust
-from fl_lightning.core.objectives import Classification, Objective, described, objective_of
+from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
 from fl_lightning.core.task import Score
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.loaders import Batches
@@ -197,7 +197,9 @@ def _check_inputs(name: str, x: Tensor) -> None:
     if x.ndim < 2 or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
-        raise ValueError(f"{name} is {described(x)}; it needs uint8 or float32, or int64 for token ids (n, length)")
+        raise ValueError(
+            f"{name} is {describe_tensor(x)}; it needs uint8 or float32, or int64 for token ids (n, length)"
+        )
     if x.dtype == torch.uint8 or not len(x):
         return
     low, high = x.aminmax()  # a NaN makes both NaN

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as MapStyle
 from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import find_object
-from fl_lightning.core.objectives import described
+from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.data.custom_data import KEY
 from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
 from fl_lightning.data.transforms import Normalize
@@ -103,7 +103,9 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
         raise ConfigError(f"{who}: {what} is {describe(value)}, not an image, tensor, array or number{fix}")
     made = torch.as_tensor(value).detach().cpu()
     if made.is_complex():
-        raise ConfigError(f"{who}: {what} is {described(made)}. Return real numbers, for example its absolute values")
+        raise ConfigError(
+            f"{who}: {what} is {describe_tensor(made)}. Return real numbers, for example its absolute values"
+        )
     if made.is_floating_point():
         return made.float()
     return made if made.dtype == torch.uint8 and what.startswith("x") else made.to(torch.int64)
@@ -119,7 +121,7 @@ def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
             fix = ". A transform such as torchvision.transforms.Resize can resize them" if what == "x" else ""
-            differ = f"{described(first)} in item 0 and {described(value)} in item {i}"
+            differ = f"{describe_tensor(first)} in item 0 and {describe_tensor(value)} in item {i}"
             raise ConfigError(f"{who}: {what} is {differ}. All need the same shape and dtype{fix}")
     return torch.stack(list(values))
 

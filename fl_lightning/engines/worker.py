@@ -147,8 +147,8 @@ class Worker:
         """
         objective, outputs = self.data.objective, self.data.data.num_classes
         if not objective.classes and (part := next(self.algorithm.of_classes, None)):
-            fix = "use one that does not, such as FedAvg"
-            raise ConfigError(f"algorithm: {part} compares classes, and {objective.no_classes}; {fix}")
+            fix = "Use another method, such as FedAvg."
+            raise ConfigError(f"algorithm: {part} compares classes, but {objective.no_classes}. {fix}")
         check_client_callbacks(self.client_callbacks)
         with blame("trainer"):
             check_options(self.trainer)

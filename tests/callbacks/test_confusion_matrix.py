@@ -111,7 +111,7 @@ def test_labels_that_are_no_classes_are_refused(tmp_path):
     for objective in (Regression(), MultiLabel()):
         run.data.objective = objective
         with pytest.raises(
-            ConfigError, match=r"^callbacks: ConfusionMatrix: it draws classes, and the labels are no classes but for "
+            ConfigError, match=r"^callbacks: ConfusionMatrix: it needs classes, but the labels are for "
         ):
             figure.check(run)
 

@@ -263,7 +263,7 @@ def test_all_objectives_are_listed():
 @pytest.mark.parametrize("algorithm", [FedSKC(), FedDW(), FedUV(), UAPDFL()])
 def test_a_method_of_classes_refuses_other_labels(tmp_path, algorithm):
     part = next(algorithm.of_classes)
-    wanted = f"^algorithm: {part} compares classes, and the labels are no classes but for Regression; take one that"
+    wanted = f"^algorithm: {part} compares classes, but the labels are for Regression, not classes. Use another method"
     with pytest.raises(ConfigError, match=wanted):
         experiment(tmp_path / "run", algorithm, scenario=made("one number")).fit()
     assert not (tmp_path / "run").exists()
@@ -296,26 +296,26 @@ def test_methods_without_classes_learn_numbers(tmp_path, cls):
 
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological()])
 def test_a_partition_of_classes_refuses_other_labels(partition):
-    wanted = f"scenario.partition: {type(partition).__name__} splits by class, but the labels are no classes but for"
+    wanted = f"scenario.partition: {type(partition).__name__} splits by class, but the labels are for"
     with pytest.raises(ConfigError, match=wanted):
         made("several labels", partition).build(0)
 
 
 def test_a_long_tail_needs_classes():
-    with pytest.raises(ConfigError, match=r"scenario.long_tail: subsamples classes, but the labels are no classes"):
+    with pytest.raises(ConfigError, match=r"scenario.long_tail: subsamples classes, but the labels are for"):
         made("one number", long_tail=10).build(0)
 
 
 def test_a_figure_of_classes_refuses_other_labels(tmp_path):
-    with pytest.raises(ConfigError, match=r"ClassRelations: it draws classes, and the labels are no classes"):
+    with pytest.raises(ConfigError, match=r"ClassRelations: it needs classes, but the labels are for"):
         experiment(tmp_path / "run", scenario=made("one number"), callbacks=[ClassRelations()]).fit()
 
 
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (Classification(), "y_train needs one whole number a sample, got float32 of shape (240,)"),
-        (MultiLabel(), "y_train needs 1 labels a sample, of 0 and 1, got float32 of shape (240,)"),
+        (Classification(), "y_train needs one whole number per sample, got float32 of shape (240,)"),
+        (MultiLabel(), "y_train needs 1 labels of 0 and 1 per sample, got float32 of shape (240,)"),
     ],
 )
 def test_labels_that_are_not_for_the_objective_are_refused(objective, message):
@@ -327,11 +327,11 @@ def test_labels_that_are_not_for_the_objective_are_refused(objective, message):
     ("objective", "labels", "outputs", "message"),
     [
         (MultiLabel(), torch.tensor([[0, 2]]), 2, "holds other numbers than 0 and 1"),
-        (MultiLabel(), torch.tensor([[0, 1]]), 3, "needs 3 labels a sample"),
+        (MultiLabel(), torch.tensor([[0, 1]]), 3, "needs 3 labels of 0 and 1 per sample"),
         (Regression(), torch.tensor([float("nan")]), 1, "holds NaN or Inf"),
         (Regression(), torch.tensor([1]), 1, "needs float32 numbers as the other labels are, got int64"),
-        (Regression(), torch.zeros(4, 2), 1, "needs 1 numbers a sample, got float32 of shape (4, 2)"),
-        (Regression(), torch.zeros(4), 2, "needs 2 numbers a sample, got float32 of shape (4,)"),
+        (Regression(), torch.zeros(4, 2), 1, "needs 1 numbers per sample, got float32 of shape (4, 2)"),
+        (Regression(), torch.zeros(4), 2, "needs 2 numbers per sample, got float32 of shape (4,)"),
     ],
 )
 def test_wrong_labels_are_told(objective, labels, outputs, message):
@@ -342,7 +342,7 @@ def test_wrong_labels_are_told(objective, labels, outputs, message):
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match=r"scenario.objective.label_smoothing: 1 is outside \[0, 1\)"):
         Classification(label_smoothing=1)
-    with pytest.raises(ConfigError, match=r"scenario.objective.criterion: 'rmse' is none of mse, l1, huber"):
+    with pytest.raises(ConfigError, match=r"scenario.objective.criterion: 'rmse' is not one of mse, l1, huber"):
         Regression("rmse")
 
 
@@ -376,4 +376,4 @@ def test_a_config_names_the_objective(tmp_path):
     config = ["--config", tmp_path / "run.yaml", "--run_dir", tmp_path / "other"]
     refused = commands.run("fit", *config, "--scenario.objective", "MultiLabel")
     assert refused.code == 2
-    assert "y_train needs 10 labels a sample, of 0 and 1, got int64" in refused.err
+    assert "y_train needs 10 labels of 0 and 1 per sample, got int64" in refused.err

@@ -373,7 +373,7 @@ def test_emnists_letters_count_from_one(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[20] = 0
     path.write_bytes(content)
-    assert "EMNIST: y_train holds label -1; labels count from 0" in refusal(EMNIST("letters", str(tmp_path)))
+    assert "EMNIST: y_train holds label -1. Labels count from 0" in refusal(EMNIST("letters", str(tmp_path)))
 
 
 def half(labels: np.ndarray) -> np.ndarray:
@@ -383,14 +383,14 @@ def half(labels: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        ("train_labels", half, "train_labels needs one whole number a sample, got float64 of shape (54, 1)"),
-        ("test_labels", lambda y: y.astype(float), "test_labels needs one whole number a sample, got float64"),
+        ("train_labels", half, "train_labels needs one whole number per sample, got float64 of shape (54, 1)"),
+        ("test_labels", lambda y: y.astype(float), "test_labels needs one whole number per sample, got float64"),
         ("train_labels", lambda y: y + 246, "y_train holds label 254, which is out of range for num_classes 9"),
         ("test_labels", lambda y: y.astype(int) - 1, "y_test holds label -1"),
         (
             "train_labels",
             lambda y: np.tile(y, 14),
-            "y_train needs one whole number a sample, got int64 of shape (54, 14",
+            "y_train needs one whole number per sample, got int64 of shape (54, 14",
         ),
         ("train_labels", lambda y: y[1:], "x_train has 54 rows and y_train 53"),
         ("train_images", lambda x: x.astype(np.int64), "x_train is int64 of shape (54, 3, 28, 28); it needs uint8 or"),
@@ -550,18 +550,18 @@ WRONG = {
     "label above": ({"y_train": labels(255)}, "y_train holds label 255, which is out of range for num_classes 10"),
     "label one above": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
     "test label above": ({"y_test": labels(10)}, "y_test holds label 10, which is out of range for num_classes 10"),
-    "negative label": ({"y_test": labels(-1)}, "y_test holds label -1; labels count from 0"),
+    "negative label": ({"y_test": labels(-1)}, "y_test holds label -1. Labels count from 0"),
     "half labels": (
         {"y_train": labels(0) / 2},
-        "y_train needs 10 numbers a sample, got float32 of shape (20,); make it float32 of that shape, or int64",
+        "y_train needs 10 numbers per sample, got float32 of shape (20,). Use float32 of that shape, or int64",
     ),
     "short labels": (
         {"y_train": labels(0).to(torch.int32)},
-        "y_train needs one whole number a sample, got int32 of shape (20,); make it int64",
+        "y_train needs one whole number per sample, got int32 of shape (20,). Convert it to int64",
     ),
     "labels in a column": (
         {"y_test": labels(0)[:, None]},
-        "y_test needs one whole number a sample, got int64 of shape (20, 1)",
+        "y_test needs one whole number per sample, got int64 of shape (20, 1)",
     ),
     "too few labels": ({"y_train": labels(0)[1:]}, "x_train has 20 rows and y_train 19. They need equally many"),
     "no tensor": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),

@@ -279,7 +279,7 @@ NPY = {
     "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: not a readable .npy file ("),
     "a pipe": (instead(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
     "too few": (lambda path: np.save(path, np.arange(19) % 3), "x_train has 20 rows and y_train 19"),
-    "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number a sample, got <U1"),
+    "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number per sample, got <U1"),
 }
 
 

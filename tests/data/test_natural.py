@@ -470,7 +470,7 @@ class Measured(People):
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological(), DisjointClasses()])
 def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
     told = (
-        f"scenario.partition: {type(partition).__name__} splits by class, but the labels are no classes but for "
+        f"scenario.partition: {type(partition).__name__} splits by class, but the labels are for "
         f"{'MultiLabel' if y == 'labels' else 'Regression'}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
     )
     assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
@@ -480,7 +480,7 @@ def test_a_long_tail_wants_classes() -> None:
     message = refusal(lambda: built(Measured(OWNERS), IID(), clients=2, long_tail=2))
     assert (
         message
-        == "scenario.long_tail: subsamples classes, but the labels are no classes but for Regression. Leave it out"
+        == "scenario.long_tail: subsamples classes, but the labels are for Regression, not classes. Leave it out"
     )
 
 
