@@ -188,7 +188,7 @@ def whole_numbers(values: np.ndarray, name: str) -> Tensor:
         ValueError: They are not integers, or one is too large for `int64`.
     """
     if not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} needs one whole number a sample, got {values.dtype} of shape {values.shape}")
+        raise ValueError(f"{name} needs one whole number per sample, got {values.dtype} of shape {values.shape}")
     if values.size and values.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} holds label {values.max()}, which is too large for int64")
     return torch.from_numpy(values.astype(np.int64))

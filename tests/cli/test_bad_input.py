@@ -206,7 +206,7 @@ KINDS = [
     kind("no npz", [*ARRAYS, "tiny.yaml"], "scenario.dataset.path: tiny.yaml", "Write it with numpy.savez"),
     kind("npz without a key", [*ARRAYS, "part.npz"], "part.npz: has no x_test, y_test", "It needs x_train, y_train"),
     kind("negative label", [*ARRAYS, "negative.npz"], "y_train holds label -1", "Labels count from 0"),
-    kind("label no whole number", [*ARRAYS, "float.npz"], "y_test needs float32 numbers as the other labels are"),
+    kind("label no whole number", [*ARRAYS, "float.npz"], "y_test needs float32 numbers like the other labels"),
     kind("label too large", [*ARRAYS, "good.npz", "--scenario.dataset.num_classes", "3"], "label 3", "num_classes 3"),
     kind("inputs with NaN", [*ARRAYS, "nan.npz"], "scenario.dataset.path: nan.npz", "x_train holds NaN or Inf"),
     kind("more labels than inputs", [*ARRAYS, "uneven.npz"], "x_train has 39 rows and y_train 40", "need equally many"),

@@ -326,10 +326,10 @@ def test_labels_that_are_not_for_the_objective_are_refused(objective, message):
 @pytest.mark.parametrize(
     ("objective", "labels", "outputs", "message"),
     [
-        (MultiLabel(), torch.tensor([[0, 2]]), 2, "holds other numbers than 0 and 1"),
+        (MultiLabel(), torch.tensor([[0, 2]]), 2, "has other numbers than 0 and 1"),
         (MultiLabel(), torch.tensor([[0, 1]]), 3, "needs 3 labels of 0 and 1 per sample"),
         (Regression(), torch.tensor([float("nan")]), 1, "holds NaN or Inf"),
-        (Regression(), torch.tensor([1]), 1, "needs float32 numbers as the other labels are, got int64"),
+        (Regression(), torch.tensor([1]), 1, "needs float32 numbers like the other labels, got int64"),
         (Regression(), torch.zeros(4, 2), 1, "needs 1 numbers per sample, got float32 of shape (4, 2)"),
         (Regression(), torch.zeros(4), 2, "needs 2 numbers per sample, got float32 of shape (4,)"),
     ],

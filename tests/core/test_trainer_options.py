@@ -70,5 +70,5 @@ def test_what_is_taken_reaches_the_trainer(name, tmp_path, monkeypatch):
 
 
 def test_one_that_nobody_knows_yet_names_those_there_are(tmp_path):
-    with pytest.raises(ConfigError, match=r"^trainer.frobnicate: a client's fit does not take it; there are acc"):
+    with pytest.raises(ConfigError, match=r"^trainer.frobnicate: A client's fit does not support it. Available: acc"):
         experiment(tmp_path, trainer={"frobnicate": 1}).fit()

@@ -350,7 +350,7 @@ BAD_ARRAYS = {
     "two missing": ({"x_train": None, "y_test": None}, "has no x_train, y_test"),
     "object inputs": ({"x_train": np.array([{}] * 6)}, "Object arrays cannot be loaded"),
     "object labels": ({"y_train": np.array([None] * 6)}, "Object arrays cannot be loaded"),
-    "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers as the other labels are, got int64"),
+    "float labels": ({"y_train": np.arange(6.0)}, "y_test needs float32 numbers like the other labels, got int64"),
     "one-hot labels": (
         {"y_test": np.eye(3, dtype=int)},
         r"y_test needs one whole number per sample, .* shape \(3, 3\)",
