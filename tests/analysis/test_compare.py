@@ -199,6 +199,26 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
     assert compared(tmp_path, metric="global/loss", lower=False).groups[0].best.mean == 0.5
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("client/acc_mean", 0.5),
+        ("global/r2_score", 0.5),
+        ("global/mae", 0.25),
+        ("client/mae_mean", 0.25),
+        ("global/mean_absolute_error", 0.25),
+        ("client/mean_squared_error_weighted", 0.25),
+        ("client/calibration_error_worst_decile", 0.25),
+        ("client/acc_std", 0.25),
+        ("client_3/train_loss", 0.25),
+    ],
+)
+def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
+    write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
+    found = compared(tmp_path, metric=metric)
+    assert (found.lower, found.groups[0].best.mean) == (best == 0.25, best)
+
+
 def test_costs_of_reaching_a_target(tmp_path, rng):
     series = [rng.uniform(0.3, 0.8, 12) for _ in range(5)]
     for seed, accs in enumerate(series):
@@ -506,6 +526,15 @@ def test_latex(tmp_path):
     assert rf"  {escaped} & 1 & 0.5000 & 0.5000 & 31 B \\" in lines
     assert r"  b & 1 & \textbf{0.7500} & \textbf{0.7500} & 31 B \\" in lines
     assert all(line.startswith("% ") for line in lines[lines.index(r"\end{tabular}") + 1 :])
+
+
+def test_the_lowest_loss_is_bold(tmp_path):
+    write(tmp_path, "FedAvg", 0, [0.5], name="global/loss")
+    write(tmp_path, "FedDW", 0, [0.75], name="global/loss")
+    out = run("compare", tmp_path, "--metric", "global/loss", "--format", "markdown").out
+    assert "| FedAvg | 1 | **0.5000** | **0.5000** |" in out
+    out = run("compare", tmp_path, "--metric", "global/loss", "--mode", "max", "--format", "markdown").out
+    assert "| FedDW | 1 | **0.7500** | **0.7500** |" in out
 
 
 def test_markdown_and_plain_text_are_escaped():

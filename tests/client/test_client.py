@@ -252,3 +252,8 @@ def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
     plain.lr_scale = 0.5
     (group,) = plain.optimizer_for(other.parameters()).param_groups
     assert (group["lr"], group["momentum"]) == (0.005, 0)
+
+
+def test_a_checkpoint_cannot_name_any_function_as_its_objective():
+    with pytest.raises(ConfigError, match=r"^objective: .*os\.system is not allowed in a file"):
+        ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})
