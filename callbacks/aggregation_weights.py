@@ -34,16 +34,12 @@ class AggregationWeights(RoundFigure):
         super().__init__(every)
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse an aggregator without weights of its own.
-
-        Raises:
-            ConfigError: The aggregator computes no weights.
-        """
+        """Refuse an aggregator without weights of its own."""
         super().check(run)
         self._require_weights(run)
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Each client's weight."""
+        """Return the name of the clients' weights."""
         return ["client_<id>/weight"]
 
     def measure(self, run: FederatedRun) -> Arrays:
@@ -55,10 +51,10 @@ class AggregationWeights(RoundFigure):
     @staticmethod
     def _require_weights(run: FederatedRun) -> None:
         owner = type(run.algorithm.aggregator if run.algorithm.server else run.algorithm).__name__
-        require(run, "weights", f"callbacks: AggregationWeights: {owner} has no weights of its own; leave it out")
+        require(run, "weights", f"callbacks: AggregationWeights: {owner} computes no weights. Leave it out.")
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Each client's weight."""
+        """Return each client's weight."""
         totals = arrays["weights"].reshape(len(arrays["clients"]), -1).sum(axis=1)
         return {f"client_{client}/weight": float(w) for client, w in zip(arrays["clients"], totals, strict=True)}
 

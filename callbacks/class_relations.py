@@ -38,25 +38,21 @@ class ClassRelations(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without these matrices.
-
-        Raises:
-            ConfigError: There is no shared model, or it has no such layer.
-        """
+        """Refuse a model without these matrices."""
         super().check(run)
         if not run.algorithm.one_model:
             method = type(run.algorithm).__name__
-            raise ConfigError(f"callbacks: ClassRelations: {method} has no one shared model to look at; leave it out")
+            raise ConfigError(f"callbacks: ClassRelations: {method} has no shared model. Leave it out.")
         try:
             rows = len(classification_layer(run.worker.template.backbone).weight)
         except ConfigError:
             rows = 0
         if rows != run.data.data.num_classes:
-            what = "the model does not end with a linear layer of a row of weights a class"
-            raise ConfigError(f"callbacks: ClassRelations: {what}; leave it out")
+            reason = "the model does not end with a linear layer with one row of weights per class"
+            raise ConfigError(f"callbacks: ClassRelations: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """The distance."""
+        """Return the name of the distance."""
         return ["class_relations/distance"]
 
     def measure(self, run: FederatedRun) -> Arrays:
@@ -70,7 +66,7 @@ class ClassRelations(RoundFigure):
         return {"sl": sl.cpu().numpy(), "cr": cr.cpu().numpy(), "distance": distance.cpu().numpy()}
 
     def numbers(self, arrays: Arrays) -> Row:
-        """The distance."""
+        """Return the distance."""
         return {"class_relations/distance": float(arrays["distance"])}
 
     def draw(self, arrays: Arrays) -> Figure:

@@ -24,13 +24,9 @@ class ClusterNorms(RoundCallback):
     """
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a method without such clusters.
-
-        Raises:
-            ConfigError: The method has none.
-        """
+        """Refuse a method without such clusters."""
         owner = type(run.algorithm).__name__
-        require(run, "norms", f"callbacks: ClusterNorms: {owner} splits no clusters; leave it out, or use CFL")
+        require(run, "norms", f"callbacks: ClusterNorms: {owner} has no clusters. Leave it out, or use CFL.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the names of the number of clusters and the norms."""

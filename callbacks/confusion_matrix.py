@@ -41,16 +41,12 @@ class ConfusionMatrix(RoundFigure):
     needs_classes = True
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse data without classes or without test samples.
-
-        Raises:
-            ConfigError: There are none.
-        """
+        """Refuse data without classes or without test samples."""
         super().check(run)
         if not self._tests_globally(run) and not any(
             len(run.data.shards[client].test) for client in run.evaluator.scored
         ):
-            raise ConfigError("callbacks: ConfusionMatrix: no client has samples to test on; raise scenario.local_test")
+            raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")
 
     def measure(self, run: FederatedRun) -> Arrays:
         """Return `global` and `worst`, `(C, C)` samples by true (row) and predicted class, and the worst `client`."""

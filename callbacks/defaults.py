@@ -33,7 +33,7 @@ def with_defaults(callbacks: Sequence[RoundCallback]) -> list[RoundCallback]:
     defaults: list[RoundCallback] = [CommunicationMeter(), RoundProgress(), Checkpointing()]
     for kind in map(type, defaults):
         if sum(isinstance(callback, kind) for callback in callbacks) > 1:
-            raise ConfigError(f"callbacks: {kind.__name__} is there twice; list it once")
+            raise ConfigError(f"callbacks: {kind.__name__} is listed twice. List it once.")
     missing = [one for one in defaults if not any(isinstance(callback, type(one)) for callback in callbacks)]
     return sorted([*callbacks, *missing], key=lambda one: isinstance(one, Monitor) + isinstance(one, Checkpointing))
 
@@ -52,20 +52,16 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
     for key, (given, kind) in kinds.items():
         for one in given:
             if not isinstance(one, kind):
-                raise ConfigError(f"{key}: {misplaced(type(one)) or f'{type(one).__name__} is no callback'}")
+                raise ConfigError(f"{key}: {misplaced(type(one)) or f'{type(one).__name__} is not a callback'}")
 
 
 def misplaced(kind: type) -> str | None:
-    """Return the message for a class under the wrong one of `callbacks` and `client_callbacks`; None if it fits.
-
-    Args:
-        kind: The class.
-    """
+    """Return the message for a class under the wrong one of `callbacks` and `client_callbacks`; None if it fits."""
     if issubclass(kind, RoundCallback):
-        return f"{kind.__name__} watches the run, not a client's fit; give it under callbacks"
+        return f"{kind.__name__} watches the run, not a client's fit. List it under callbacks."
     if issubclass(kind, Callback):
-        mend = refused(kind) or "it watches a fit, not the run; give it under client_callbacks"
-        return f"{kind.__name__} is Lightning's: {mend}"
+        fix = refused(kind) or "it watches a fit, not the run. List it under client_callbacks."
+        return f"{kind.__name__} is Lightning's: {fix}"
     return None
 
 

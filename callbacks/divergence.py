@@ -55,26 +55,20 @@ class UnitDivergence(RoundFigure):
         self._seen: dict[int, Tensor] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse pairs of clients that do not exist.
-
-        Raises:
-            ConfigError: There is such a pair; the message names it.
-        """
+        """Refuse pairs of clients that do not exist."""
         super().check(run)
         clients = run.clients
         for pair in self.pairs:
             if len({*pair}) != 2 or not all(0 <= client < clients for client in pair):
-                mend = f"a pair is two different clients from 0 to {clients - 1}"
-                raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]}; {mend}")
+                reason = f"not a pair of different clients from 0 to {clients - 1}"
+                raise ConfigError(f"callbacks: UnitDivergence.pairs: {[*pair]} is {reason}")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the names of the mean and of `pairs`."""
         return ["divergence/mean", *(f"divergence/{i}-{j}" for i, j in self.pairs)]
 
-    def on_client_end(self, run: FederatedRun, result: Result) -> None:
+    def observe(self, run: FederatedRun, result: Result) -> None:
         """Compute the output of one client's trained model on the unit input."""
-        if not self.is_due(run, run.round + 1) or result.upload is None:
-            return
         module = run.worker.modules.build_shared(trained_model(run, result))
         with inference(module, run.worker.idle_trainer):
             x, _ = next(iter(run.worker.client_data.test_batches()))

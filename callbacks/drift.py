@@ -47,25 +47,19 @@ class ClientDrift(RoundFigure):
         self._before: Tensors | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a method that aggregates no models.
-
-        Raises:
-            ConfigError: The method aggregates no models.
-        """
+        """Refuse a method that aggregates no models."""
         super().check(run)
         if not run.state["model"]:
             method = type(run.algorithm).__name__
-            raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model to drift from; leave it out")
+            raise ConfigError(f"callbacks: ClientDrift: clients of {method} share no model. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the means and the values of each client."""
         forms = ("drift/{}_mean", "client_<id>/drift_{}")
         return [form.format(what) for form in forms for what in ("distance", "cosine")]
 
-    def on_client_end(self, run: FederatedRun, result: Result) -> None:
+    def observe(self, run: FederatedRun, result: Result) -> None:
         """Store the update of one client."""
-        if not self.is_due(run, run.round + 1) or result.upload is None:
-            return
         trained, shared = trained_model(run, result), run.state["model"]
         start = run.starting_module(result.client).backbone.state_dict()
         _, begun, ended = flatten([shared, start, trained])

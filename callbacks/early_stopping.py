@@ -39,21 +39,17 @@ class EarlyStopping(Monitor):
         super().__init__(monitor, mode)
         check_positive("callbacks: EarlyStopping.", patience=patience)
         if not 0 <= min_delta < math.inf:
-            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is no number from 0 on")
+            raise ConfigError(f"callbacks: EarlyStopping.min_delta: {min_delta} is not a number from 0 on")
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.waited = 0
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have.
-
-        Raises:
-            ConfigError: The metric does not exist, or none is named and there is neither accuracy nor loss.
-        """
+        """Refuse a metric that no round will have."""
         super().check(run)
         if self.monitor is None and not {*ACCURACIES, *LOSSES}.intersection(round_metrics(run)):
-            mend = "name another as monitor, or hold data back to test on (scenario.local_test)"
-            raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}; {mend}")
+            fix = "Name another metric as monitor, or hold out test data (scenario.local_test)."
+            raise ConfigError(f"callbacks: EarlyStopping: no round will have {' or '.join(ACCURACIES)}. {fix}")
 
     def on_round_metrics(self, run: FederatedRun, metrics: Row) -> None:
         """Compare an evaluated round with the best so far."""
@@ -73,7 +69,7 @@ class EarlyStopping(Monitor):
 
     @property
     def stop_reason(self) -> str:
-        """Which metric has not improved, and for how long."""
+        """The metric that has not improved, and the number of evaluations."""
         metric = self.monitor or "the watched metric"
         return f"{metric} has not improved for {self.waited} evaluations (best {self.best:.4g})"
 

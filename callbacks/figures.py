@@ -32,7 +32,8 @@ class RoundFigure(RoundCallback):
 
     Each time, numbers are added to the round's metrics, and arrays and figure are written to the run folder as
     `figures/<name>/round-<n>.npz` and `.png`. Loggers that support images get the figure as `figures/<name>`.
-    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`.
+    Subclasses set `name`, override `measure`, `numbers` and `draw`, and name their numbers in `metrics`. To see single
+    clients, they override `observe`.
 
     The files are written once. Checkpoints hold their SHA-256, and a resumed run warns of files that were changed or
     removed.
@@ -69,22 +70,30 @@ class RoundFigure(RoundCallback):
         owner = f"callbacks: {type(self).__name__}"
         if self.looks_at_clients and not run.algorithm.whole:
             method = type(run.algorithm).__name__
-            raise ConfigError(f"{owner}: {method} does not let a client's model out as it was trained; leave it out")
+            raise ConfigError(f"{owner}: {method} does not reveal the clients' trained models. Leave it out.")
         if self.needs_classes and not run.data.objective.classes:
             raise ConfigError(f"{owner}: it needs classes, but {run.data.objective.no_classes}. Leave it out.")
         before = [one for one in run.callbacks[: run.callbacks.index(self)] if isinstance(one, RoundFigure)]
         for other in before:
             if twice := {*self.metrics(run)}.intersection(other.metrics(run)):
-                raise ConfigError(f"{owner}: another callback logs {min(twice)} too; list it once")
+                raise ConfigError(f"{owner}: another callback logs {min(twice)} too. List it once.")
         folder = run.run_dir / "figures"
         for place in (folder, folder / self._place(run)):
             if place.is_symlink() or (place.exists() and not place.is_dir()):
-                raise ConfigError(f"run_dir: {place} is no folder; figures go there, move it away")
+                raise ConfigError(f"run_dir: {place} is not a folder. Move it; figures are written there.")
         self._verify(run)
 
     def is_due(self, run: FederatedRun, round: int) -> bool:
         """Whether a round is measured."""
         return round == run.rounds or (self.every is not None and round % self.every == 0)
+
+    def on_client_end(self, run: FederatedRun, result: Result) -> None:
+        """Call `observe` if the round is measured and the client has not failed."""
+        if result.upload is not None and self.is_due(run, run.round + 1):
+            self.observe(run, result)
+
+    def observe(self, run: FederatedRun, result: Result) -> None:
+        """Store what `measure` needs of a client that has finished its fit."""
 
     def measure(self, run: FederatedRun) -> Arrays:
         """Return the arrays for numbers and figure. Called after a round's aggregation."""
@@ -127,8 +136,7 @@ class RoundFigure(RoundCallback):
 
     def _place(self, run: FederatedRun) -> str:
         """Return the name of the figure's folder."""
-        alike = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name]
-        number = alike.index(self)
+        number = [one for one in run.callbacks if isinstance(one, RoundFigure) and one.name == self.name].index(self)
         return f"{self.name}-{number + 1}" if number else self.name
 
     def _write(self, path: Path, content: bytes) -> None:

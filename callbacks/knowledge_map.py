@@ -63,20 +63,15 @@ class KnowledgeMap(RoundFigure):
         self._chosen: tuple[int, Tensors] | None = None
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a client that does not exist.
-
-        Raises:
-            ConfigError: The client does not exist.
-        """
+        """Refuse a client that does not exist."""
         super().check(run)
         if not 0 <= self.client < run.clients:
-            there = f"clients are 0 to {run.clients - 1}"
-            raise ConfigError(f"callbacks: KnowledgeMap.client: there is no client {self.client}; {there}")
+            there = f"Clients are 0 to {run.clients - 1}"
+            raise ConfigError(f"callbacks: KnowledgeMap.client: no client {self.client}. {there}")
 
-    def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Store the trained model of the client."""
-        wanted = self._chosen is None or result.client == self.client
-        if self.is_due(run, run.round + 1) and result.upload and wanted:
+    def observe(self, run: FederatedRun, result: Result) -> None:
+        """Store the trained model of the client, or of the first participant."""
+        if self._chosen is None or result.client == self.client:
             self._chosen = result.client, trained_model(run, result)
 
     def measure(self, run: FederatedRun) -> Arrays:
@@ -121,9 +116,10 @@ class KnowledgeMap(RoundFigure):
         axes.scatter(at_x, at_y, c=held, s=DIAMOND**2, marker="D", edgecolors="black", zorder=4, **scale)
         axes.set(xticks=[], yticks=[])
         axes.set_title("logits of test samples, and structural knowledge", fontsize=9)
+        owner = f"knowledge of client {arrays['client']}, by class"
         kinds = [
             Line2D([], [], color="grey", marker=".", linestyle="", label="test sample"),
-            Line2D([], [], color="grey", marker="D", markeredgecolor="black", linestyle="", label=self._whose(arrays)),
+            Line2D([], [], color="grey", marker="D", markeredgecolor="black", linestyle="", label=owner),
         ]
         figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         if named:
@@ -137,10 +133,6 @@ class KnowledgeMap(RoundFigure):
         if len(held) <= MOST_LABELS:
             label_apart(axes, arrays["knowledge"], [str(label) for label in held])
         return figure
-
-    @staticmethod
-    def _whose(arrays: Arrays) -> str:
-        return f"knowledge of client {arrays['client']}, by class"
 
 
 def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:

@@ -44,33 +44,29 @@ class Monitor(RoundCallback):
 
     def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
         if mode not in ("auto", "max", "min"):
-            raise ConfigError(f"{self._key('mode')}: {mode!r} is none of auto, max and min")
+            raise ConfigError(f"{self._key('mode')}: {mode!r} is not auto, max or min")
         self.monitor = monitor
         own = "min" if is_lower_better(monitor or ACCURACIES[0]) else "max"
         self.mode = own if mode == "auto" else mode
         self._known = False  # whether some rounds are known to have the metric
-        self._told = False
+        self._warned = False
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a metric that no round will have, and warn if `mode` is opposite to its direction.
-
-        Raises:
-            ConfigError: The metric does not exist; the message names the most similar one, or all.
-        """
+        """Refuse a metric that no round will have, and warn if `mode` is opposite to its direction."""
         names = round_metrics(run)
         default = next((one for one in (*ACCURACIES, *LOSSES) if one in names), None)
         if self.monitor is None:
             self.mode = "min" if default in LOSSES else self.mode
         else:
             self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.clients)
-            if not self._known and not adds_unknown(run):
-                mend = mend_of(self.monitor, names, run.clients)
-                raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {mend}")
+            if not self._known and not may_add_metrics(run):
+                fix = suggest_metric(self.monitor, names, run.clients)
+                raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {fix}")
         name = self.monitor or default or ACCURACIES[0]
-        better = better_way(name, ["acc", *run.worker.scorer.score_names])
+        better = metric_mode(name, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):
-            said = f"{self._key('mode')}: {self.mode} takes the worst {name} for the best"
-            warnings.warn(f"{said}; set mode {better}", stacklevel=2)
+            message = f"{self._key('mode')}: {self.mode} takes the worst {name} as the best. Set mode: {better}."
+            warnings.warn(message, stacklevel=2)
 
     def watched(self, metrics: Row) -> float | None:
         """Return the metric of a round, or None if it has none. NaN becomes the worst possible value.
@@ -85,25 +81,27 @@ class Monitor(RoundCallback):
         if name is None:
             return None
         if name not in metrics and evaluated:
-            self._miss(name, metrics)
+            self._report_missing(name, metrics)
         value = metrics.get(name)
         return value if value == value else -math.inf if self.mode == "max" else math.inf
 
-    def _miss(self, name: str, metrics: Row) -> None:
+    def _report_missing(self, name: str, metrics: Row) -> None:
         if not self._known:
             there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
-            mend = f"there are {there}; a callback that adds one in some rounds only names it in `metrics`"
-            raise ConfigError(f"{self._key('monitor')}: there is no metric {name!r}; {mend}")
-        if not self._told:
-            said = f"{self._key('monitor')}: round {metrics['round']} has no {name!r}"
-            warnings.warn(f"{said}; only rounds that have it count", stacklevel=2)
-        self._told = True
+            fix = f"there are {there}. A callback that adds a metric in some rounds only must name it in `metrics`."
+            raise ConfigError(f"{self._key('monitor')}: there is no metric {name!r}; {fix}")
+        if not self._warned:
+            message = (
+                f"{self._key('monitor')}: round {metrics['round']} has no {name!r}. Only rounds that have it count."
+            )
+            warnings.warn(message, stacklevel=2)
+        self._warned = True
 
     def _key(self, option: str) -> str:
         return f"callbacks: {type(self).__name__}.{option}"
 
 
-def better_way(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
+def metric_mode(name: str, known: Sequence[str]) -> Literal["max", "min"] | None:
     """Return whether a higher or lower value of a metric is better; None if its name does not tell.
 
     Args:
@@ -155,7 +153,7 @@ def refuse_taken(run: FederatedRun, logged: Collection[str]) -> None:
     """
     if taken := set(logged) & set(round_metrics(run) if logged else ()):
         name = min(taken).partition("/")[2]
-        raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run; name it otherwise")
+        raise ConfigError(f"client_callbacks: one logs {name!r}, which is a metric of the run. Rename it.")
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
@@ -169,30 +167,30 @@ def is_beyond(name: str, clients: int) -> bool:
     return client is not None and int(client[1]) >= clients
 
 
-def mend_of(name: str, names: Sequence[str], clients: int) -> str:
+def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
     """Return a hint for an unknown metric: the most similar name, or all names."""
     if is_beyond(name, clients):
         return f"clients are 0 to {clients - 1}"
     forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be a name per client
     if _NUMBER.sub("<id>", name) in forms:
-        return "others like it there are; a client that is not scored, or holds no test data, has no accuracy"
+        return "only other clients have it: a client that is not evaluated, or has no test data, has no accuracy"
     near = get_close_matches(re.sub(r"[0-9]+", "<id>", name), forms, 1)
     return f"did you mean {near[0]}?" if near and near[0] != name else f"there are {', '.join(forms)}"
 
 
-def adds_unknown(run: FederatedRun) -> bool:
+def may_add_metrics(run: FederatedRun) -> bool:
     """Whether the user's own classes may add metrics without naming them beforehand."""
     terms = run.worker.template.terms()
     return (
         is_own(type(run.worker.template))
         or bool(run.worker.client_callbacks)
         or any(is_own(type(term)) and not term.active for term in terms)  # it may become active in a later round
-        or any(_defines(callback, "on_round_metrics", "numbers") for callback in run.callbacks if not _says(callback))
+        or any(
+            _defines(callback, "on_round_metrics", "numbers")
+            for callback in run.callbacks
+            if not _defines(callback, "metrics")
+        )
     )
-
-
-def _says(callback: RoundCallback) -> bool:
-    return _defines(callback, "metrics")
 
 
 def _defines(callback: RoundCallback, *methods: str) -> bool:

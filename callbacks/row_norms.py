@@ -46,30 +46,24 @@ class RowNorms(RoundFigure):
         self._trained: dict[int, np.ndarray] = {}
 
     def check(self, run: FederatedRun) -> None:
-        """Refuse a model without a row of weights per class.
-
-        Raises:
-            ConfigError: The model has no such rows.
-        """
+        """Refuse a model without a row of weights per class."""
         super().check(run)
         try:
             rows = len(class_layer(run.worker.template.backbone.state_dict()))
         except ConfigError:
             rows = 0
         if rows != run.data.data.num_classes:
-            what = "the model has no head that ends with a row of weights a class"
-            raise ConfigError(f"callbacks: RowNorms: {what}; leave it out")
+            reason = "the model's head does not end with one row of weights per class"
+            raise ConfigError(f"callbacks: RowNorms: {reason}. Leave it out.")
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
-        """Gap and correlation."""
+        """Return the names of gap and correlation."""
         return ["row_norms/gap", "row_norms/correlation"]
 
-    def on_client_end(self, run: FederatedRun, result: Result) -> None:
+    def observe(self, run: FederatedRun, result: Result) -> None:
         """Store the row norms of one client's model, before and after its fit."""
-        if not self.is_due(run, run.round + 1) or result.upload is None:
-            return
-        self._received[result.client] = norms(run.starting_module(result.client).backbone.state_dict())
-        self._trained[result.client] = norms(trained_model(run, result))
+        self._received[result.client] = row_norms(run.starting_module(result.client).backbone.state_dict())
+        self._trained[result.client] = row_norms(trained_model(run, result))
 
     def measure(self, run: FederatedRun) -> Arrays:
         """Return `clients` `(K,)`; `data`, `received`, `trained` `(K, C)`; `class_models` `(C, C)`, if any."""
@@ -88,8 +82,8 @@ class RowNorms(RoundFigure):
         return arrays
 
     def numbers(self, arrays: Arrays) -> Row:
-        """Gap and correlation."""
-        shares, estimates = (by_row(arrays[name]) for name in ("data", "trained"))
+        """Return gap and correlation."""
+        shares, estimates = (row_shares(arrays[name]) for name in ("data", "trained"))
         gap = float(np.linalg.norm(shares - estimates, axis=1).mean())
         flat = estimates.std() == 0 or shares.std() == 0
         correlation = 0.0 if flat else float(np.corrcoef(shares.ravel(), estimates.ravel())[0, 1])
@@ -108,11 +102,11 @@ class RowNorms(RoundFigure):
         return heat_maps(panels, ids=arrays["clients"])
 
 
-def by_row(matrix: np.ndarray) -> np.ndarray:
+def row_shares(matrix: np.ndarray) -> np.ndarray:
     """Return each entry's share of its row; zero in a row of zeros."""
     return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1e-12)
 
 
-def norms(model: Tensors) -> np.ndarray:
+def row_norms(model: Tensors) -> np.ndarray:
     """Return the row norms of a model's classification layer, `(C,)`."""
     return class_layer(model).float().norm(dim=1).numpy()

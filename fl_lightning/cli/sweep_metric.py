@@ -71,7 +71,7 @@ def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> li
         environment: The environment of the sweep's process.
     """
     os.environ.update(environment)
-    from fl_lightning.callbacks.monitor import adds_unknown, round_metrics
+    from fl_lightning.callbacks.monitor import may_add_metrics, round_metrics
     from fl_lightning.cli.commands import fit
     from fl_lightning.cli.experiment import build
     from fl_lightning.cli.options import command_parser
@@ -84,4 +84,4 @@ def metrics_of_trial(words: Sequence[str], environment: Mapping[str, str]) -> li
             run._build()
         except Exception:  # the trial's own run reports it
             return None
-        return None if adds_unknown(run) else round_metrics(run)
+        return None if may_add_metrics(run) else round_metrics(run)

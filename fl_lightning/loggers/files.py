@@ -250,11 +250,7 @@ def _restored_environment() -> Iterator[None]:
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Return the id of the MLflow run of a run folder, if there is one.
-
-    Raises:
-        ConfigError: The file does not hold an id.
-    """
+    """Return the id of the MLflow run of a run folder, if there is one."""
     place = run_dir / "mlflow" / "run_id"
     if not place.is_file():
         return None

@@ -193,11 +193,7 @@ class CheckpointFolder:
         return names
 
     def _manifest(self, round: int) -> dict[str, Any]:
-        """Return the manifest of a round.
-
-        Raises:
-            ValueError: It does not match its checksum, or an earlier version wrote it.
-        """
+        """Return the manifest of a round."""
         noted = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
         if "seal" not in noted:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
@@ -211,12 +207,7 @@ class CheckpointFolder:
 
 
 def _verify(base: Path, files: Mapping[str, str]) -> None:
-    """Compare files with their checksums.
-
-    Raises:
-        ValueError: A file does not match its checksum, or lies outside of the run folder.
-        OSError: A file cannot be read or is not a regular file.
-    """
+    """Compare files with their checksums."""
     for name, checksum in files.items():
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or any((base / part).is_symlink() for part in place.parents[:-1]):

@@ -287,11 +287,7 @@ def conditions(where: Where) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
-    """Read one file of a run; return `missing` if it does not exist.
-
-    Raises:
-        DamagedRun: The file cannot be read.
-    """
+    """Read one file of a run; return `missing` if it does not exist."""
     path = folder / name
     try:
         return how(path)

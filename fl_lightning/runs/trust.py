@@ -110,12 +110,7 @@ def _paths(value: Any) -> Iterator[str]:
 
 
 def _origin(path: str, places: list[str] | None = None) -> str | None:
-    """Return the file of the package or module that an import path leads into; nothing is imported.
-
-    Args:
-        path: The import path.
-        places: Folders to look into; `sys.path` by default.
-    """
+    """Return the file of the package or module that an import path leads into; nothing is imported."""
     root, *parts = re.split("[.:]", path)
     spec = PathFinder.find_spec(root, places)
     while spec and spec.origin is None and parts:  # a namespace package
@@ -162,13 +157,7 @@ def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
 
 
 def _key(make: bool) -> bytes:
-    """Return the user's secret key.
-
-    Raises:
-        OSError: The key is missing, or cannot be read or created.
-        ValueError: Other users can access it, or it is damaged.
-        RuntimeError: There is no home folder.
-    """
+    """Return the user's secret key."""
     configs = os.environ.get("XDG_CONFIG_HOME", "")
     path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
     if make and not path.exists():

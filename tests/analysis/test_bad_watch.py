@@ -87,22 +87,22 @@ KINDS = [
         for value in (-0.1, float("nan"), float("inf"))
     ),
     kind("samples", callback("KnowledgeMap", samples=9), "callbacks: KnowledgeMap.samples: 9 is below 10"),
-    kind("client", callback("KnowledgeMap", client=4), "KnowledgeMap.client: there is no client 4; clients are 0 to 3"),
+    kind("client", callback("KnowledgeMap", client=4), "KnowledgeMap.client: no client 4. Clients are 0 to 3"),
     kind(
         "pair of others",
         callback("UnitDivergence", pairs=[[0, 1], [0, 4]]),
-        "callbacks: UnitDivergence.pairs: [0, 4]; a pair is two different clients from 0 to 3",
+        "callbacks: UnitDivergence.pairs: [0, 4] is not a pair of different clients from 0 to 3",
     ),
     # Several of one
     kind(
         "two checkpointings",
         [*FIT, "--callbacks", "[Checkpointing, Checkpointing]"],
-        "callbacks: Checkpointing is there twice; list it once",
+        "callbacks: Checkpointing is listed twice. List it once.",
     ),
     kind(
         "two of one figure",
         [*FIT, "--callbacks", "[ClientDrift, ClientDrift]"],
-        "callbacks: ClientDrift: another callback logs client_<id>/drift_cosine too; list it once",
+        "callbacks: ClientDrift: another callback logs client_<id>/drift_cosine too. List it once.",
     ),
     # W&B
     kind("project", [*WANDB, "--logger.project", "a/b"], "logger.project: Invalid project name 'a/b'"),
@@ -221,7 +221,7 @@ def test_each_callback_works_with_a_method_or_refuses_it(tmp_path, name):
     make = partial(experiment, tmp_path / "run", rounds=2, **options)
     told = refused(make(method(), callbacks=[watcher() for watcher in WATCHERS.values()]))
     assert told.keys() == {watcher for watcher, names in NOTHING_TO_LOOK_AT.items() if name in names}
-    assert all(re.match(rf"callbacks: {watcher}: .+; leave it out", line) for watcher, line in told.items())
+    assert all(re.match(rf"callbacks: {watcher}: .+\. Leave it out", line) for watcher, line in told.items())
     assert not (tmp_path / "run").exists()
     one = make(method(), callbacks=[watcher() for name, watcher in WATCHERS.items() if name not in told])
     one.fit()
@@ -262,10 +262,12 @@ def test_callbacks_of_the_class_layer_refuse_a_model_without_one(tmp_path):
     make = partial(experiment, tmp_path, rounds=2, model=Convolved)
     watchers = [RowNorms, ClassRelations, UnitDivergence, ClientDrift, KnowledgeMap]
     assert refused(make(callbacks=[watcher() for watcher in watchers])) == {
-        "RowNorms": "callbacks: RowNorms: the model has no head that ends with a row of weights a class; leave it out",
+        "RowNorms": (
+            "callbacks: RowNorms: the model's head does not end with one row of weights per class. Leave it out."
+        ),
         "ClassRelations": (
-            "callbacks: ClassRelations: the model does not end with a linear layer of a row of weights a class; "
-            "leave it out"
+            "callbacks: ClassRelations: the model does not end with a linear layer with one row of weights per class. "
+            "Leave it out."
         ),
     }
     make(callbacks=[watcher() for watcher in watchers[2:]]).fit()
@@ -345,7 +347,7 @@ def test_a_users_own_metric_can_be_monitored(tmp_path, own):
 def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"no metric 'scor'; there are client/train_loss, .*score, .*; a callback that adds",
+        match=r"no metric 'scor'; there are client/train_loss, .*score, .*\. A callback that adds",
     ):
         experiment(tmp_path / "a", callbacks=[EarlyStopping("scor"), Score()]).fit()
     assert (tmp_path / "a").exists()
@@ -357,7 +359,7 @@ def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_pa
 @pytest.mark.parametrize("watcher", [EarlyStopping, Checkpointing])
 def test_rounds_without_the_metric_do_not_count_and_are_warned_of_once(tmp_path, watcher):
     one = experiment(tmp_path, callbacks=[watcher(monitor="score"), Half()])
-    line = f"callbacks: {watcher.__name__}.monitor: round 1 has no 'score'; only rounds that have it count"
+    line = f"callbacks: {watcher.__name__}.monitor: round 1 has no 'score'. Only rounds that have it count."
     with pytest.warns(UserWarning, match=re.escape(line)) as told:
         one.fit()
     assert [str(warning.message) for warning in told] == [line]
@@ -386,7 +388,7 @@ def test_a_mode_in_the_wrong_direction_is_warned_of(tmp_path, monitor, mode, rig
     with pytest.warns(UserWarning, match="takes the worst") as told:
         one._notify("check")
     assert [str(warning.message) for warning in told] == [
-        f"callbacks: EarlyStopping.mode: {mode} takes the worst {monitor} for the best; set mode {right}"
+        f"callbacks: EarlyStopping.mode: {mode} takes the worst {monitor} as the best. Set mode: {right}."
     ]
 
 
@@ -417,7 +419,7 @@ def test_nan_is_worse_than_any_number(mode, values, best):
 
 
 def test_a_mode_is_max_or_min():
-    with pytest.raises(ConfigError, match=r"callbacks: EarlyStopping.mode: 'maximum' is none of auto, max and min"):
+    with pytest.raises(ConfigError, match=r"callbacks: EarlyStopping.mode: 'maximum' is not auto, max or min"):
         EarlyStopping(mode="maximum")
 
 
@@ -448,7 +450,7 @@ def test_only_evaluated_clients_have_an_accuracy(tmp_path):
     assert scored == {f"client_{client}/acc" for client in one.evaluator.scored}
     unscored = min({*range(6)} - {*one.evaluator.scored})
     for monitor, words in {
-        f"client_{unscored}/acc": "others like it there are; a client that is not scored, or holds",
+        f"client_{unscored}/acc": "only other clients have it: a client that is not evaluated, or has",
         f"client_{unscored}/ac": "did you mean client_<id>/acc?",
         "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes$",
     }.items():
@@ -464,7 +466,10 @@ class OwnTerm(Proximal):
 
 
 def test_a_users_loss_term_may_become_active_later(tmp_path):
-    for term, words in ((OwnTerm(), "a callback that adds one"), (Proximal(0.0), "did you mean client/train_loss")):
+    for term, words in (
+        (OwnTerm(), "A callback that adds"),
+        (Proximal(0.0), "did you mean client/train_loss"),
+    ):
         monitor = f"client/train_{term.name}"
         one = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), callbacks=[EarlyStopping(monitor, "min")])
         with pytest.raises(ConfigError, match=words):
@@ -487,7 +492,7 @@ def test_a_users_aggregator_may_have_weights_or_none(tmp_path):
     class Plain(WeightedMean):
         pass
 
-    with pytest.raises(ConfigError, match="AggregationWeights: Plain has no weights of its own; leave it out"):
+    with pytest.raises(ConfigError, match="AggregationWeights: Plain computes no weights"):
         experiment(tmp_path / "b", FedAvg(aggregator=Plain()), rounds=1, callbacks=[AggregationWeights()]).fit()
 
 

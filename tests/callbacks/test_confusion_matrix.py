@@ -5,19 +5,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from commands import run as command
-from commands import tiny
 from experiments import experiment, untested
 from fl_lightning.callbacks import ConfusionMatrix
 from fl_lightning.callbacks.confusion_matrix import MOST_COUNTS, accuracy, confusion
-from fl_lightning.callbacks.defaults import by_name
 from matplotlib.image import imread
 from sklearn.metrics import confusion_matrix
 
 from fl_lightning.algorithms import Ditto, FedAvg, FedPer, PeerFedPer, PerFedAvg
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.objectives import MultiLabel, Regression
-from fl_lightning.data import Scenario, Shard
+from fl_lightning.core.objectives import Regression
+from fl_lightning.data import Shard
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
@@ -66,34 +63,6 @@ def test_only_the_clients_that_are_scored_count(tmp_path):
     assert arrays["client"] == min(accs, key=accs.get)
 
 
-def test_a_client_without_test_samples_is_none(tmp_path, monkeypatch):
-    plain = Scenario.build
-
-    def build(self, seed):
-        data = plain(self, seed)
-        data.shards = untested(data, range(1, len(data.shards)))
-        return data
-
-    monkeypatch.setattr(Scenario, "build", build)
-    _, arrays = drawn(tmp_path, rounds=1)
-    assert arrays["client"] == 0
-
-
-def test_it_measures_every_few_rounds_and_the_last(tmp_path):
-    drawn(tmp_path, figure=ConfusionMatrix(every=2))
-    names = [path.name for path in sorted((tmp_path / "figures" / "confusion_matrix").iterdir())]
-    assert names == [f"round-{n:06d}.{end}" for n in (2, 3) for end in ("npz", "png")]
-
-
-def test_it_changes_nothing_of_the_run(tmp_path):
-    run, _ = drawn(tmp_path / "with", figure=ConfusionMatrix(every=1))
-    other = experiment(tmp_path / "without")
-    other.fit()
-    for name, value in other.state["model"].items():
-        assert torch.equal(run.state["model"][name], value), name
-    assert {*by_name(run.callbacks)} - {*by_name(other.callbacks)} == {"ConfusionMatrix"}
-
-
 def test_counts_add_up_over_batches_of_any_size():
     torch.manual_seed(0)
     logits, y = torch.randn(97, 7), torch.randint(7, (97,))
@@ -108,12 +77,9 @@ def test_labels_that_are_no_classes_are_refused(tmp_path):
     run = experiment(tmp_path, callbacks=[figure])
     run._build()
     figure.check(run)
-    for objective in (Regression(), MultiLabel()):
-        run.data.objective = objective
-        with pytest.raises(
-            ConfigError, match=r"^callbacks: ConfusionMatrix: it needs classes, but the labels are for "
-        ):
-            figure.check(run)
+    run.data.objective = Regression()
+    with pytest.raises(ConfigError, match=r"^callbacks: ConfusionMatrix: it needs classes, but the labels are for "):
+        figure.check(run)
 
 
 def test_nothing_to_test_on_is_refused(tmp_path):
@@ -122,7 +88,7 @@ def test_nothing_to_test_on_is_refused(tmp_path):
     run._build()
     figure.check(run)
     run.data.shards = untested(run.data, range(run.clients))
-    with pytest.raises(ConfigError, match=r"no client has samples to test on; raise scenario\.local_test$"):
+    with pytest.raises(ConfigError, match=r"no client has test samples\. Increase scenario\.local_test\.$"):
         figure.check(run)
 
 
@@ -139,15 +105,13 @@ def test_of_clients_that_are_alike_the_first_is_the_worst(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, callbacks=[figure])
     run._build()
-    first, *_ = run.data.shards
+    shards = run.data.shards
+    run.data.shards = untested(run.data, [0, 1, 2, 4, 5])
+    assert figure.measure(run)["client"] == 3
+    run.data.shards = shards
+    first, *_ = shards
     run.data.shards = [Shard(shard.train, first.test) for shard in run.data.shards]
     assert figure.measure(run)["client"] == 0
-
-
-def test_the_command_line_knows_it(tmp_path):
-    tiny(tmp_path / "run", "--callbacks+=confusion_matrix", "--callbacks.every", "2")
-    assert len([*(tmp_path / "run" / "figures" / "confusion_matrix").glob("*.png")]) == 2
-    assert "ConfusionMatrix" in command("list", "callbacks").out
 
 
 # --- The picture ---
@@ -161,8 +125,8 @@ def matrices(classes, seed=0):
     return {"global": matrix, "worst": own, "client": np.array(7)}
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("classes", [2, 10, MOST_COUNTS + 1, 62, 100, 1000])
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("classes", [2, MOST_COUNTS + 1, 100, 1000])
 def test_labels_are_legible_at_any_number_of_classes(classes):
     """None overlaps its neighbour, and titles stay inside the picture."""
     figure = ConfusionMatrix().draw(matrices(classes))

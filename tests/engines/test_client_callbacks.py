@@ -360,8 +360,8 @@ def test_every_callback_of_lightnings_is_known_or_refused():
             "EarlyStopping.check_on_train_epoch_end: a client",
         ),
         (Locked(), "Locked cannot be copied, and each fit has a copy: there is one of me"),
-        (RowNorms(), "RowNorms watches the run, not a client's fit; give it under callbacks"),
-        (3, "int is no callback"),
+        (RowNorms(), "RowNorms watches the run, not a client's fit. List it under callbacks."),
+        (3, "int is not a callback"),
     ],
     ids=["validation", "unknown", "after validation", "one of a kind", "of a run", "none"],
 )

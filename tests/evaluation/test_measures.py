@@ -219,7 +219,7 @@ def test_a_metric_of_ones_own_that_is_better_lower(tmp_path):
 def test_the_worst_of_an_error_is_told_as_such(tmp_path):
     watcher = EarlyStopping("global/calibration_error", mode="max")
     run = experiment(tmp_path, callbacks=[watcher], evaluation=Evaluation(metrics=["CalibrationError"]))
-    with pytest.warns(UserWarning, match="max takes the worst global/calibration_error for the best; set mode min"):
+    with pytest.warns(UserWarning, match="max takes the worst global/calibration_error as the best. Set mode: min"):
         run.fit()
 
 

@@ -1,6 +1,5 @@
 """What a W&B run holds, read back from its file."""
 
-import inspect
 import json
 import os
 import shutil
@@ -276,25 +275,6 @@ def test_a_failed_run_is_a_failed_run_there(tmp_path, monkeypatch):
     assert of_kind(logged.records, "run")[0].display_name == "own-algorithm=Diverging-seed0"
 
 
-def test_any_lightning_logger_takes_its_place(tmp_path):
-    run_dir = tmp_path / "run"
-    logger = ["--logger", "CSVLogger", "--logger.save_dir", str(tmp_path / "logs"), "--logger.version", "0"]
-    tiny(run_dir, "--rounds", "2", *logger)
-    assert not (run_dir / "wandb").exists()
-    (written,) = (tmp_path / "logs").rglob("metrics.csv")
-    header, *lines = [line.split(",") for line in written.read_text().splitlines()]
-    expected = rows(run_dir)
-    assert len(lines) == 2
-    for line, row in zip(lines, expected, strict=True):
-        told = dict(zip(header, line, strict=True))
-        assert told.pop("step") == row["round"]
-        assert {name: float(text) for name, text in told.items() if text} == {
-            name: pytest.approx(float(text)) for name, text in row.items() if name != "round" and text
-        } | client_series(run_dir, int(row["round"]))
-    (config,) = (tmp_path / "logs").rglob("hparams.yaml")
-    assert yaml.safe_load(config.read_text())["algorithm"]["class_path"] == "fl_lightning.FedSKC"
-
-
 # --- Steps -----------------------------------------------------------------------------------------------------------
 
 
@@ -393,10 +373,8 @@ def test_an_option_goes_before_the_environment_and_that_before_the_default(optio
     ("option", "outside", "mode"),
     [
         (None, None, "offline"),
-        (None, "online", "online"),
         (None, "disabled", "disabled"),
         (True, "online", "offline"),
-        (False, None, "online"),
         (False, "disabled", "online"),
     ],
 )
@@ -407,11 +385,6 @@ def test_the_mode(option, outside, mode, monkeypatch):
     assert given["mode"] == mode
     assert given["settings"].silent == (mode != "online")
     assert given["settings"].console == "off"
-
-
-def test_every_option_is_silent_unless_it_is_given():
-    parameters = inspect.signature(WandbRoundLogger).parameters
-    assert {name for name, one in parameters.items() if one.default is not None} == {"log_model"}
 
 
 @pytest.mark.parametrize(
@@ -558,17 +531,11 @@ def test_log_model_leaves_the_model_and_all_a_run_to_go_on_with(tmp_path):
     assert run("fit", "--resume", tmp_path / "fetched", "--rounds", "3", "--logger", "null").code == 0
 
 
-def test_log_model_leaves_the_model_alone(tmp_path):
-    logger = WandbRoundLogger(log_model=True)
-    experiment(tmp_path, rounds=1, logger=logger).fit()
-    (model,) = [one for one in of_kind(Logged(tmp_path).records, "artifact") if one.type == "model"]
-    assert [one.path for one in model.manifest.contents] == ["model.pt"]
-
-
 def test_without_it_there_is_no_artifact(logged):
     assert [one for one in of_kind(logged[0].records, "artifact") if one.type == "model"] == []
 
 
+@pytest.mark.thorough
 def test_a_method_without_a_model_says_so(tmp_path):
     with pytest.warns(
         UserWarning, match=r"logger.log_model: this method has no global model, hence no final/model.pt. Use `all`"

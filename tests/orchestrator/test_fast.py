@@ -144,16 +144,12 @@ def test_it_is_no_way_to_go_on(folders):
     ("words", "told"),
     [
         (["--callbacks", "[{class_path: EarlyStopping, init_args: {monitor: globl/acc}}]"], "globl/acc"),
-        (["--callbacks", "[{class_path: Checkpointing, init_args: {monitor: globl/acc}}]"], "globl/acc"),
         (["--logger", "WandbRoundLogger", "--logger.name", "x" * 129], "128"),
-        (["--clients_per_round", "5"], "clients_per_round"),
         (["--scenario.clients", "200"], "scenario.partition"),
         (["--lr_scheduler", "OneCycleLR", "--lr_scheduler.max_lr", "1", "--lr_scheduler.total_steps", "5",
           "--trainer.max_epochs", "9"], "lr_scheduler"),
         (["--round_lr_scheduler", "OneCycleLR", "--round_lr_scheduler.max_lr", "1",
           "--round_lr_scheduler.total_steps", "2", "--rounds", "9"], "round_lr_scheduler"),
-        (["--trainer.limit_train_batches", "0.001"], "limit_train_batches"),
-        (["--min_clients", "5"], "min_clients"),
     ],
     ids=lambda each: each[1] if isinstance(each, list) else "",
 )  # fmt: skip
@@ -249,18 +245,6 @@ def test_a_state_that_no_checkpoint_brings_back_is_found(tmp_path):
         experiment(tmp_path / "run", Listing()).fit(fast=True)
 
 
-def test_a_callback_that_cannot_take_its_state_up_again_is_found(tmp_path):
-    class Forgetful(RoundCallback):
-        def state_dict(self):
-            return {"seen": 1}
-
-        def load_state_dict(self, state):
-            raise KeyError("sen")
-
-    with pytest.raises(Exception, match="sen"):
-        experiment(tmp_path / "run", callbacks=[Forgetful()]).fit(fast=True)
-
-
 def test_a_client_trains_on_two_batches(tmp_path):
     sizes = []
 
@@ -310,7 +294,7 @@ def test_batches_and_scores_of_ones_own_get_all_the_data():
     assert len(cut.data.x_test) == len(data.data.x_test)
 
 
-@pytest.mark.parametrize(("batch_size", "validation", "samples"), [(32, 0.0, 64), (10, 0.2, 25), (3, 0.5, 12)])
+@pytest.mark.parametrize(("batch_size", "validation", "samples"), [(32, 0.0, 64), (10, 0.2, 25)])
 def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, samples):
     assert dry_run.train_samples(batch_size, validation) == samples
     assert samples - round(samples * validation) >= 2 * batch_size
@@ -318,16 +302,14 @@ def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, sa
 
 @pytest.mark.parametrize(
     ("given", "epochs", "steps"),
-    [({}, 1, 2), ({"max_epochs": 5}, 5, 2), ({"max_steps": 1}, None, 1), ({"max_steps": 100}, None, 2),
-     ({"max_epochs": 3, "max_steps": -1}, 3, 2), ({"max_epochs": None, "max_steps": -1}, 1, 2),
-     ({"max_epochs": -1, "max_steps": 7}, -1, 2)],
-)  # fmt: skip
+    [({}, 1, 2), ({"max_steps": 1}, None, 1), ({"max_epochs": 3, "max_steps": -1}, 3, 2), ({"max_steps": 9}, None, 2)],
+)
 def test_epochs_stay_and_steps_are_two(given, epochs, steps):
     short = dry_run.shorten_fit({"precision": "32", "limit_train_batches": 0.5, **given})
     assert short == {"precision": "32", "max_epochs": epochs, "max_steps": steps, "limit_train_batches": 2}
 
 
-QUICK = ("FedAvg", "UAPDFL", "FedRep", "FedProto", "SCAFFOLD", "PeerCriticalFL")
+QUICK = ("UAPDFL", "FedProto", "SCAFFOLD")
 
 
 @pytest.mark.parametrize(
@@ -345,6 +327,7 @@ def test_every_method_can_be_tried(name, tmp_path):
 def test_epochs_that_a_method_goes_by_are_no_obstacle(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 3}
     assert experiment(tmp_path, FedRep(head_epochs=2), trainer=trainer).fit(fast=True).finished
+    assert trainer == {"accelerator": "cpu", "max_epochs": 3}  # the given options are not changed
     with pytest.raises(ConfigError, match="head_epochs: 3 of"):
         experiment(tmp_path, FedRep(head_epochs=3), trainer=trainer).fit(fast=True)
 
@@ -414,10 +397,3 @@ def test_a_trial_that_is_stopped_does_not_say_how_to_go_on(tmp_path):
     with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 2; nothing is kept$"):
         experiment(tmp_path / "run", callbacks=[watch]).fit(fast=True)
     assert not (tmp_path / "run").exists()
-
-
-def test_the_trainers_own_options_are_the_users(tmp_path):
-    """The mapping that was given is not written into."""
-    trainer = {"accelerator": "cpu", "max_epochs": 2}
-    experiment(tmp_path, trainer=trainer).fit(fast=True)
-    assert trainer == {"accelerator": "cpu", "max_epochs": 2}

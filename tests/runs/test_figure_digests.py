@@ -102,16 +102,6 @@ def test_an_altered_or_lost_file_is_told_of_once(half):
     assert told(half, figures()) == expected
 
 
-@pytest.mark.parametrize("position", [0, 100, -1])
-def test_each_byte_counts(half, position):
-    path = half / "figures" / "row_norms" / "round-000002.png"
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-    (line,) = told(half, figures())
-    assert "row_norms/round-000002.png was changed" in line
-
-
 def test_a_file_that_cannot_be_read_is_told_of(half, monkeypatch):
     def refuses(path):
         raise PermissionError(path)
@@ -146,15 +136,6 @@ def test_the_command_line_tells_too(tmp_path):
     assert err == f"fl-lightning: warning: {line}\n"
     assert (run_dir / "warnings.txt").read_text() == f"round 2: {line}\n"
     assert run("test", run_dir).err == ""
-
-
-def test_what_is_noted_is_a_line_a_file(half):
-    one = skc(half, 3, figures())
-    one.load()
-    for callback in one.callbacks:
-        if isinstance(callback, RoundFigure):
-            lines = callback.state_dict()["written"].splitlines()
-            assert [len(line) for line in lines] == [64 + 1 + len("round-000002.npz")] * 2
 
 
 class Counted(RoundFigure):
@@ -206,13 +187,12 @@ def test_a_checkpoint_of_before_figures_were_noted_is_taken_up():
     assert figure.state_dict() == {"written": ""}
 
 
-@pytest.mark.parametrize("place", ["figures", "figures/row_norms"])
-@pytest.mark.parametrize("what", ["link", "dangling link", "file"])
+@pytest.mark.parametrize(("place", "what"), [("figures", "file"), ("figures/row_norms", "link")])
 def test_nothing_is_written_through_a_link(tmp_path, place, what):
     run_dir, victim = tmp_path / "run", tmp_path / "victim"
     victim.mkdir()
     (path := run_dir / place).parent.mkdir(parents=True)
-    path.write_text("") if what == "file" else path.symlink_to(victim if what == "link" else tmp_path / "nothing")
+    path.write_text("") if what == "file" else path.symlink_to(victim)
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"run_dir: .* holds a run already, or part of one \(figures\)"):
         skc(run_dir, 1, [RowNorms()]).fit()

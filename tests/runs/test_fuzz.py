@@ -48,17 +48,7 @@ def test_a_run_that_has_lost_its_run_json_says_so(tmp_path):
 # --- What judges ---
 
 
-@pytest.mark.thorough
-def test_what_is_harmed_is_all_that_a_run_goes_on_from(root):
-    files = fuzzing.files_of(root / "figures" / "half")
-    for name in ("data.npz", "run/config.yaml", "run/metrics.csv", "run/clients.csv", "run/warnings.txt"):
-        assert name in files
-    for folder in ("run/checkpoints/", "run/clients/", "run/figures/"):
-        assert any(file.startswith(folder) for file in files), folder
-    assert not (root / "figures/half/run/final").exists()
-
-
-@pytest.mark.parametrize("name", ["final/summary.json", "config.yaml", "partition.csv", "clients.csv", "metrics.csv"])
+@pytest.mark.parametrize("name", ["final/summary.json", "clients.csv"])
 def test_another_end_is_seen(name, root, tmp_path):
     whole, run = root / "figures" / "whole" / "run", tmp_path / "run"
     fuzzing.shutil.copytree(whole, run)
@@ -91,13 +81,6 @@ def test_who_was_told_may_find_a_file_changed_that_no_result_is_worked_out_from(
     assert fuzzing.other_ends(run, whole, "run/metrics.csv", told=True) == ["metrics.csv", "warnings.txt"]
 
 
-def test_of_wandb_only_our_own_file_is_harmed_and_no_lock(tmp_path):
-    for name in ("run/wandb/run.json", "run/wandb/offline/run.wandb", "run/.lock", "run/.owner", "data.npz"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert fuzzing.files_of(tmp_path) == ["data.npz", "run/wandb/run.json"]
-
-
 def test_a_half_finished_run_is_no_end(root):
     runs = [root / "figures" / part / "run" for part in ("half", "whole")]
     assert {"final/model.pt", "metrics.csv", "checkpoint 5"} <= set(fuzzing.other_ends(*runs, "", told=True))
@@ -112,12 +95,7 @@ def test_a_refusal_is_two_one_line_and_nothing_changed():
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [
-        ("run/config.yaml is no config", True),
-        ("another experiment: seed (0 -> 4)", True),
-        ("another experiment: batch_size (16 -> 4)", False),
-        ("something is wrong", False),
-    ],
+    [("run/config.yaml is no config", True), ("seed (0 -> 4)", True), ("batch_size (16 -> 4)", False)],
 )
 def test_a_setting_names_its_file_if_it_is_the_one_that_is_another(line, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -30,11 +30,8 @@ CODE = {
     "module": "evil.Net",
     "colon": "evil:Net",
     "newline": "subprocess:call\n",
-    "system": "os.system",
     "look-alike": "ｅvil.Net",  # noqa: RUF001  # Python reads it as evil
-    "invisible": "evil\u200b.Net",
     "inside": "fl_lightning.runs.trust.os.system",
-    "up": "../evil.Net",
 }
 CLASS_PLACES = (
     "model",
@@ -76,8 +73,6 @@ for _data in ("train", "test"):
         for name, text in CODE.items()
     }
 OUTSIDE = {
-    "above": "../outside",
-    "relative": "outside",
     "absolute": "{root}/here/outside",
     "link": "theirs/link",
     "up": "theirs/../outside",
@@ -281,17 +276,14 @@ SAMPLE = [(("test", "resume", "export")[i % 3], NAMED[i]) for i in range(0, len(
 SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load"])]
 
 
-def test_there_are_many():
-    assert len(CASES) >= 60
-
-
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(("opener", "case"), SAMPLE)
 def test_a_hostile_run_is_harmless(opener, case, theirs):
     check_harmless(opener, CASES[case], theirs)
 
 
-@pytest.mark.parametrize("place", [*CLASS_PLACES, "model.init_args.module"])
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize("place", ["model.init_args.module", *CLASS_PLACES])
 def test_the_gate_sees_every_class_path(place, theirs, monkeypatch):
     """A jsonargparse that imports in another way is noticed here."""
     seen = []
@@ -318,10 +310,8 @@ def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs)
     gate.check_writable("cache", Path(path))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", [name for name in CASES if "cache" in name])
-def test_a_cache_outside_is_refused(case, theirs):
-    with_settings(theirs, CASES[case])
+def test_a_cache_outside_the_run_folder_is_refused(theirs):
+    with_settings(theirs, CASES["cache link"])
     assert "scenario.dataset.cache: " in (line := run(*OPENERS["test"]).err)
     assert "--trust" in line
 

@@ -124,7 +124,6 @@ def gathered(*commands):
 
 
 @pytest.mark.thorough
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", [FIT, RESUME], ids=["fit", "resume"])
 def test_beside_a_run_nobody_else_writes_and_everybody_may_read(how, here, whole):
     if how is RESUME:
@@ -156,17 +155,12 @@ def half():
     command.process.join()
 
 
-def test_of_two_resumes_at_once_one_has_it(here, whole):
-    half()
-    (first, second) = sorted(gathered(RESUME, RESUME))
-    assert first[:2] == (0, "")
-    assert_refused(*second[:2], first[2])
-    assert_undisturbed(whole)
-
-
 @pytest.mark.thorough
-def test_of_four_that_begin_at_once_one_has_it(here, whole):
-    first, *others = sorted(gathered(FIT, FIT, FIT, FIT))
+@pytest.mark.parametrize("commands", [[RESUME] * 2, [FIT] * 4], ids=["resume", "fit"])
+def test_of_several_commands_at_once_one_gets_the_folder(commands, here, whole):
+    if RESUME in commands:
+        half()
+    first, *others = sorted(gathered(*commands))
     assert first[:2] == (0, "")
     for code, err, _ in others:
         assert_refused(code, err, first[2])

@@ -13,24 +13,22 @@ from killed_runs import FIVE, command_line, survive_kills
 from methods import CLASSES
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
-from fl_lightning.client.module import LossTerm
 from fl_lightning.core.config import shipped, shipped_text
-from fl_lightning.core.errors import CheckpointError, Interrupted
+from fl_lightning.core.errors import Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "method",
     [FedSKC, FedDW, FedSiamDA, CwFedAvg, lambda: UAPDFL(n_com=2), lambda: FedAvg(buffers="local")],
     ids=[*FIVE, "local buffers"],
 )
-@pytest.mark.parametrize("checkpoint_every", [1, 2])
-def test_a_run_in_two_parts_equals_one_in_one(tmp_path, method, checkpoint_every):
-    options = {"checkpoint_every": checkpoint_every, "callbacks": [], "model": SIAMESE}
+def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, method):
+    options = {"checkpoint_every": 2, "callbacks": [], "model": SIAMESE}
     whole = experiment(tmp_path / "whole", method(), rounds=5, **options)
     whole.fit()
     experiment(tmp_path / "parts", method(), rounds=3, **options).fit()
@@ -59,32 +57,16 @@ def test_early_stopping_keeps_its_patience_over_a_resume(tmp_path):
     assert over.round == whole.round
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "no manifest"])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_path, harm):
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path):
     whole = experiment(tmp_path / "run", rounds=4)
     whole.fit()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    newest = tmp_path / "copy" / "checkpoints" / "round-000004"
-    content = bytearray((newest / "state.pt").read_bytes())
-    if harm == "no manifest":
-        (newest / "manifest.json").unlink()
-    else:
-        content[len(content) // 2] ^= 1
-        (newest / "state.pt").write_bytes(content[: len(content) // 2] if harm == "truncate" else content)
+    (tmp_path / "copy" / "checkpoints" / "round-000004" / "state.pt").write_bytes(b"")
     again = experiment(tmp_path / "copy", rounds=4)
     with pytest.warns(UserWarning, match=r"round-000004 is damaged: .*; resuming from round 3's"):
         again.fit(resume=True)
     assert same_bytes(whole.state["model"], again.state["model"])
     assert untimed(whole.csv.rows) == untimed(again.csv.rows)
-
-
-def test_nothing_is_resumed_where_every_checkpoint_is_damaged(tmp_path):
-    run = experiment(tmp_path, rounds=2)
-    run.fit()
-    for path in tmp_path.glob("checkpoints/*/state.pt"):
-        path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"round-000002 is damaged: .* No earlier checkpoint is valid"):
-        experiment(tmp_path, rounds=3).fit(resume=True)
 
 
 class Interrupter(Engine):
@@ -102,37 +84,7 @@ class Interrupter(Engine):
             yield result
 
 
-class SignalInAStep(LossTerm):
-    """Sends this process a signal in the middle of a client's fit."""
-
-    def __init__(self, round, signum):
-        super().__init__()
-        self.round, self.signum = round, signum
-
-    def begin(self, module):
-        self.active = module.round == self.round
-
-    def forward(self, step):
-        self.active = False
-        signal.raise_signal(self.signum)
-        return step.logits.sum() * 0.0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_fit_does_the_same(tmp_path, signum):
-    method = FedAvg(loss_terms=[SignalInAStep(3, signum)])
-    stopped = experiment(tmp_path / "parts", method, rounds=4, checkpoint_every=10)
-    with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 2 of 4"):
-        stopped.fit()
-    assert stopped.checkpoints.rounds() == [2, 0]
-    rest = experiment(tmp_path / "parts", rounds=4)
-    rest.fit(resume=True)
-    whole = experiment(tmp_path / "whole", rounds=4)
-    whole.fit()
-    assert same_bytes(whole.state["model"], rest.state["model"])
-
-
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_path, signum):
     whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
@@ -153,9 +105,8 @@ def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_pa
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
-@pytest.mark.parametrize("method", ["fedsiam_da"])  # FedSKC and UA-PDFL are killed in test_killed_writes
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, method):
-    survive_kills(command_line(method, "--rounds", "3"), tmp_path, 1)
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
+    survive_kills(command_line("fedsiam_da", "--rounds", "3"), tmp_path, 1)
 
 
 @pytest.mark.slow

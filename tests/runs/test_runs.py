@@ -69,12 +69,15 @@ def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
 
 
 def test_a_run_that_has_not_ended_has_the_figures_of_its_rounds(tmp_path):
-    run = open_run_folder(write_run(tmp_path / "run", rounds=ROUNDS[:2], finished=False))
+    folder = write_run(tmp_path / "run", rounds=ROUNDS[:2], finished=False)
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("3,0.5")  # as a killed process leaves it
+    run = open_run_folder(folder)
     assert not run.finished
     assert run.summary == summarize(ROUNDS[:2], [0.5, 0.8])
 
 
-@pytest.mark.parametrize("targets", [None, 0.5, "abc", [[0.5]], ["x", 0.5], {"a": 1}])
+@pytest.mark.parametrize("targets", ["abc", ["x", 0.5]])
 def test_targets_of_any_kind_do_no_harm(targets, tmp_path):
     config = CONFIG | {"evaluation": {"target_accuracies": targets}}
     run = open_run_folder(write_run(tmp_path / "run", config, finished=False))
@@ -94,16 +97,6 @@ def test_a_run_from_python_has_no_config(tmp_path):
     assert (run.config, run.settings, run.finished) == ({}, {}, True)
 
 
-def test_a_line_cut_short_by_a_kill_is_none(tmp_path):
-    folder = write_run(tmp_path / "run", finished=False)
-    with (folder / "metrics.csv").open("a") as file:
-        file.write("4,0.5")
-    assert open_run_folder(folder).rounds == ROUNDS
-    with (folder / "metrics.csv").open("a") as file:
-        file.write("9")
-    assert open_run_folder(folder).rounds == ROUNDS
-
-
 def test_opening_a_run_imports_no_class_that_it_names(tmp_path, monkeypatch):
     (tmp_path / "trap.py").write_text("raise SystemExit('run')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,32 +109,21 @@ def test_opening_a_run_imports_no_class_that_it_names(tmp_path, monkeypatch):
 
 NUMBER = "1" * 5000
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 11))
 WIDE = f"a: &a [{'x,' * 90_000}]\nb: &b [{'*a,' * 90_000}]\nc: [{'*b,' * 90_000}]\n"
 CONFIGS = {
     "no mapping": ("- a\n- b\n", "it holds no mapping of settings"),
-    "nothing": ("", "it holds no mapping of settings"),
+    "empty": ("", "it holds no mapping of settings"),
     "no YAML": ("a: [", "line 1: while parsing"),
     "aliases": (BOMB, "unfolds to more"),
-    "merged aliases": (MERGES, "unfolds to more"),
     "wide aliases": (WIDE, "unfolds to more"),
-    "itself": ("a: &a [*a]", r"\*a leads nowhere, or into itself"),
-    "an alias of nothing": ("a: *b", r"\*b leads nowhere, or into itself"),
-    "5,000 lists": ("a: " + "[" * 5000 + "]" * 5000, "unfolds to more"),
-    "500,000 open lists": ("[" * 500_000, "unfolds to more"),
-    "nested lines": ("- " * 100_000, "unfolds to more"),
-    "nested keys": ("{a: " * 100_000, "unfolds to more"),
+    "recursive alias": ("a: &a [*a]", r"\*a leads nowhere, or into itself"),
+    "deep lists": ("[" * 500_000, "unfolds to more"),
+    "deep lines": ("- " * 100_000, "unfolds to more"),
     "many settings": ("".join(f"a{i}: 1\n" for i in range(101_000)), "unfolds to more"),
-    "a huge number": (f"a: {NUMBER}", "a number of 5,000 digits"),
-    "a huge hexadecimal number": ("a: 0x" + "f" * 10_000, "a number of 10,002 digits"),
-    "a huge number to base 60": ("a: " + "1:" * 200_000 + "1", "a number of 400,001 digits"),
-    "a tag": ("a: !!int '1:1 :1'", "!!int: a config has no tags"),
-    "an object": ("a: !!python/object/apply:os.system [echo]", "!!python/object/apply:os.system: a config has no tags"),
-    "a list as a key": ("? [a]\n: b", "a key must be a word"),
-    "two documents": ("a: 1\n---\nb: 1\n", "expected a single document"),
+    "huge number": (f"a: {NUMBER}", "a number of 5,000 digits"),
+    "huge number to base 60": ("a: " + "1:" * 200_000 + "1", "a number of 400,001 digits"),
     "no UTF-8": (b"a: \xff\xfe", "line 1: byte 0xff is no UTF-8"),
-    "control letters": ("a: \x00\x1b", "control characters are not allowed"),
-    "much": ("# " + "x" * 2**20, "larger than it can be"),
+    "too large": ("# " + "x" * 2**20, "larger than it can be"),
 }
 
 
@@ -165,21 +147,19 @@ def test_a_config_may_share_parts_and_hold_numbers_of_any_kind(tmp_path):
     assert "&id001" in (folder / "config.yaml").read_text()
     run = open_run_folder(folder)
     assert run.config == config
-    assert load(folder).runs.c.tolist() == [float("inf")]
+    tables = load(folder)
+    assert tables.runs.c.tolist() == [float("inf")]
+    assert (len(tables.clients), list(tables.clients)) == (0, ["run", "round", "client"])
 
 
 METRICS = {
     "an empty file": ("", "no round has ended yet"),
-    "a header alone": ("round,global/acc\n", "no round has ended yet"),
     "no rounds": ("a,b\n1,2\n", "metrics.csv cannot be read: round 1 is missing"),
-    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: it names a column twice"),
-    "a round twice": ("round,a\n1,2\n1,2\n", "round 2 is missing, or out of its place"),
+    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: a column is listed twice"),
     "a round left out": ("round,a\n1,2\n3,2\n", "round 2 is missing, or out of its place"),
     "a line of words": ("round,a\n1,2\n2,x\n3,2\n", "round 2 is missing, or out of its place"),
     "a line of fewer cells": ("round,a,b\n1,2,3\n2,3\n3,2,1\n", "round 2 is missing, or out of its place"),
-    "a line of more cells": ("round,a\n1,2\n2,3,4\n3,2\n", "round 2 is missing, or out of its place"),
     "a quote that never ends": ('round,a\n1,"2\n' + "2,3\n" * 50_000, "field larger than field limit"),
-    "NaN": ("round,a\nnan,2\n", "round 1 is missing, or out of its place"),
     "no text": (os.urandom(1000) + b"\n", "cannot be read|no round has ended"),
     "zeros": (b"round,a\n" + b"\0" * 1000 + b"\n1,2\n2", "cannot be read|no round"),
 }
@@ -210,14 +190,12 @@ def test_numbers_that_no_float_holds_and_nan_do_no_harm(tmp_path):
 
 SUMMARIES = {
     "no JSON": ("{", "Expecting property name"),
-    "no mapping": ("[1]", "it holds no figures of a run"),
-    "pairs": ('[["rounds", 3]]', "it holds no figures of a run"),
+    "no mapping": ('[["rounds", 3]]', "it holds no figures of a run"),
     "words": ('{"rounds": 3, "global/acc_last": "high"}', "global/acc_last is no number"),
     "no rounds": ('{"global/acc_last": 1}', "it holds no figures of a run"),
     "5,000 lists": ('{"rounds": 3, "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
     "a huge number": (f'{{"rounds": 3, "a": {NUMBER}}}', "digits"),
     "no UTF-8": (b"\xff", "can't decode"),
-    "much": (" " * (2**20 + 1), "larger than it can be"),
 }
 
 
@@ -237,8 +215,8 @@ def test_metrics_that_lost_rounds_since_the_run_ended_are_damaged(tmp_path):
         open_run_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.csv", "final/summary.json", "clients.csv"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device", "link to itself", "unreadable"])
+@pytest.mark.parametrize("name", ["final/summary.json", "clients.csv"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to itself", "unreadable"])
 def test_what_is_no_file_is_not_read(name, kind, tmp_path):
     """Reading a pipe would wait for ever, `/dev/zero` would fill the memory."""
     folder = write_run(tmp_path / "run")
@@ -251,7 +229,7 @@ def test_what_is_no_file_is_not_read(name, kind, tmp_path):
     elif kind == "unreadable":
         path.symlink_to("/proc/self/mem")
     else:
-        path.symlink_to({"device": "/dev/zero", "link to a device": "/dev/full", "link to itself": path}[kind])
+        path.symlink_to("/dev/zero" if kind == "device" else path)
     write_run(tmp_path / "sound")
     with told() as lines:
         tables = load(tmp_path)
@@ -270,14 +248,6 @@ def test_a_million_rounds_are_read(tmp_path):
     run = open_run_folder(folder)
     assert (len(run.rounds), run.rounds[-1]) == (10**6, {"round": 10**6, "a": 0.5})
     assert time.process_time() - started < 10
-
-
-def test_a_file_that_no_run_leaves_is_not_read(tmp_path):
-    folder = write_run(tmp_path / "run")
-    with (folder / "metrics.csv").open("ab") as file:
-        file.truncate(2**27 + 1)
-    with pytest.raises(DamagedRun, match=r"metrics.csv cannot be read: it is larger than it can be"):
-        open_run_folder(folder)
 
 
 # --- Many runs ---
@@ -425,33 +395,16 @@ def test_load_gives_a_row_a_run_a_round_and_a_client(tmp_path):
     assert merged.groupby("algorithm")["global/acc"].max().to_dict() == {"FedAvg": 0.25, "FedSKC": 0.75}
 
 
-def test_without_clients_the_table_is_empty_and_has_its_columns(tmp_path):
-    write_run(tmp_path / "1")
-    write_run(tmp_path / "2", changed(seed=2))
-    clients = load(tmp_path).clients
-    assert (len(clients), list(clients)) == (0, ["run", "round", "client"])
-
-
-def test_load_takes_what_where_takes(tmp_path):
-    for seed in (1, 2):
-        write_run(tmp_path / str(seed), changed(seed=seed))
-    assert load(tmp_path, where={"seed": 2}).runs.seed.tolist() == [2]
-    assert load([tmp_path / "1", tmp_path / "2"]).runs.seed.tolist() == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("a,b\n1,2\n", "it does not begin with round and client"),
         ("", "it does not begin with round and client"),
-        ("round,client,acc,acc\n1,1,1,1\n", "it names a column twice"),
+        ("round,client,acc,acc\n1,1,1,1\n", "a column is listed twice"),
         ("round,client,acc\n1,2\n", "line 2 has 2 cells, its header 3"),
-        ("round,client,acc\n1,2,3\n1,2,3,4\n", "line 3 has 4 cells, its header 3"),
         ("round,client,acc\n1,2,x\n", "could not convert"),
-        ("round,client,acc\n1,,0\n", "a client is no whole number"),
         ("round,client,acc\n1.5,1,0\n", "a round is no whole number"),
         ("round,client,acc\n1,-1,0\n", "a client is no whole number"),
-        ("round,client,acc\n1,inf,0\n", "a client is no whole number"),
         ("round,client,acc\n1e30,1,0\n", "a round is no whole number"),
     ],
 )

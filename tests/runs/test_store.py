@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from commands import TEST_FOLDERS
 from experiments import NormMLP, experiment, same_bytes, untimed
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
@@ -200,9 +199,8 @@ def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
     assert kept.with_peers(state, None) is state
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_run_s_state_holds_no_publications(tmp_path, where):
-    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1, client_store=where)
+def test_a_run_s_state_holds_no_publications(tmp_path):
+    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1)
     run.fit()
     assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
     for client, memory in run.memory.items():  # nor do clients who have not trained hold a model each
@@ -339,8 +337,7 @@ def test_memory_and_disk_give_the_same_run_and_go_on_from_each_other(tmp_path, m
     assert same_run(part, runs[0])
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
+def test_a_checkpoint_writes_what_its_participants_keep(tmp_path):
     class Files(RoundCallback):
         def __init__(self):
             self.seen = []
@@ -350,7 +347,7 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
             self.seen.append({path.name: path.stat().st_ino for path in (tmp_path / "clients").glob("*")})
 
     files = Files()
-    run = small(tmp_path, rounds=5, client_store=where, callbacks=[files], keep_checkpoints=1)
+    run = small(tmp_path, rounds=5, callbacks=[files], keep_checkpoints=1)
     run.fit()
     for round in (2, 3, 4):
         before, after = files.seen[round - 1 : round + 1]
@@ -360,9 +357,8 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path, where):
         assert all(before[name] == after[name] for name in before if name in after)  # not one is written again
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path, where):
-    run = small(tmp_path, rounds=6, client_store=where)
+def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path):
+    run = small(tmp_path, rounds=6)
     run.fit()
     there = {f"clients/{name}" for name in os.listdir(tmp_path / "clients")}
     assert (
@@ -496,15 +492,20 @@ def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
 
 # --- Kills ---
 
-KILL_SWITCH = """
-import os, signal, sys
 
-armed, left, watched, fsync = False, 0, "", os.fsync
+KILLED_AT_EVERY_STEP = """
+import os, signal, sys
+from pathlib import Path
+from typing import ClassVar
+import torch
+from fl_lightning.runs.checkpoint import CheckpointFolder
+from fl_lightning.runs.store import ClientStore
+
+armed, left, fsync = False, 0, os.fsync
 
 def count_down(event, args=()):
     global left
-    inside = event != "open" or watched in str(args[0])
-    if armed and inside and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
+    if armed and event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"}:
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -515,14 +516,6 @@ def flushed(handle):
 
 os.fsync = flushed
 sys.addaudithook(count_down)
-"""
-
-KILLED_AT_EVERY_STEP = """
-from pathlib import Path
-from typing import ClassVar
-import torch
-from fl_lightning.runs.checkpoint import CheckpointFolder
-from fl_lightning.runs.store import ClientStore
 
 class Now:  # a writer without a thread: the step at which it dies is then the same each time
     submit = staticmethod(lambda job: job())
@@ -560,7 +553,7 @@ AFTER = {2: {0: 2, 1: 2, 2: 1}, 3: {0: 2, 1: 3, 2: 3}}  # the round that each cl
 
 @pytest.mark.thorough
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
-    subprocess.run([sys.executable, "-c", KILL_SWITCH + KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
     littered = 0
     for where in PLACES:
         folders = sorted(tmp_path.glob(f"{where}-*"))
@@ -583,50 +576,3 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
             assert {"round-000002"} <= set(os.listdir(folder / "checkpoints")) <= {"round-000002", "round-000003"}
         assert seen == {2, 3}
     assert littered
-
-
-RUN_KILLED_AT_SOME_STEPS = """
-sys.path[:0] = sys.argv[1].split(os.pathsep)
-from test_store import small
-
-step, stride = int(sys.argv[4]), int(sys.argv[5])
-while True:
-    folder = watched = f"{sys.argv[2]}/{step:04d}"
-    run = small(folder, client_store=sys.argv[3])
-    child = os.fork()
-    if child == 0:
-        armed, left = True, step
-        run.fit()
-        os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
-        break
-    step += stride
-"""
-
-
-def kill_a_run(folder, where, start, stride):
-    words = [os.pathsep.join(TEST_FOLDERS), str(folder), where, str(start), str(stride)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", KILL_SWITCH + RUN_KILLED_AT_SOME_STEPS, *words], check=True)
-    whole = small(folder / "whole")
-    whole.fit()
-    model = (folder / "whole" / "final" / "model.pt").read_bytes()
-    killed = sorted(folder.glob("0*"))
-    assert len(killed) > 2
-    for one in killed:
-        rest = small(one, client_store=where)
-        rest.fit(resume=(one / "partition.csv").exists())
-        assert same_run(rest, whole)
-        assert (one / "final" / "model.pt").read_bytes() == model
-        assert {f"clients/{name}" for name in os.listdir(one / "clients")} == rest.checkpoints.named()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "start"), [("memory", 30), ("disk", 45)])
-def test_a_run_killed_between_file_operations_resumes_to_the_same_bytes(tmp_path, where, start):
-    kill_a_run(tmp_path, where, start, 41)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES)
-def test_a_run_killed_at_any_file_operation_resumes_to_the_same_bytes(tmp_path, where):
-    kill_a_run(tmp_path, where, 0, 1)

@@ -115,102 +115,54 @@ def put(key, value):
 
 PATHS = [
     "subprocess.Popen",
-    "os.system",
-    "posix.system",
     "builtins.exec",
     "torch.os.system",
-    "torch.hub.load",
-    "torch.load",
-    "torch.utils.cpp_extension.load",
-    "torch.nn.modules.module.Any",
-    "torch.fx.GraphModule",
     "torchvision.models.get_model",
-    "torchvision.models.nowhere",
-    "fl_lightning.cli.main.run",
-    "fl_lightning.__main__.run",
     "fl_lightning.runs.trust.os.system",
     "fl_lightning.core.errors.ConfigError",
-    "lightning.pytorch.loggers.MLFlowLogger",
-    "evil.Net",
     "evil_installed.Net",
     "nowhere.Net",
 ]
 
-# A key as it is typed, where it lies in the file, and what lies there.
+
+def from_module(**options):
+    return {"class_path": "FromModule", "init_args": {"head": "fc", **options}}
+
+
+def logger(name, **options):
+    return {"class_path": name, "init_args": options}
+
+
 PLACES = [
-    *(
-        (key, f"{key}.class_path", "evil_installed.Net")
-        for key in ("model", "algorithm", "optimizer", "lr_scheduler", "round_lr_scheduler", "scenario.dataset")
-    ),
-    *(
-        (key, key, "evil.Net")
-        for key in ("model", "algorithm", "optimizer", "lr_scheduler", "round_lr_scheduler", "scenario.partition")
-    ),
-    ("rounds", "rounds", "evil.Net"),
-    ("optimizer.fused", "optimizer.init_args.fused", "evil.Net"),
-    ("optimizer.dict_kwargs.x", "optimizer.dict_kwargs.x", "evil.Net"),
-    ("algorithm.loss_terms[0]", "algorithm.init_args.loss_terms", ["evil.Net"]),
-    ("algorithm.loss_terms[1]", "algorithm.init_args.loss_terms", ["Proximal", {"class_path": "evil.Net"}]),
-    ("algorithm.loss_terms[0].x.y", "algorithm.init_args.loss_terms", [{"x": {"init_args": {"y": "evil.Net"}}}]),
-    ("algorithm.aggregator", "algorithm.init_args.aggregator.class_path", "evil.Net"),
-    ("trainer.accelerator", "trainer.accelerator.class_path", "evil.Net"),
-    ("model.module", "model", {"class_path": "FromModule", "init_args": {"module": "evil.Net", "head": "fc"}}),
-    ("model.module", "model", {"class_path": "FromModule", "init_args": {"module": "evil:Net", "head": "fc"}}),
-    ("model.module_args.x", "model.init_args.module_args", {"x": "evil.Net"}),
-    # text that jsonargparse reads as it reads a file
-    ("model", "model", "{class_path: evil.Net}"),
-    ("model", "model", "class_path: evil.Net"),
-    ("algorithm.loss_terms", "algorithm.init_args.loss_terms", "[evil.Net]"),
-    ("optimizer", "optimizer", "#" * 20_000),
-    # a file with more of a config
-    *((key, key, "file.yaml") for key in ("scenario", "trainer", "evaluation")),
-    ("model.head", "model.init_args.head", "file.yaml"),
-    ("model.head", "model.init_args.head", "/dev/stdin"),
-    ("scenario.dataset.few_shot", "scenario.dataset", {"class_path": "FC100", "init_args": {"few_shot": "file.yaml"}}),
-    ("model.head.a.b", "model.init_args.head", {"a.b": 1}),
+    ("rounds", "evil.Net"),
+    ("optimizer.dict_kwargs.x", "evil.Net"),
+    ("algorithm.init_args.loss_terms", ["Proximal", {"class_path": "evil.Net"}]),
+    ("algorithm.init_args.loss_terms", [{"x": {"init_args": {"y": "evil.Net"}}}]),
+    ("trainer.accelerator.class_path", "evil.Net"),
+    ("model", from_module(module="evil.Net")),
+    ("model", from_module(module="torch.nn.Linear", module_args={"x": "evil.Net"})),
+    ("evaluation.metrics", ["evil.Metric"]),
+    ("client_callbacks", [{"class_path": "lightning.pytorch.callbacks.LambdaCallback"}]),
+    # text that jsonargparse parses like a file
+    ("model", "{class_path: evil.Net}"),
+    ("algorithm.init_args.loss_terms", "[evil.Net]"),
+    ("optimizer", "#" * 20_000),
+    # another config file
+    ("scenario", "file.yaml"),
+    ("model.init_args.head", "/dev/stdin"),
+    ("model.init_args.head", {"a.b": 1}),
 ]
-PLACES += [
-    ("evaluation.metrics[0]", "evaluation.metrics", ["evil.Metric"]),
-    ("evaluation.metrics[1]", "evaluation.metrics", ["MulticlassF1Score", {"class_path": "evil.Metric"}]),
-    ("scenario.objective", "scenario.objective", {"class_path": "evil.Objective"}),
-    ("client_callbacks[0]", "client_callbacks", ["evil.Net"]),
-    ("client_callbacks[0]", "client_callbacks", ["lightning.pytorch.callbacks.ModelCheckpoint"]),
-    ("client_callbacks[0]", "client_callbacks", [{"class_path": "lightning.pytorch.callbacks.LambdaCallback"}]),
+ONLY_IN_FIT = [
+    ("callbacks", ["evil.Net"]),
+    ("engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
+    ("logger", "nowhere.WandbRoundLogger"),
+    ("logger", ["CSVLogger", "MLFlowLogger"]),
+    ("logger", logger("lightning.pytorch.loggers.CSVLogger", save_dir="/")),
+    ("logger", logger("CSVLogger", save_dir="/")),
+    ("logger", [logger("TensorBoardLogger", save_dir="x")]),
+    ("logger", logger("WandbRoundLogger", offline=False)),
 ]
-# In what a test has no use for, and a run that goes on has.
-WATCHERS = [
-    ("callbacks[0]", "callbacks", ["evil.Net"]),
-    ("callbacks[0]", "callbacks", [{"class_path": "evil.Net"}]),
-    ("engine", "engine", "evil.Net"),
-    ("engine.address", "engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
-    ("engine.address", "engine", {"class_path": "fl_lightning.engines.RayEngine", "init_args": {"address": "far:1"}}),
-    ("logger", "logger", "evil.WandbRoundLogger"),
-    ("logger", "logger", {"class_path": "nowhere.WandbRoundLogger"}),
-    ("logger", "logger", "nowhere.WandbRoundLogger"),
-    ("logger", "logger", "MLFlowLogger"),
-    ("logger", "logger", {"class_path": "fl_lightning.loggers.collection.MLFlowLogger"}),
-    ("logger[1]", "logger", ["CSVLogger", "MLFlowLogger"]),
-    ("logger[0]", "logger", [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}]),
-    ("logger[0].offline", "logger", [{"class_path": "WandbRoundLogger", "init_args": {"offline": False}}]),
-    ("logger.save_dir", "logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "/"}}),
-    ("logger[0].save_dir", "logger", [{"class_path": "TensorBoardLogger", "init_args": {"save_dir": "x"}}]),
-    ("logger", "logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "/"}}),
-    ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": False}}),
-    ("logger.offline", "logger", {"class_path": "WandbRoundLogger", "init_args": {"offline": "no"}}),
-    ("logger.offline", "logger.init_args.offline", False),
-]
-KEYS = [
-    "config",
-    "baselines",
-    "resume",
-    "run_dir",
-    "trust",
-    "print_config",
-    "model.class_path",
-    "__path__",
-    "$schema",
-    "x",
-]
+KEYS = ["config", "run_dir", "trust", "model.class_path", "__path__"]
 
 
 def refused(*words):
@@ -229,20 +181,18 @@ def check_refused(told, words, tmp_path):
     assert not {"evil", "evil_installed"} & sys.modules.keys()
 
 
-@pytest.mark.fast_cases(15)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("words", [["test", "theirs"], ["fit", "--resume", "theirs"]], ids=["test", "resume"])
-def test_a_run_cannot_choose_what_is_not_known(path, words, theirs, tmp_path):
+@pytest.mark.parametrize("path", PATHS)
+def test_an_untrusted_run_names_only_known_objects(path, words, theirs, tmp_path):
     with_config(theirs, put("model.class_path", path))
     told = f"theirs/config.yaml: model: {path} is not allowed in a file that is not known to be yours. The run is not"
     check_refused(told, words, tmp_path)
 
 
-@pytest.mark.fast_cases(14)
-@pytest.mark.parametrize(("key", "place", "value"), PLACES)
-def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
-    if key == "model.module_args.x":
-        with_config(theirs, put("model.class_path", "FromModule"))
+@pytest.mark.fast_cases(8)
+@pytest.mark.parametrize(("place", "value"), PLACES)
+def test_an_untrusted_run_names_code_in_no_place(place, value, theirs, tmp_path):
     with_config(theirs, put(place, value))
     check_refused("", ["test", "theirs"], tmp_path)
     with pytest.raises(ConfigError):
@@ -251,10 +201,8 @@ def test_a_run_cannot_choose_code_anywhere(key, place, value, theirs, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("key", "place", "value"), [*PLACES[:3], *WATCHERS])
-def test_nor_can_one_that_goes_on(key, place, value, theirs, tmp_path):
-    if key == "logger.offline" and place != "logger":
-        with_config(theirs, put("logger", {"class_path": "fl_lightning.loggers.collection.WandbRoundLogger"}))
+@pytest.mark.parametrize(("place", "value"), [PLACES[0], *ONLY_IN_FIT])
+def test_an_untrusted_run_names_code_in_no_place_of_a_resumed_fit(place, value, theirs, tmp_path):
     with_config(theirs, put(place, value))
     check_refused("", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
 
@@ -297,10 +245,10 @@ def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
 @pytest.mark.thorough
 def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
     before = table(run("test", "theirs").out)
-    for key, place, value in WATCHERS[:10]:
+    for place, value in ONLY_IN_FIT[:4]:
         with_config(theirs, put(place, value))
         code, out, err = run("test", "theirs")
-        assert (code, err) == (0, ""), key
+        assert (code, err) == (0, ""), place
         assert table(out) == before
     assert not (tmp_path / "mark").exists()
 
@@ -406,11 +354,8 @@ def test_somebody_elses_run_that_goes_on_is_not_signed(theirs):
     "change",
     [
         put("model.class_path", "own_sibling.Net"),
-        put("algorithm.class_path", "own.Net"),
         put("model.init_args.hidden", [9]),
-        put("model.init_args.hidden", ["own.Net"]),
         put("callbacks", ["own.Watcher"]),
-        lambda config: config.update(model="MLP", algorithm={"class_path": "own.Net"}),
     ],
 )
 def test_a_signature_holds_for_what_was_signed(change, own, here):
@@ -469,10 +414,6 @@ def make_group_readable(key):
     key.chmod(0o640)
 
 
-def cut(key):
-    key.write_bytes(key.read_bytes()[:-1])
-
-
 def lengthen(key):
     key.write_bytes(key.read_bytes() + b"x")
 
@@ -492,7 +433,6 @@ def make_pipe(key):
     ("spoil", "told"),
     [
         (make_group_readable, "is accessible to other users. Remove it"),
-        (cut, "is damaged. Remove it"),
         (lengthen, "is damaged. Remove it"),
         (make_link, "Too many levels of symbolic links"),
         (make_pipe, "is no file"),
@@ -544,24 +484,20 @@ def test_a_key_made_by_many_at_once_is_one(here, tmp_path):
 @pytest.mark.parametrize(
     ("value", "let"),
     [
-        ("own.Net", True),
         ("--model=own.Net", True),
         (["fit", "--callbacks", "[{class_path: own.Net}]"], True),
-        ({"model": {"class_path": "own.sub.Net"}}, True),
         ({"callbacks": ["Progress", {"x": ["spread.nets.Net"]}]}, True),
         ("spread.npz", False),
         ("own", False),
         ("own.py", True),  # who can tell
         ("nowhere.Net", False),
         ("torch.Net", False),
-        ("rich.Net", False),
         (3, False),
     ],
 )
 def test_the_working_folder_is_looked_into_for_what_is_named(value, let, here):
     (here / "own.py").write_text("raise SystemExit")
     (here / "torch.py").write_text("")
-    (here / "rich.py").write_text("")
     (here / "spread").mkdir()
     (here / "spread" / "nets.py").write_text("")
     before = list(sys.path)
@@ -623,14 +559,6 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
     script.write_text(ALL_COMMANDS.format(commands=commands))
     python(script, cwd=here)
     assert not mark.exists()
-
-
-@pytest.mark.thorough
-def test_the_module_does_as_the_script(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    plant(tmp_path / "run", tmp_path / "mark")
-    python("-m", "fl_lightning", "test", ".", cwd=tmp_path / "run")
-    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.slow
