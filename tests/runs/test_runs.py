@@ -155,7 +155,7 @@ def test_a_config_may_share_parts_and_hold_numbers_of_any_kind(tmp_path):
 METRICS = {
     "an empty file": ("", "no round has ended yet"),
     "no rounds": ("a,b\n1,2\n", "metrics.csv cannot be read: round 1 is missing"),
-    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: a column is listed twice"),
+    "a column twice": ("round,a,a\n1,2,3\n", "metrics.csv cannot be read: two columns have the same name"),
     "a round left out": ("round,a\n1,2\n3,2\n", "round 2 is missing, or out of its place"),
     "a line of words": ("round,a\n1,2\n2,x\n3,2\n", "round 2 is missing, or out of its place"),
     "a line of fewer cells": ("round,a,b\n1,2,3\n2,3\n3,2,1\n", "round 2 is missing, or out of its place"),
@@ -400,7 +400,7 @@ def test_load_gives_a_row_a_run_a_round_and_a_client(tmp_path):
     [
         ("a,b\n1,2\n", "it does not begin with round and client"),
         ("", "it does not begin with round and client"),
-        ("round,client,acc,acc\n1,1,1,1\n", "a column is listed twice"),
+        ("round,client,acc,acc\n1,1,1,1\n", "two columns have the same name"),
         ("round,client,acc\n1,2\n", "line 2 has 2 cells, its header 3"),
         ("round,client,acc\n1,2,x\n", "could not convert"),
         ("round,client,acc\n1.5,1,0\n", "a round is no whole number"),
