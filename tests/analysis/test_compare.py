@@ -334,7 +334,7 @@ def test_runs_that_differ_below_the_keys_are_one_pair_with_their_mean(tmp_path):
     assert "algorithm.mu" in found.remarks[0]
 
 
-def test_settings_that_go_with_the_keys_do_not_part_pairs_but_are_told_of(tmp_path):
+def test_settings_that_vary_with_the_keys_do_not_split_pairs_and_are_reported(tmp_path):
     """A learning rate that was tuned for each method."""
     for seed in (0, 1):
         write(tmp_path, "FedAvg", seed, [0.5], lr=0.1)
@@ -361,7 +361,7 @@ def test_the_reference_may_be_any_group(tmp_path):
         compared(tmp_path, reference={"ta": 0.1})
 
 
-def test_several_fedavgs_are_none_until_one_is_chosen(tmp_path):
+def test_with_several_fedavgs_the_reference_must_be_chosen(tmp_path):
     for weighting in ("samples", "uniform"):
         write(tmp_path, "FedAvg", 0, [0.5], arguments={"weighting": weighting})
     write(tmp_path, "FedDW", 0, [0.75])
@@ -381,7 +381,7 @@ def test_several_fedavgs_are_none_until_one_is_chosen(tmp_path):
 # --- What is printed ---
 
 
-def test_the_table_has_a_row_a_group_and_tells_what_its_marks_mean(study):
+def test_the_table_has_one_row_per_group_and_explains_its_marks(study):
     folder, _ = study
     code, out, err = run("compare", folder, "--by", "algorithm,alpha", "--target", "0.6", "0.99")
     assert (code, err) == (0, "")

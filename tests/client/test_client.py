@@ -155,7 +155,7 @@ def test_the_first_term_to_fail_is_named():
 
 
 @plain_lightning
-def test_a_term_is_told_when_a_fit_and_each_of_its_epochs_start():
+def test_terms_are_notified_of_the_start_of_fits_and_epochs():
     class Diary(LossTerm):
         def __init__(self):
             super().__init__()
@@ -200,7 +200,7 @@ class Keeper(LossTerm):
         return self.rounds
 
 
-def test_what_a_term_keeps_comes_back_to_it_in_its_clients_next_round(tmp_path):
+def test_the_state_of_a_term_is_restored_in_the_clients_next_round(tmp_path):
     options = {"clients_per_round": 2, "trainer": {"accelerator": "cpu", "max_epochs": 1}}
     whole = experiment(tmp_path / "whole", FedAvg(loss_terms=[Keeper()]), rounds=4, **options)
     sent, upload = [], whole.algorithm.upload
@@ -221,7 +221,7 @@ def test_what_a_term_keeps_comes_back_to_it_in_its_clients_next_round(tmp_path):
     assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
 
 
-def test_a_term_that_keeps_nothing_has_no_place_in_the_memory(tmp_path):
+def test_a_term_without_state_has_no_section_in_the_client_state(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[WeightNorm(0.1)]), rounds=1, clients_per_round=1)
     run.fit()
     assert len(run.memory) == 0

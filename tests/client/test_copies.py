@@ -148,7 +148,7 @@ def hooked_after() -> nn.Module:
         (lambda: nn.LazyLinear(2), False),
     ],
 )
-def test_what_loads_plainly(network: Any, plain: bool) -> None:
+def test_modules_with_default_loading(network: Any, plain: bool) -> None:
     assert loads_plainly(network()) == plain
 
 
@@ -206,7 +206,7 @@ def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) 
 # --- What a client sends ---
 
 
-def test_weights_that_nobody_needs_any_more_are_sent_as_they_are(tmp_path: Any, monkeypatch: Any) -> None:
+def test_weights_of_a_spent_module_are_sent_without_a_copy(tmp_path: Any, monkeypatch: Any) -> None:
     worker, task = begun(tmp_path)
     result, module = ended(worker, task, monkeypatch)
     assert shared_with(module, result.upload) == len(result.upload.tensors)
@@ -277,7 +277,7 @@ def test_knowledge_is_always_copied(tmp_path: Any) -> None:
     assert sent.data_ptr() != upload.data_ptr()
 
 
-def test_what_shares_its_memory_is_copied() -> None:
+def test_tensors_with_shared_memory_are_copied() -> None:
     whole, tied = torch.arange(6.0), torch.ones(2)
     half = torch.ones(2, dtype=torch.bfloat16)
     sections = {"model": {"alone": torch.ones(3), "view": whole[:2], "one": tied, "other": tied, "half": half}}

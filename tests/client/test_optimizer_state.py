@@ -81,7 +81,7 @@ def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_whoever_takes_part_goes_on_with_its_own(tmp_path, name):
+def test_each_participant_continues_with_its_own_optimizer_state(tmp_path, name):
     """FedAvg by hand: four of six a round, a rate that halves each round, an optimizer a client for the whole run."""
     optimizer, data = OPTIMIZERS[name], digits().build(SEED)
     model = initial_model()
@@ -106,7 +106,7 @@ def test_whoever_takes_part_goes_on_with_its_own(tmp_path, name):
     )
 
 
-def test_a_peer_that_hears_nobody_is_one_plain_loop(tmp_path):
+def test_a_peer_without_neighbours_equals_a_plain_loop(tmp_path):
     one = kept(tmp_path, PeerAlgorithm(graph=ErdosRenyi(p=0.0)), clients_per_round=CLIENTS)
     one.fit()
     for client in range(CLIENTS):
@@ -135,7 +135,7 @@ def test_it_stays_with_the_client(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_fresh_is_what_there_is_by_default(tmp_path, name):
+def test_optimizers_are_fresh_by_default(tmp_path, name):
     options = {"optimizer": OPTIMIZERS[name]}
     default, fresh, keeps = (
         weights_after(tmp_path / str(state), optimizer_state=state, **options) for state in (None, "fresh", "kept")
@@ -144,7 +144,7 @@ def test_fresh_is_what_there_is_by_default(tmp_path, name):
     assert not same_bytes(fresh, keeps)
 
 
-def test_an_optimizer_without_momentum_has_nothing_to_keep(tmp_path):
+def test_an_optimizer_without_momentum_keeps_no_state(tmp_path):
     plain = partial(torch.optim.SGD, lr=0.1)
     one = kept(tmp_path / "kept", optimizer=plain)
     one.fit()
@@ -193,7 +193,7 @@ class Broken(Engine):
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("method", [FedAvg, partial(UAPDFL, n_com=2, preset="reference")], ids=["server", "peers"])
-def test_a_run_that_broke_in_a_round_goes_on_to_the_same_bytes(tmp_path, method, name):
+def test_a_run_interrupted_within_a_round_resumes_to_the_same_bytes(tmp_path, method, name):
     options = {"rounds": 5, "optimizer": OPTIMIZERS[name], "model": NormMLP, "checkpoint_every": 10}
     whole = kept(tmp_path / "whole", method(), **options)
     whole.fit()
@@ -225,7 +225,7 @@ def test_a_task_leaves_the_memory_it_was_given_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_tensors_of_an_optimizer_make_it_again_but_for_its_options(name):
+def test_optimizer_tensors_restore_the_state_but_not_the_options(name):
     def stepped(optimizer, weight):
         weight.grad = torch.sin(weight.detach())
         optimizer.step()
@@ -261,7 +261,7 @@ def test_a_state_of_other_things_than_tensors_is_refused(tmp_path):
     weights_after(tmp_path / "fresh", optimizer=partial(Counting, lr=0.1))
 
 
-def test_none_is_nothing_to_keep():
+def test_none_means_no_state_to_keep():
     """What some versions of torch note for a parameter without momentum."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS["sgd"]([weight])
@@ -278,13 +278,13 @@ class Prepared(torch.optim.SGD):
             self.state[parameter]["prepared"] = torch.ones(())
 
 
-def test_what_a_fresh_one_is_made_with_stays():
+def test_options_of_a_fresh_optimizer_are_not_restored():
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=partial(Prepared, lr=0.1))
     assert all(values["prepared"] == 1 for values in module.configure_optimizers().state.values())
     assert len(module.configure_optimizers().state) == 2
 
 
-def test_a_module_of_its_own_goes_on_too():
+def test_a_module_with_its_own_optimizer_continues_too():
     """Under a plain `Trainer` the module's optimizer starts from what it is given."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
     given = {"0/momentum_buffer": torch.full((2, 2), 3.0)}
@@ -300,7 +300,7 @@ def test_a_module_of_its_own_goes_on_too():
 MOMENTUM = ["--optimizer.momentum", "0.9", "--optimizer.lr", "0.05"]
 
 
-def test_it_is_a_key_and_a_resume_may_not_change_it(tmp_path):
+def test_optimizer_state_is_an_option_that_a_resume_cannot_change(tmp_path):
     tiny(tmp_path / "fresh", *MOMENTUM)
     tiny(tmp_path / "kept", *MOMENTUM, "--optimizer_state", "kept")
     losses = [[row["global/loss"] for row in rows(tmp_path / name)] for name in ("fresh", "kept")]

@@ -102,7 +102,7 @@ def batch(n=6):
 
 @pytest.mark.parametrize("kind", [Plain, *APART])
 @pytest.mark.parametrize("training", [True, False])
-def test_it_computes_what_the_module_computes(kind, training):
+def test_a_wrapped_module_computes_the_same(kind, training):
     backbone, net = wrapped(kind).train(training), original(kind).train(training)
     x, y = batch()
     torch.manual_seed(1)
@@ -150,7 +150,7 @@ def test_methods_that_part_encoder_and_head_refuse_by_name(method):
     assert method.client_module(wrapped(Plain))
 
 
-def test_whoever_asks_for_a_part_is_refused_by_name():
+def test_access_to_a_missing_part_names_it():
     backbone = wrapped(Softmax)
     for ask in (with_encoder, lambda net: net.encoder, lambda net: net.head, lambda net: net.classifier):
         with pytest.raises(ConfigError, match=REFUSED):
@@ -287,7 +287,7 @@ class TaughtByOthers(L.LightningModule):
     forward = Taught.forward
 
 
-def test_a_training_that_is_not_used_is_told_of_once_a_run(tmp_path):
+def test_ignored_training_methods_are_reported_once_a_run(tmp_path):
     for engine in ("sequential", "processes"):
         options = {"model": partial(FromModule, module=f"{__name__}.Taught", head="fc"), "engine": engine}
         with pytest.warns(UserWarning, match="Taught") as told:

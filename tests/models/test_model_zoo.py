@@ -320,7 +320,7 @@ def test_widths_below_one_are_refused(option: dict) -> None:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_padding_changes_nothing(model: type) -> None:
+def test_padding_does_not_change_outputs(model: type) -> None:
     backbone = model((12,), 4).eval()
     short = ids(12, 7, 1, 0, padded=12)
     longer = F.pad(short, (0, 30), value=PADDING)
@@ -385,7 +385,7 @@ def test_padding_is_never_learnt() -> None:
 
 
 @pytest.mark.parametrize("model", [CNN, CNN4, LeNet, *NORMED])
-def test_image_models_refuse_what_is_no_image(model: type) -> None:
+def test_image_models_refuse_other_shapes(model: type) -> None:
     with pytest.raises(ValueError, match=r"^model: this network needs images .* the dataset has \(200,\)"):
         model((200,), 4)
 
@@ -419,7 +419,7 @@ class Mine(nn.Module):
 
 
 @pytest.mark.parametrize(("head", "prefix"), [("tail", "head.1."), ("tail.1", "head.")])
-def test_a_strangers_module_is_cut_at_the_layer_named(head: str, prefix: str) -> None:
+def test_any_module_is_cut_at_the_named_layer(head: str, prefix: str) -> None:
     torch.manual_seed(0)
     original = Mine(width=9)
     torch.manual_seed(0)

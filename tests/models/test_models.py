@@ -108,7 +108,7 @@ def test_cnn_equals_its_layers_written_out() -> None:
 
 @pytest.mark.parametrize("family", [CNN, ResNet8])
 @pytest.mark.parametrize("in_shape", [(64,), (8, 8), (1, 3, 8), (1, 8, 3), (1, 1, 8, 8)])
-def test_convolutions_refuse_what_is_no_image_or_too_small(
+def test_convolutional_models_refuse_non_images_and_small_images(
     family: Callable[..., Backbone], in_shape: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match=r"^model: .* at least 4x4, the dataset has \(.*use MLP") as caught:
