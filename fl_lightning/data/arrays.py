@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs
 from fl_lightning.data.files import BadFile, check_exists, read_mapped, read_npz, whole_numbers
 from fl_lightning.data.transforms import Normalize
 
@@ -38,8 +38,7 @@ class Arrays(Dataset):
     """
 
     def __init__(self, path: str, num_classes: int | None = None) -> None:
-        if num_classes is not None and num_classes < 2:
-            raise ConfigError(f"scenario.dataset.num_classes: {num_classes} is below 2")
+        check_number("scenario.dataset.num_classes", num_classes, "[2, inf)")
         self.path, self.num_classes = path, num_classes
 
     def load(self) -> LoadedData:
@@ -88,21 +87,14 @@ class Arrays(Dataset):
             raise self._error(str(error)) from error
 
     def _outputs(self, *labels: Tensor) -> int:
-        y = labels[0]
-        if y.is_floating_point() or y.ndim > 1:
+        found, samples = count_outputs(*labels), sum(map(len, labels))
+        if labels[0].is_floating_point() or labels[0].ndim > 1:
             if self.num_classes is not None:
                 raise ConfigError("scenario.dataset.num_classes: the labels are not classes. Leave it out")
-            return 1 if y.ndim == 1 else y.shape[1]
-        return self._count_classes(*labels) if self.num_classes is None else self.num_classes
-
-    def _count_classes(self, *labels: Tensor) -> int:
-        found, samples = max((int(y.max()) for y in labels if len(y)), default=-1) + 1, sum(map(len, labels))
-        if found > samples:
-            raise self._error(
-                f"label {found - 1} in {samples} samples is too large. "
-                "Number classes from 0, or set scenario.dataset.num_classes"
-            )
-        return found
+        elif self.num_classes is None and found > samples:
+            fix = "Number classes from 0, or set scenario.dataset.num_classes"
+            raise self._error(f"label {found - 1} in {samples} samples is too large. {fix}")
+        return self.num_classes or found
 
     def _inputs(self, name: str, values: np.ndarray) -> Tensor:
         if values.dtype != np.uint8 and not np.issubdtype(values.dtype, np.floating):

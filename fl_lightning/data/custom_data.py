@@ -1,11 +1,16 @@
-"""Helpers for custom data: labels of any kind, clients, texts, and the share that is held out for testing."""
+"""Base class and helpers of custom data: labels of any kind, clients, texts, and a share that is held out.
+
+The functions raise a `ConfigError` that names the option, the column and the row.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,13 +18,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.objectives import objective_of
-from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.scenario import stratified_sample
 from fl_lightning.data.schema import finite_in_float32
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts
-from fl_lightning.data.transforms import BatchTransform
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,21 +33,8 @@ FEW = 20
 """Up to so many different integers are classes, however few samples there are. Also columns named in a message."""
 
 
-def check_share(share: float) -> None:
-    """Check `test_share`.
-
-    Raises:
-        ConfigError: It is outside (0, 1).
-    """
-    check_number(f"{KEY}.test_share", share, "(0, 1)")
-
-
 def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
-    """Return the path of an existing file, or of an existing folder.
-
-    Raises:
-        ConfigError: It does not exist, or is something else. Names the option `key`.
-    """
+    """Return the path of an existing file, or of an existing folder."""
     try:
         if check_exists(Path(path), folder):
             return Path(path)
@@ -53,11 +44,7 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
 
 
 def find_column(name: str, columns: Sequence[str], key: str) -> str:
-    """Return a column's name if it is among `columns`.
-
-    Raises:
-        ConfigError: It is not. Suggests the nearest name, or lists the columns.
-    """
+    """Return a column's name if it is among `columns`."""
     if name in columns:
         return name
     nearest = get_close_matches(name, columns, 1)
@@ -66,53 +53,51 @@ def find_column(name: str, columns: Sequence[str], key: str) -> str:
     raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))} not found. {one_line(hint)}")
 
 
-def row_location(column: pd.Series, position: int) -> str:
-    """Return "row 7 of data.csv" for a position in a column. Its index holds the file and the row, from 1."""
-    file, row = column.index[position]
-    return f"row {row} of {one_line(str(file))}"
+def column_error(column: pd.Series, key: str, what: str, row: int | None = None) -> ConfigError:
+    """Return the error that a column, or the value in one of its rows, cannot be used.
+
+    Args:
+        column: The column. Its index holds the file, or the split, and the row from 1.
+        key: The option that names the column.
+        what: The end of the message, after the column's name or the value's place.
+        row: Position of the value.
+    """
+    name = f"{KEY}.{key}: column {column.name!r}"
+    if row is None:
+        return ConfigError(f"{name} {what}")
+    value = column.iloc[row]
+    shown = one_line(repr(value) if isinstance(value, str) else str(value))
+    return ConfigError(f"{name} holds {shown} in {row_location(column, row)}{what}")
+
+
+def row_location(column: pd.Series, row: int) -> str:
+    """Return "row 7 of data.csv" for a position in a column."""
+    file, number = column.index[row]
+    return f"row {number} of {one_line(str(file))}"
 
 
 def refuse_missing(column: pd.Series, key: str, fix: str = "Fill it in, or remove the row") -> None:
-    """Refuse a column with missing values.
-
-    Raises:
-        ConfigError: Names the column, the number of missing values and the first row.
-    """
+    """Refuse a column with missing values."""
     missing = column.isna().to_numpy()
     if missing.any():
-        raise ConfigError(
-            f"{KEY}.{key}: column {column.name!r} has no value in {missing.sum():,} of {len(column):,} rows, first in "
-            f"{row_location(column, int(missing.argmax()))}. {fix}"
-        )
+        place = row_location(column, int(missing.argmax()))
+        rows = f"{missing.sum():,} of {len(column):,} rows"
+        raise column_error(column, key, f"has no value in {rows}, first in {place}. {fix}")
 
 
 def refuse_nul(column: pd.Series, key: str) -> None:
-    """Refuse a column of texts with a NUL character: NumPy drops it at a text's end, so that two texts become one.
-
-    Raises:
-        ConfigError: Names the column and the first such row.
-    """
+    """Refuse a column of texts with a NUL character: NumPy drops it at a text's end, so that two texts become one."""
     for row, text in enumerate(column):
         if isinstance(text, str) and "\0" in text:
-            raise ConfigError(
-                f"{KEY}.{key}: column {column.name!r} holds {one_line(repr(text))} in {row_location(column, row)}, "
-                "which has a NUL character. Remove the character"
-            )
+            raise column_error(column, key, ", which has a NUL character. Remove the character", row)
 
 
 def refuse_not_finite(column: pd.Series, key: str) -> None:
-    """Refuse a column of numbers that are not all finite in `float32`, the network's input type.
-
-    Raises:
-        ConfigError: Names the column and the first such row.
-    """
+    """Refuse a column of numbers that are not all finite in `float32`, the network's input type."""
     finite = finite_in_float32(column)
     if not finite.all():
-        row = int((~finite).argmax())
-        raise ConfigError(
-            f"{KEY}.{key}: column {column.name!r} holds {column.iloc[row]} in {row_location(column, row)}, which is "
-            "not finite in float32. Correct the number, or remove the row"
-        )
+        fix = ", which is not finite in float32. Correct the number, or remove the row"
+        raise column_error(column, key, fix, int((~finite).argmax()))
 
 
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
@@ -125,9 +110,6 @@ def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[
     Returns:
         Classes `(n,)` (`int64`), multi-label targets `(n, L)` (`uint8`), or numbers `(n,)` or `(n, T)` (`float32`);
         and the number of outputs.
-
-    Raises:
-        ConfigError: A column has missing values, or values of another kind.
     """
     for column in columns:
         refuse_missing(column, "label")
@@ -146,17 +128,16 @@ def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[
 
 def _numbers(column: pd.Series) -> np.ndarray:
     if column.dtype.kind not in "iufb":
-        raise ConfigError(f"{KEY}.label: column {column.name!r} is not numeric, but regression needs numbers")
+        raise column_error(column, "label", "is not numeric, but regression needs numbers")
     refuse_not_finite(column, "label")
     return column.to_numpy(np.float64).astype(np.float32)
 
 
 def _flags(column: pd.Series) -> np.ndarray:
     if not (known := column.isin([0, 1])).all():
-        raise ConfigError(
-            f"{KEY}.label: column {column.name!r} holds {one_line(repr(column[~known].tolist()[0]))}. Several label "
-            "columns need to hold 0 and 1, or numbers with scenario.dataset.regression true"
-        )
+        value = one_line(repr(column[~known].tolist()[0]))
+        fix = "Several label columns need to hold 0 and 1, or numbers with scenario.dataset.regression true"
+        raise column_error(column, "label", f"holds {value}. {fix}")
     return column.to_numpy().astype(np.uint8)
 
 
@@ -165,53 +146,39 @@ def _classes(column: pd.Series) -> tuple[Tensor, int]:
     try:
         values, codes = np.unique(column.to_numpy(object), return_inverse=True)
     except TypeError as error:
-        raise ConfigError(f"{KEY}.label: column {column.name!r} mixes text and numbers. Use one of them") from error
+        raise column_error(column, "label", "mixes text and numbers. Use one of them") from error
     if len(values) == 1:
-        raise ConfigError(f"{KEY}.label: column {column.name!r} has only one class, {one_line(repr(values[0]))}")
+        raise column_error(column, "label", f"has only one class, {one_line(repr(values[0]))}")
     return torch.from_numpy(codes.astype(np.int64)), len(values)
 
 
 def _refuse_many_classes(column: pd.Series) -> None:
     different = column.nunique()
     if column.dtype.kind in "iu" and different > max(FEW, len(column) // 2):
-        raise ConfigError(
-            f"{KEY}.regression: column {column.name!r} holds {different:,} different integers in {len(column):,} "
-            "rows. Set it to true if they are numbers to predict, to false if they are classes"
-        )
+        fix = "Set it to true if they are numbers to predict, to false if they are classes"
+        what = f"holds {different:,} different integers in {len(column):,} rows. {fix}"
+        raise column_error(column, "regression", what)
 
 
 def client_ids(column: pd.Series) -> np.ndarray:
-    """Return the client of each sample as `LoadedData` needs it: integers or text.
-
-    Raises:
-        ConfigError: A value is missing, is neither an integer nor text, or has a NUL character.
-    """
+    """Return the client of each sample as `LoadedData` needs it: integers or text."""
     refuse_missing(column, "client")
     if column.dtype.kind in "iu":
         return column.to_numpy()
     values = column.to_numpy(object)
     if not all(isinstance(value, str) for value in values):
-        raise ConfigError(f"{KEY}.client: column {column.name!r} is {column.dtype}. Client ids are integers or text")
+        raise column_error(column, "client", f"is {column.dtype}. Client ids are integers or text")
     refuse_nul(column, "client")
     return values.astype(np.str_)
 
 
 def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of a column of texts, as `encode_texts` does.
-
-    A text without a word, for example of emoji only, becomes one unknown token.
-
-    Raises:
-        ConfigError: The column misses a text, or holds something else.
-    """
+    """Return the token ids of a column of texts. A text without a word, such as emoji, is one unknown token."""
     refuse_missing(column, "text")
     texts = column.to_numpy(object)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ConfigError(
-                f"{KEY}.text: column {column.name!r} holds {one_line(repr(text))} in {row_location(column, row)}, "
-                "which is not text"
-            )
+            raise column_error(column, "text", ", which is not text", row)
     ids = encode_texts(list(texts), train, length, vocab_size)
     ids[ids[:, 0] == PADDING, 0] = UNKNOWN
     return ids
@@ -229,9 +196,6 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
 
     Returns:
         Boolean mask `(n,)` of the test samples.
-
-    Raises:
-        ConfigError: The share is so small that no sample is left to test on.
     """
     strata = objective_of(y).strata(y).numpy()
     rng = np.random.default_rng(0)
@@ -247,35 +211,54 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
     return mask
 
 
-def split_rows(
-    x: Tensor,
-    y: Tensor,
-    train: int,
-    outputs: int,
-    prepare: BatchTransform,
-    augment: BatchTransform | None = None,
-    client: np.ndarray | None = None,
-) -> LoadedData:
-    """Split samples into a training and a test set without copying them. Training samples come first.
+@dataclass
+class Samples:
+    """Labelled samples of custom data, before the inputs are read.
+
+    Attributes:
+        source: What the inputs are read from.
+        y: Labels of all samples.
+        outputs: Number of the network's outputs.
+        client: The client of each sample; None if the data do not say.
+        test: Boolean mask of the test samples; None to hold out a share.
+    """
+
+    source: Any
+    y: Tensor
+    outputs: int
+    client: np.ndarray | None = None
+    test: np.ndarray | None = None
+
+
+class CustomDataset(Dataset):
+    """Base class of custom data: labelled samples, their clients, and a share to test on.
 
     Args:
-        x: Inputs of all samples.
-        y: Their labels.
-        train: Number of training samples.
-        outputs: Number of the network's outputs.
-        prepare: Converts a batch to the network's input.
-        augment: Random change of a prepared training batch.
-        client: The client of each sample.
+        test_share: Share to test on if the data have no test samples: of each class, or of each client's samples.
     """
-    clients = (None, None) if client is None else (client[:train], client[train:])
-    return LoadedData(
-        x[:train],
-        y[:train],
-        x[train:],
-        y[train:],
-        outputs,
-        prepare,
-        augment,
-        client_train=clients[0],
-        client_test=clients[1],
-    )
+
+    def __init__(self, test_share: float) -> None:
+        check_number(f"{KEY}.test_share", test_share, "(0, 1)")
+        self.test_share = test_share
+
+    @abstractmethod
+    def _samples(self) -> Samples:
+        """Return the labels and clients of all samples."""
+
+    @abstractmethod
+    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return all inputs in the given order, training inputs first, and fields of `LoadedData` such as `prepare`."""
+
+    def load(self) -> LoadedData:
+        """Read the labels, choose the test samples and read the inputs. The two splits share memory."""
+        samples = self._samples()
+        y, client, test = samples.y, samples.client, samples.test
+        if test is None:
+            test = hold_out(y, self.test_share, client)
+        order = np.argsort(test, kind="stable")  # the training samples first
+        train = len(order) - int(test.sum())
+        x, fields = self._inputs(samples.source, order, train)
+        y = y[order]
+        if client is not None:
+            fields |= {"client_train": client[order[:train]], "client_test": client[order[train:]]}
+        return LoadedData(x[:train], y[:train], x[train:], y[train:], samples.outputs, **fields)

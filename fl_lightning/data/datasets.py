@@ -126,14 +126,9 @@ def blaming_class(who: str) -> Iterator[None]:
 
 
 def check(data: LoadedData, objective: Objective | None = None) -> None:
-    """Check that a dataset is as `LoadedData` describes. Reads all labels, and all inputs that are not `uint8`.
+    """Check that a dataset is as `LoadedData` describes; raise a `ValueError` that describes the first problem.
 
-    Args:
-        data: The dataset.
-        objective: The learning task; inferred from the training labels if None.
-
-    Raises:
-        ValueError: Describes the first problem.
+    Reads all labels, and all inputs that are not `uint8`.
     """
     if not isinstance(data, LoadedData):
         raise ValueError(f"load() returned {type(data).__name__}, not LoadedData")
@@ -159,9 +154,8 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
             raise ValueError(f"y_{split} {error}") from error
         _check_inputs(f"x_{split}", x)
         if len(x) != len(y) or not len(x):
-            raise ValueError(
-                f"x_{split} has {len(x)} rows and y_{split} {len(y)}. They need equally many, and at least one"
-            )
+            sizes = f"x_{split} has {len(x)} rows and y_{split} {len(y)}"
+            raise ValueError(f"{sizes}. They need equally many, and at least one")
     if data.x_train.shape[1:] != data.x_test.shape[1:]:
         shapes = f"{data.in_shape} and {tuple(data.x_test.shape[1:])}"
         raise ValueError(f"x_train and x_test hold inputs of different shapes, {shapes}")
@@ -188,18 +182,16 @@ def _check_clients(data: LoadedData) -> None:
             raise ValueError("client_test is given, but client_train is missing")
         kinds = {data.client_train.dtype.kind, data.client_test.dtype.kind}
         if ("U" in kinds and len(kinds) > 1) or np.result_type(data.client_train, data.client_test).kind == "f":
-            raise ValueError(
-                "client_train and client_test need ids of one dtype"
-            )  # int64 and uint64 would be compared as floats
+            # int64 and uint64 would be compared as floats
+            raise ValueError("client_train and client_test need ids of one dtype")
 
 
 def _check_inputs(name: str, x: Tensor) -> None:
     if x.ndim < 2 or 0 in x.shape[1:]:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs one row per sample: (n, ...)")
     if x.dtype not in (torch.uint8, torch.float32) and not (x.dtype == torch.int64 and x.ndim == 2):
-        raise ValueError(
-            f"{name} is {describe_tensor(x)}; it needs uint8 or float32, or int64 for token ids (n, length)"
-        )
+        fix = "it needs uint8 or float32, or int64 for token ids (n, length)"
+        raise ValueError(f"{name} is {describe_tensor(x)}; {fix}")
     if x.dtype == torch.uint8 or not len(x):
         return
     low, high = x.aminmax()  # a NaN makes both NaN
@@ -207,6 +199,14 @@ def _check_inputs(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} holds NaN or Inf, or numbers too large for float32")
     if x.dtype == torch.int64 and low < 0:
         raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
+
+
+def count_outputs(*labels: Tensor) -> int:
+    """Return the number of the network's outputs: classes, or labels per sample."""
+    y = labels[0]
+    if y.is_floating_point() or y.ndim > 1:
+        return 1 if y.ndim == 1 else y.shape[1]
+    return max((int(y.max()) for y in labels if len(y)), default=-1) + 1
 
 
 class FileDataset(Dataset):
@@ -289,10 +289,8 @@ class FileDataset(Dataset):
 
     def _files_not_found(self, missing: list[str], failed: str) -> str:
         files = self.files if len(missing) == len(list(self._paths())) else ", ".join(missing)
-        folder, fix = (
-            one_line(os.path.abspath(self.data_dir)),
-            f"or set scenario.dataset.data_dir{self._or_download(' or')}",
-        )
+        folder = one_line(os.path.abspath(self.data_dir))
+        fix = f"or set scenario.dataset.data_dir{self._or_download(' or')}"
         return f"{self.error_prefix}: files not found{failed}. Put {files} into {folder}, {fix}"
 
     def _or_download(self, word: str) -> str:

@@ -16,50 +16,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.task import Score
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.partitions import indices_by_class
-from fl_lightning.data.transforms import CropFlip, Normalize
 
-# CIFAR-100's superclasses in the three parts of Oreshkin et al. 2018. Labels are in alphabetical order.
-SUPERCLASSES = {
-    "train": {
-        "fish": "aquarium_fish flatfish ray shark trout",
-        "flowers": "orchid poppy rose sunflower tulip",
-        "food_containers": "bottle bowl can cup plate",
-        "fruit_and_vegetables": "apple mushroom orange pear sweet_pepper",
-        "household_electrical_devices": "clock keyboard lamp telephone television",
-        "household_furniture": "bed chair couch table wardrobe",
-        "large_man-made_outdoor_things": "bridge castle house road skyscraper",
-        "large_natural_outdoor_scenes": "cloud forest mountain plain sea",
-        "reptiles": "crocodile dinosaur lizard snake turtle",
-        "trees": "maple_tree oak_tree palm_tree pine_tree willow_tree",
-        "vehicles_1": "bicycle bus motorcycle pickup_truck train",
-        "vehicles_2": "lawn_mower rocket streetcar tank tractor",
-    },
-    "val": {
-        "large_carnivores": "bear leopard lion tiger wolf",
-        "large_omnivores_and_herbivores": "camel cattle chimpanzee elephant kangaroo",
-        "non-insect_invertebrates": "crab lobster snail spider worm",
-        "small_mammals": "hamster mouse rabbit shrew squirrel",
-    },
-    "test": {
-        "aquatic_mammals": "beaver dolphin otter seal whale",
-        "insects": "bee beetle butterfly caterpillar cockroach",
-        "medium_mammals": "fox porcupine possum raccoon skunk",
-        "people": "baby boy girl man woman",
-    },
+# The parts of Oreshkin et al. 2018 by CIFAR-100's fine labels, five of each superclass.
+CLASSES = {
+    "train": """
+        aquarium_fish flatfish ray shark trout orchid poppy rose sunflower tulip bottle bowl can cup plate apple
+        mushroom orange pear sweet_pepper clock keyboard lamp telephone television bed chair couch table
+        wardrobe bridge castle house road skyscraper cloud forest mountain plain sea crocodile dinosaur lizard
+        snake turtle maple_tree oak_tree palm_tree pine_tree willow_tree bicycle bus motorcycle pickup_truck
+        train lawn_mower rocket streetcar tank tractor
+    """,
+    "val": """
+        bear leopard lion tiger wolf camel cattle chimpanzee elephant kangaroo crab lobster snail spider worm
+        hamster mouse rabbit shrew squirrel
+    """,
+    "test": """
+        beaver dolphin otter seal whale bee beetle butterfly caterpillar cockroach fox porcupine possum raccoon
+        skunk baby boy girl man woman
+    """,
 }
 
 
 def fc100_classes(part: str) -> list[int]:
     """Return CIFAR-100's fine labels in a part of FC100, ascending: 60 of `train`, 20 each of `val` and `test`."""
-    members = {name: " ".join(groups.values()).split() for name, groups in SUPERCLASSES.items()}
-    alphabet = sorted(name for names in members.values() for name in names)
-    return [alphabet.index(name) for name in sorted(members[part])]
+    alphabet = sorted(" ".join(CLASSES.values()).split())
+    return sorted(map(alphabet.index, CLASSES[part].split()))
 
 
 @dataclass(frozen=True)
@@ -83,8 +70,7 @@ class FewShot:
 
     def __post_init__(self) -> None:
         for name, least in (("ways", 2), ("shots", 1), ("queries", 1), ("episodes", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"scenario.dataset.few_shot.{name}: {getattr(self, name)} is below {least}")
+            check_number(f"scenario.dataset.few_shot.{name}", getattr(self, name), f"[{least}, inf)")
 
     def cut(self, x: Tensor, y: Tensor, index: Tensor, batch_size: int, seed: int, min_batch: int) -> EpisodeBatches:
         """Return a client's training batches. Each is an episode; the batch size is ignored."""
@@ -128,9 +114,7 @@ class FC100(CIFAR100):
         x, y = torch.cat([x_train, x_test]), torch.cat([y_train, y_test])
         train, test = (self._part(x, y, part) for part in ("train", self.evaluate_on))
         members_by_class(test[1], self.few_shot)
-        augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
-        prepare = Normalize(self.mean, self.std)
-        return LoadedData(*train, *test, self.num_classes, prepare, augment, self.few_shot.cut, self.few_shot.evaluate)
+        return self._loaded(train, test, cut=self.few_shot.cut, evaluate=self.few_shot.evaluate)
 
     @staticmethod
     def _part(x: Tensor, y: Tensor, part: str) -> tuple[Tensor, Tensor]:
@@ -172,16 +156,9 @@ class EpisodeBatches(Batches):
 
 
 def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw an episode.
+    """Draw an episode from the indices of each class's samples; return one array of indices per class.
 
-    Args:
-        members: Indices of each class's samples.
-        task: Size of an episode.
-        rng: Random generator.
-
-    Returns:
-        One array of indices per class, for `ways` classes or as many as there are: support first, then queries. A small
-        class may have fewer queries.
+    It has `ways` classes, or as many as there are. Support samples come first; a small class may have fewer queries.
     """
     classes = rng.permutation(len(members))[: task.ways]
     return [rng.permutation(members[j])[: task.shots + task.queries] for j in classes]
@@ -205,19 +182,7 @@ def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int
 
 
 def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
-    """Return accuracy and cross-entropy on each test episode.
-
-    Args:
-        features: `(n, d)` features of the whole test set.
-        labels: `(n,)` their classes.
-        task: Size and number of episodes.
-
-    Returns:
-        `(episodes, 2)`, float64, on the CPU.
-
-    Raises:
-        ConfigError: There are fewer classes than `ways`, or a class has no sample left for a query.
-    """
+    """Return accuracy and cross-entropy on each test episode, `(episodes, 2)` in float64 on the CPU."""
     members = members_by_class(labels, task)
     rng = np.random.default_rng(0)  # not the run's seed: the episodes are the same for every model
     episodes = (sample_episode(members, task, rng) for _ in range(task.episodes))
@@ -225,11 +190,7 @@ def episode_scores(features: Tensor, labels: Tensor, task: FewShot) -> Tensor:
 
 
 def members_by_class(labels: Tensor, task: FewShot) -> list[np.ndarray]:
-    """Return the indices of each class's samples in a test set, for drawing episodes.
-
-    Raises:
-        ConfigError: There are fewer classes than `ways`, or a class has no sample left for a query.
-    """
+    """Return the indices of each class's samples in a test set, for drawing episodes."""
     members = indices_by_class(labels.cpu().numpy())
     if len(members) < task.ways or min(map(len, members)) <= task.shots:
         raise ConfigError(
@@ -255,13 +216,7 @@ def mean_and_interval(values: Tensor) -> tuple[float, float]:
 
 
 def few_shot_score(encoder: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], task: FewShot) -> Score:
-    """Score an encoder on the test episodes, in its present mode and on its device.
-
-    Args:
-        encoder: Maps inputs to features.
-        batches: The whole test set, in fixed order.
-        task: Size and number of episodes.
-    """
+    """Score an encoder on episodes of the test set, in its present mode and on its device."""
     with torch.no_grad():
         features, labels = zip(*((encoder(x).float(), y) for x, y in batches), strict=True)
     accuracies, losses = episode_scores(torch.cat(features), torch.cat(labels), task).T

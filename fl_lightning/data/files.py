@@ -30,23 +30,14 @@ KINDS = {
 
 
 class BadFile(Exception):
-    """A file that cannot be used.
-
-    Args:
-        path: The file.
-        why: What is wrong with it.
-    """
+    """A file that cannot be used, and why."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{one_line(str(path))}: {why}")
 
 
 def check_exists(path: Path, folder: bool = False) -> bool:
-    """Return whether a regular file, or a folder, exists. It is not opened: opening a pipe may block forever.
-
-    Raises:
-        BadFile: It exists and is something else, or the system cannot look it up.
-    """
+    """Return whether a regular file, or a folder, exists. It is not opened: opening a pipe may block forever."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -62,15 +53,7 @@ def check_exists(path: Path, folder: bool = False) -> bool:
 
 @contextmanager
 def naming_file(path: Path, what: str) -> Iterator[None]:
-    """Turn every exception inside into a `BadFile` that names a file.
-
-    Args:
-        path: The file.
-        what: What it should be, for the message.
-
-    Raises:
-        BadFile: An exception was raised inside.
-    """
+    """Turn every exception inside into a `BadFile` that names a file, and `what` it should be."""
     try:
         yield
     except BadFile:
@@ -84,15 +67,7 @@ def naming_file(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Exceptions inside become a `BadFile` that names it.
-
-    Args:
-        path: The file.
-        what: What it should be, for the message.
-
-    Raises:
-        BadFile: It does not exist, is not a regular file, or an exception was raised inside.
-    """
+    """Open a regular file for reading. Exceptions inside become a `BadFile`, as in `naming_file`."""
     if not check_exists(path):
         raise BadFile(path, "no such file")
     with naming_file(path, what), path.open("rb") as file:
@@ -100,11 +75,7 @@ def open_file(path: Path, what: str) -> Iterator[BinaryIO]:
 
 
 def read_published(path: Path, md5: str, what: str) -> bytes:
-    """Return the bytes of a file whose checksum its authors, or torchvision, have published.
-
-    Raises:
-        BadFile: Its checksum differs. Its content has not been parsed then.
-    """
+    """Return the bytes of a file whose checksum its authors, or torchvision, have published."""
     with open_file(path, what) as file:
         content = file.read()
     if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
@@ -113,15 +84,7 @@ def read_published(path: Path, md5: str, what: str) -> bytes:
 
 
 def read_idx(path: Path, rank: int) -> np.ndarray:
-    """Return the content of an idx file (MNIST's format) of unsigned bytes.
-
-    Args:
-        path: The file.
-        rank: Number of dimensions it must have.
-
-    Raises:
-        BadFile: It is not an idx file, is truncated or too long, or has another number of dimensions.
-    """
+    """Return the content of an idx file (MNIST's format) of unsigned bytes and `rank` dimensions."""
     with open_file(path, "idx file") as file:
         start, found = struct.unpack(">3sB", file.read(4))
         if start != b"\0\0\x08":  # unsigned bytes
@@ -142,9 +105,6 @@ def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[
         path: The file.
         names: Arrays that it must have; None for all that it has, in the file's order.
         optional: Arrays that are read if it has them.
-
-    Raises:
-        BadFile: It is not an `.npz` file, is damaged, or lacks an array.
     """
     with open_file(path, ".npz file") as file, np.load(file, allow_pickle=False) as archive:
         names = tuple(archive.files if names is None else names)
@@ -154,11 +114,7 @@ def read_npz(path: Path, names: Iterable[str] | None = None, optional: Iterable[
 
 
 def read_mapped(path: Path) -> np.ndarray:
-    """Return the array of an `.npy` file, memory-mapped. Writes to the array do not change the file.
-
-    Raises:
-        BadFile: It does not exist, is not an `.npy` file, or is damaged.
-    """
+    """Return the array of an `.npy` file, memory-mapped. Writes to the array do not change the file."""
     with open_file(path, ".npy file"):
         return np.lib.format.open_memmap(path, mode="c")  # refuses pickled objects
 
@@ -167,11 +123,7 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before.
-
-    Raises:
-        BadFile: It does not exist, or cannot be read.
-    """
+    """Return whether a file ends with the SHA-256 checksum of its name and of all that comes before."""
     digest, end = hashlib.sha256(path.name.encode()), b""
     with open_file(path, "file") as file:
         while block := file.read(1 << 20):
@@ -182,11 +134,7 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def whole_numbers(values: np.ndarray, name: str) -> Tensor:
-    """Return integers of any type and shape as `int64`.
-
-    Raises:
-        ValueError: They are not integers, or one is too large for `int64`.
-    """
+    """Return integers of any type and shape as `int64`."""
     if not np.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} needs one whole number per sample, got {values.dtype} of shape {values.shape}")
     if values.size and values.max() > np.iinfo(np.int64).max:
@@ -195,30 +143,16 @@ def whole_numbers(values: np.ndarray, name: str) -> Tensor:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 text file.
-
-    Raises:
-        BadFile: It does not exist, is not text, or is empty.
-    """
+    """Return the content of a UTF-8 text file."""
     with open_file(path, "text") as file:
         if text := file.read().decode():
             return text
     raise BadFile(path, "is empty")
 
 
-def read_json(path: Path, most: int) -> Any:
-    """Return the content of a JSON file.
-
-    Args:
-        path: The file.
-        most: Maximum size in bytes.
-
-    Raises:
-        BadFile: It does not exist, is not JSON, is larger, or a mapping in it has a duplicate key.
-    """
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, whose mappings must not have a key twice."""
     with open_file(path, "JSON file") as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise ValueError(f"its size is {size:,} bytes, more than {most:,}")
         return json.load(file, object_pairs_hook=_without_duplicates)
 
 
@@ -231,11 +165,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder sorted by name, without hidden ones.
-
-    Raises:
-        BadFile: The folder does not exist, is empty, or contains something that is not a file.
-    """
+    """Return the files of a folder sorted by name, without hidden ones."""
     if not check_exists(folder, folder=True):
         raise BadFile(folder, "no such folder")
     with naming_file(folder, "folder"), os.scandir(folder) as entries:

@@ -15,18 +15,16 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import require_trust
 from fl_lightning.data.custom_data import (
     KEY,
-    check_share,
+    CustomDataset,
+    Samples,
     client_ids,
+    column_error,
     existing_path,
     find_column,
-    hold_out,
     read_labels,
     refuse_missing,
-    row_location,
-    split_rows,
     token_ids,
 )
-from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, naming_file
 from fl_lightning.data.image_folder import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class HuggingFace(Dataset):
+class HuggingFace(CustomDataset):
     """Image or text dataset of the Hugging Face `datasets` library.
 
     Reads a folder that `save_to_disk` wrote, or a dataset of the Hugging Face Hub. Columns that no option names are
@@ -91,7 +89,7 @@ class HuggingFace(Dataset):
         subset: str | None = None,
         download: bool = False,
     ) -> None:
-        check_share(test_share)
+        super().__init__(test_share)
         check_lengths(length, vocab_size)
         if image is not None and text is not None:
             raise ConfigError(
@@ -100,12 +98,11 @@ class HuggingFace(Dataset):
         self.path, self.subset, self.download = path, subset, download
         self.image, self.text, self.client = image, text, client
         self.label = [label] if isinstance(label, str) else label
-        self.train, self.test, self.test_share = train, test, test_share
+        self.train, self.test = train, test
         self.regression, self.length, self.vocab_size = regression, length, vocab_size
         self.options = ImageOptions(size, channels, mean, std, augment)
 
-    def load(self) -> LoadedData:
-        """Read both splits."""
+    def _samples(self) -> Samples:
         splits = self._splits()
         features = next(iter(splits.values())).features
         image, text, label = self._columns(features)
@@ -113,19 +110,18 @@ class HuggingFace(Dataset):
         frame = self._frame(splits, columns)
         y, outputs = self._labels(frame, features, label)
         client = None if self.client is None else client_ids(frame[self.client])
-        sizes = [len(split) for split in splits.values()]
-        test = hold_out(y, self.test_share, client) if len(sizes) == 1 else np.arange(sum(sizes)) >= sizes[0]
-        order = np.argsort(test, kind="stable")  # the training samples first
-        train = len(order) - int(test.sum())
-        y, client = y[order], None if client is None else client[order]
-        if text is not None:
-            x = token_ids(frame[text].iloc[order], train, self.length, self.vocab_size)
-            return split_rows(x, y, train, outputs, Normalize(), client=client)
+        train, *test = (len(split) for split in splits.values())
+        mask = np.arange(len(frame)) >= train if test else None
+        return Samples(frame[text] if image is None else (splits, image), y, outputs, client, mask)
+
+    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        if not isinstance(source, tuple):  # a column of texts
+            return token_ids(source.iloc[order], train, self.length, self.vocab_size), {"prepare": Normalize()}
         try:
-            x = self.options.read(_EncodedImages(splits, str(image), order))
+            x = self.options.read(_EncodedImages(source[0], source[1], order))
         except BadFile as error:
             raise ConfigError(f"{KEY}.image: {error}. Replace it, or leave the row out") from error
-        return self.options.loaded(x, y, train, outputs, client)
+        return x, self.options.transforms(x[:train])
 
     # --- Splits ---
 
@@ -237,11 +233,9 @@ class HuggingFace(Dataset):
         if isinstance(classes, _library().ClassLabel):
             y = torch.from_numpy(np.array(column, np.int64))
             if (y < 0).any():  # how the Hub marks labels that are kept back
+                fix = "Name a split that has labels in scenario.dataset.test"
                 row = int((y < 0).int().argmax())
-                raise ConfigError(
-                    f"{KEY}.label: column {column.name!r} holds {y[row]} in {row_location(column, row)}, which is not "
-                    "a class. Name a split that has labels in scenario.dataset.test"
-                )
+                raise column_error(column, "label", f", which is not a class. {fix}", row)
             return y, classes.num_classes
         y = torch.zeros(len(column), classes.feature.num_classes, dtype=torch.uint8)
         for row, held in enumerate(column):

@@ -17,7 +17,7 @@ from io import BytesIO
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.core.files import replacing
 from fl_lightning.core.gate import check_writable
-from fl_lightning.data.custom_data import KEY, check_share, existing_path, hold_out, split_rows
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.custom_data import KEY, CustomDataset, Samples, existing_path
 from fl_lightning.data.files import (
     BadFile,
     check_exists,
@@ -38,8 +37,8 @@ from fl_lightning.data.files import (
     open_file,
     read_mapped,
 )
-from fl_lightning.data.images import Augment
-from fl_lightning.data.transforms import CropFlip, Normalize
+from fl_lightning.data.images import Augment, make_augment
+from fl_lightning.data.transforms import Normalize
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
 """Formats that are opened. Pillow's reader of another one, EPS, would start a program."""
@@ -116,12 +115,7 @@ class ImageOptions:
         self.channels, self.mean, self.std, self.augment = channels, mean, std, augment
 
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
-        """Return the shape that all of these images are converted to. Reads their headers.
-
-        Raises:
-            BadFile: One of them is not a readable image.
-            ConfigError: The images differ in size, and no size is given.
-        """
+        """Return the shape that all of these images are converted to. Reads their headers."""
         with ThreadPoolExecutor() as pool:
             headers = [header for chunk in chunks(images) for header in pool.map(read_header, chunk)]
         channels = self.channels or (1 if all(header.grey for header in headers) else 3)
@@ -138,12 +132,7 @@ class ImageOptions:
         return ImageShape(channels, first.height, first.width)
 
     def read(self, images: Sequence[EncodedImage]) -> Tensor:
-        """Decode images into memory, `(n, channels, height, width)`, `uint8`.
-
-        Raises:
-            BadFile: One of them is not a readable image.
-            ConfigError: The images differ in size, and no size is given; or they need more memory than there is.
-        """
+        """Decode images into memory, `(n, channels, height, width)`, `uint8`."""
         shape = self.shape(images)
         check_memory(len(images), shape)
         x = np.empty((len(images), *shape), np.uint8)
@@ -152,11 +141,7 @@ class ImageOptions:
         return torch.from_numpy(x)
 
     def normalization(self, x_train: Tensor) -> Normalize:
-        """Return the normalization: by the given mean and std, or by those of the training images.
-
-        Raises:
-            ConfigError: The number of values differs from the number of channels.
-        """
+        """Return the normalization: by the given mean and std, or by those of the training images."""
         if self.mean is None or self.std is None:
             return Normalize(*channel_statistics(x_train))
         for name, values in (("mean", self.mean), ("std", self.std)):
@@ -166,13 +151,12 @@ class ImageOptions:
                 )
         return Normalize(self.mean, self.std)
 
-    def loaded(self, x: Tensor, y: Tensor, train: int, outputs: int, client: np.ndarray | None = None) -> LoadedData:
-        """Return the dataset of decoded images, of which the first `train` are the training set."""
-        augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
-        return split_rows(x, y, train, outputs, self.normalization(x[:train]), augment, client)
+    def transforms(self, x_train: Tensor) -> dict[str, Any]:
+        """Return `prepare` and `augment` of `LoadedData`."""
+        return {"prepare": self.normalization(x_train), "augment": make_augment(self.augment)}
 
 
-class ImageFolder(Dataset):
+class ImageFolder(CustomDataset):
     """Custom images in one folder per class, below `train` and `test`, or directly below `path`.
 
     Without `train`, a share of each class is held out for testing. Classes are the folders' names in alphabetical
@@ -206,41 +190,42 @@ class ImageFolder(Dataset):
         std: list[float] | None = None,
         augment: Augment = "none",
     ) -> None:
-        check_share(test_share)
-        self.path, self.test_share, self.cache = path, test_share, cache
+        super().__init__(test_share)
+        self.path, self.cache = path, cache
         self.options = ImageOptions(size, channels, mean, std, augment)
 
-    def load(self) -> LoadedData:
-        """Find the images, and decode them or map them from the cache."""
+    def _samples(self) -> Samples:
         root = existing_path(self.path, folder=True)
+        with self._naming_path():
+            train_folder = root / "train"
+            if not train_folder.is_dir() or not subfolders(train_folder):
+                classes = self._classes(root)
+                return Samples(*labelled_files(root, classes), len(classes))
+            hint = f"or set it to {one_line(str(train_folder))}, of which a share is then held out"
+            second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
+            if second is None:
+                raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
+            place, classes = f"{KEY}.path: {one_line(str(second))}", self._classes(train_folder)
+            if unknown := sorted(set(subfolders(second)) - set(classes)):
+                raise ConfigError(f"{place}/{one_line(unknown[0])}: train has no class of that name")
+            (train, y_train), (test, y_test) = (labelled_files(folder, classes) for folder in (train_folder, second))
+            if not test:
+                raise ConfigError(f"{place}: has no class folders. Add one per class, {hint}")
+            mask = np.arange(len(train) + len(test)) >= len(train)
+            return Samples(train + test, torch.cat([y_train, y_test]), len(classes), test=mask)
+
+    def _inputs(self, source: list[Path], order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        images = [EncodedImage(str(source[i]), source[i]) for i in order]
+        with self._naming_path():
+            x = self._mapped(images) if self.cache else self.options.read(images)
+        return x, self.options.transforms(x[:train])
+
+    @contextmanager
+    def _naming_path(self) -> Iterator[None]:
         try:
-            files, y, train, outputs = self._files(root)
-            images = [EncodedImage(str(path), path) for path in files]
-            x = self._mapped(root, images) if self.cache else self.options.read(images)
+            yield
         except BadFile as error:
             raise ConfigError(f"{KEY}.path: {error}. Replace or remove it") from error
-        return self.options.loaded(x, y, train, outputs)
-
-    def _files(self, root: Path) -> tuple[list[Path], Tensor, int, int]:
-        """Return all images (training images first), their classes, the number of training images and of classes."""
-        if not (root / "train").is_dir() or not subfolders(root / "train"):
-            classes = self._classes(root)
-            files, y = labelled_files(root, classes)
-            test = hold_out(y, self.test_share)
-            order = np.argsort(test, kind="stable")
-            return [files[i] for i in order], y[order], len(order) - int(test.sum()), len(classes)
-        hint = f"or set it to {one_line(str(root / 'train'))}, of which a share is then held out"
-        second = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
-        if second is None:
-            raise ConfigError(f"{KEY}.path: {one_line(self.path)}: has a folder train but no test. Add it, {hint}")
-        classes = self._classes(root / "train")
-        if unknown := sorted(set(subfolders(second)) - set(classes)):
-            raise ConfigError(f"{KEY}.path: {one_line(str(second / unknown[0]))}: train has no class of that name")
-        train, y_train = labelled_files(root / "train", classes)
-        test_files, y_test = labelled_files(second, classes)
-        if not test_files:
-            raise ConfigError(f"{KEY}.path: {one_line(str(second))}: has no class folders. Add one per class, {hint}")
-        return train + test_files, torch.cat([y_train, y_test]), len(train), len(classes)
 
     def _classes(self, folder: Path) -> list[str]:
         if len(classes := subfolders(folder)) < 2:
@@ -249,10 +234,10 @@ class ImageFolder(Dataset):
             )
         return classes
 
-    def _mapped(self, root: Path, images: Sequence[EncodedImage]) -> Tensor:
+    def _mapped(self, images: Sequence[EncodedImage]) -> Tensor:
         """Return the decoded images mapped from the cache file, which is written first if it is missing or damaged."""
         assert self.cache
-        path = Path(self.cache) / f"pictures-{self._fingerprint(root, images)}.npy"  # the name in earlier versions
+        path = Path(self.cache) / f"pictures-{self._fingerprint(images)}.npy"  # the name in earlier versions
         check_writable(f"{KEY}.cache", path)
         try:
             exists = check_exists(path)
@@ -285,29 +270,21 @@ class ImageFolder(Dataset):
         except OSError as error:
             raise ConfigError(f"{KEY}.cache: {one_line(error)}") from error
 
-    def _fingerprint(self, root: Path, images: Sequence[EncodedImage]) -> str:
+    def _fingerprint(self, images: Sequence[EncodedImage]) -> str:
         """Return a digest of the files' names, sizes and times and of the options, without opening a file."""
-        files = [(str(path.relative_to(root)), path.stat()) for path in (Path(image.name) for image in images)]
+        files = [(str(path.relative_to(self.path)), path.stat()) for path in (Path(image.name) for image in images)]
         known = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
         return hashlib.sha256(json.dumps([known, self.options.size, self.options.channels]).encode()).hexdigest()[:16]
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Return the names of a folder's subfolders in alphabetical order, without hidden ones.
-
-    Raises:
-        BadFile: The folder cannot be read.
-    """
+    """Return the names of a folder's subfolders in alphabetical order, without hidden ones."""
     with naming_file(folder, "folder"), os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
-    """Return the files in a folder's class folders, and the class of each. A class folder may be absent.
-
-    Raises:
-        BadFile: A class folder is empty, or contains something that is not a file.
-    """
+    """Return the files in a folder's class folders, and the class of each. A class folder may be absent."""
     present = set(subfolders(folder))
     files = [files_in(folder / name) if name in present else [] for name in classes]
     labels = [label for label, paths in enumerate(files) for _ in paths]
@@ -337,11 +314,7 @@ def _needs_rotation(image: Image.Image) -> bool:
 
 
 def read_header(image: EncodedImage) -> ImageHeader:
-    """Return an image's size and colour, after rotation by its EXIF orientation.
-
-    Raises:
-        BadFile: It is not a readable image.
-    """
+    """Return an image's size and colour, after rotation by its EXIF orientation."""
     with _open_image(image) as opened:
         swapped = _needs_rotation(opened) and opened.getexif()[ORIENTATION] >= 5
         width, height = opened.size[::-1] if swapped else opened.size
@@ -349,11 +322,7 @@ def read_header(image: EncodedImage) -> ImageHeader:
 
 
 def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
-    """Decode an image to `(channels, height, width)`, `uint8`, resizing it if its size differs.
-
-    Raises:
-        BadFile: It is not a readable image.
-    """
+    """Decode an image to `(channels, height, width)`, `uint8`, resizing it if its size differs."""
     with _open_image(image) as opened:
         upright = ImageOps.exif_transpose(opened) if _needs_rotation(opened) else opened
         if upright.mode in ("P", "PA"):
@@ -366,11 +335,7 @@ def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
 
 
 def decode_all(images: Sequence[EncodedImage], shape: ImageShape) -> Iterator[np.ndarray]:
-    """Decode images in several threads; yields `(channels, height, width)` for each, in order.
-
-    Raises:
-        BadFile: One of them is not a readable image.
-    """
+    """Decode images in several threads; yields `(channels, height, width)` for each, in order."""
     with ThreadPoolExecutor() as pool:  # decoding releases Python's lock
         for chunk in chunks(images):
             yield from pool.map(lambda image: decode(image, shape), chunk)
@@ -382,11 +347,7 @@ def chunks(images: Sequence[EncodedImage]) -> Iterator[Sequence[EncodedImage]]:
 
 
 def check_memory(n: int, shape: ImageShape) -> None:
-    """Refuse to decode more than the machine's memory holds: the process would be killed on the way.
-
-    Raises:
-        ConfigError: Says how much memory the images need.
-    """
+    """Refuse to decode more than the machine's memory holds: the process would be killed on the way."""
     need, available = n * prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > available:
         raise ConfigError(

@@ -32,6 +32,11 @@ from fl_lightning.data.transforms import CropFlip, Normalize
 Augment = Literal["none", "per_sample", "per_batch"]
 
 
+def make_augment(augment: Augment) -> CropFlip | None:
+    """Return the random crop and flip of training batches, or None for `none`."""
+    return None if augment == "none" else CropFlip(per_sample=augment == "per_sample")
+
+
 class Digits(Dataset):
     """scikit-learn's 8x8 handwritten digits: 1,797 grey images, 10 classes, no download.
 
@@ -74,10 +79,11 @@ class ImageDataset(FileDataset):
 
     def load(self) -> LoadedData:
         """Read both splits, after downloading them if asked to."""
-        (x_train, y_train), (x_test, y_test) = self._read_both()
-        augment = None if self.augment == "none" else CropFlip(per_sample=self.augment == "per_sample")
-        prepare = Normalize(self.mean, self.std)
-        return LoadedData(x_train, y_train, x_test, y_test, self.num_classes, prepare, augment)
+        return self._loaded(*self._read_both())
+
+    def _loaded(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], **fields: Any) -> LoadedData:
+        prepare, augment = Normalize(self.mean, self.std), make_augment(self.augment)
+        return LoadedData(*train, *test, self.num_classes, prepare, augment, **fields)
 
 
 class _TorchvisionDataset(ImageDataset):
@@ -306,11 +312,7 @@ class TinyImageNet(ImageDataset):
 
 
 def decode(path: Path) -> Tensor:
-    """Decode a colour image of 64x64 to `(3, 64, 64)`.
-
-    Raises:
-        BadFile: It is not a readable image, or has another size.
-    """
+    """Decode a colour image of 64x64 to `(3, 64, 64)`."""
     with naming_file(path, "image"):
         image = decode_image(str(path), mode=ImageReadMode.RGB)
     if image.shape != (3, 64, 64):

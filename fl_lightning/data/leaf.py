@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,6 @@ from fl_lightning.data.datasets import FileDataset, LoadedData
 from fl_lightning.data.files import BadFile, files_in, naming_file, read_json
 from fl_lightning.data.text import UNKNOWN, TextDataset
 from fl_lightning.data.transforms import Normalize
-
-MOST_BYTES = 2**32
-"""Maximum size of a file; LEAF's files have up to half a gigabyte."""
 
 KEYS = ("users", "num_samples", "user_data")
 
@@ -54,18 +50,23 @@ class _LeafDataset(FileDataset):
     def _inputs(self, x: list[Any]) -> Any:
         """Return one user's inputs: an array, or a list of texts."""
 
-    @abstractmethod
     def _labels(self, y: list[Any]) -> np.ndarray:
-        """Return one user's labels."""
+        """Return one user's labels; classes unless overridden."""
+        if any(type(label) is not int or not 0 <= label < self.num_classes for label in y):
+            raise ValueError(f"y must hold integers from 0 to {self.num_classes - 1}")
+        return np.array(y, dtype=np.int64)
 
     def _read(self, train: bool) -> tuple[tuple[list[Any], Tensor], np.ndarray]:
         """Return the inputs by user, all labels and the user of each sample, of one split."""
         folder = self._path(f"{self.name}/data/{'train' if train else 'test'}")
         x: dict[str, Any] = {}
         y: list[np.ndarray] = []
-        for path in json_files(folder):
+        paths = [path for path in files_in(folder) if path.suffix == ".json"]
+        if not paths:
+            raise BadFile(folder, "contains no .json files")
+        for path in paths:
             with naming_file(path, "LEAF file"):
-                for user, own in users_in(read_json(path, MOST_BYTES)):
+                for user, own in users_in(read_json(path)):
                     with naming_file(path, f"LEAF file: user {user!r}"):
                         if user in x:
                             raise ValueError("appears twice")
@@ -78,11 +79,6 @@ class _LeafDataset(FileDataset):
         owners = np.repeat(np.array(list(x)), [len(own) for own in y])
         return (list(x.values()), torch.from_numpy(np.concatenate(y))), owners
 
-    def _classes(self, y: list[Any]) -> np.ndarray:
-        if any(type(label) is not int or not 0 <= label < self.num_classes for label in y):
-            raise ValueError(f"y must hold integers from 0 to {self.num_classes - 1}")
-        return np.array(y, dtype=np.int64)
-
 
 class _LeafArrays(_LeafDataset):
     """Base class of datasets whose inputs are numeric in the files."""
@@ -94,16 +90,8 @@ class _LeafArrays(_LeafDataset):
         """Read both splits."""
         ((x_train, y_train), own_train), ((x_test, y_test), own_test) = self._read_both()
         x = [torch.from_numpy(np.concatenate(parts)) for parts in (x_train, x_test)]
-        return LoadedData(
-            x[0],
-            y_train,
-            x[1],
-            y_test,
-            self.num_classes,
-            prepare=Normalize(),
-            client_train=own_train,
-            client_test=own_test,
-        )
+        clients = {"client_train": own_train, "client_test": own_test}
+        return LoadedData(x[0], y_train, x[1], y_test, self.num_classes, Normalize(), **clients)
 
 
 class FEMNIST(_LeafArrays):
@@ -123,9 +111,6 @@ class FEMNIST(_LeafArrays):
         if len(x) and not (pixels.min() >= 0 and pixels.max() <= 1):
             raise ValueError("x must hold pixels from 0 to 1")
         return pixels.reshape(-1, 1, 28, 28).astype(np.float32)
-
-    def _labels(self, y: list[Any]) -> np.ndarray:
-        return self._classes(y)
 
 
 class Shakespeare(_LeafArrays):
@@ -181,34 +166,15 @@ class Sent140(_LeafDataset, TextDataset):  # type: ignore[misc]  # the two `_rea
             raise ValueError("x must hold rows whose last column is the tweet")
         return [row[-1] for row in x]
 
-    def _labels(self, y: list[Any]) -> np.ndarray:
-        return self._classes(y)
-
-
-def json_files(folder: Path) -> list[Path]:
-    """Return the JSON files of a folder, sorted by name.
-
-    Raises:
-        BadFile: It has none.
-    """
-    paths = [path for path in files_in(folder) if path.suffix == ".json"]
-    if not paths:
-        raise BadFile(folder, "contains no .json files")
-    return paths
-
 
 def users_in(content: Any) -> Iterator[tuple[str, dict[str, list[Any]]]]:
     """Yield each user of one of LEAF's files with its samples, in the file's order.
 
     Ignores users that are only in `user_data`: LEAF's scripts leave removed users there. Ignores `hierarchies`, the
     play of each role.
-
-    Raises:
-        ValueError: A key or a user is missing, or the number of samples is not as `num_samples` says.
     """
-    if not isinstance(content, dict) or (missing := [key for key in KEYS if key not in content]):
-        present = f"no {', '.join(missing)}" if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"it holds {present}. It needs {', '.join(KEYS)}")
+    if not isinstance(content, dict) or not {*KEYS} <= content.keys():
+        raise ValueError(f"it needs {', '.join(KEYS)}")
     users, sizes, data = (content[key] for key in KEYS)
     if len(users) != len(sizes):
         raise ValueError(f"it has {len(users)} users, but num_samples of {len(sizes)}")

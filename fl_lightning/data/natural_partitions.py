@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.data.files import BadFile, naming_file, read_json, read_npz
 from fl_lightning.data.partitions import ClientSplits, Partition, indices_by_class
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData
-
-MOST_BYTES = 2**30
-"""Maximum size of a JSON file of indices; enough for a hundred million samples."""
 
 KINDS = (".npz", ".json")
 PARTS = ("train", "test")
@@ -36,8 +33,7 @@ class ByClient(Partition):
     """
 
     def __init__(self, min_samples: int = 1) -> None:
-        if min_samples < 1:
-            raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1. A client needs data")
+        check_number("scenario.partition.min_samples", min_samples, "[1, inf)")
         self.min_samples = min_samples
 
     def split_dataset(
@@ -115,11 +111,7 @@ class PredefinedSplit(Partition):
 
 
 def draw_clients(clients: int, there: int, where: str, rng: np.random.Generator) -> np.ndarray:
-    """Draw the indices of the clients that take part, ascending.
-
-    Raises:
-        ConfigError: `clients` is above `there`, the number of clients in the data or file.
-    """
+    """Draw the indices of the clients that take part, ascending."""
     if clients > there:
         raise ConfigError(
             f"scenario.clients: {clients}, but {one_line(where)} has {there} clients. Leave it out (null) to use all"
@@ -128,12 +120,7 @@ def draw_clients(clients: int, there: int, where: str, rng: np.random.Generator)
 
 
 def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of each client's samples, possibly none.
-
-    Args:
-        ids: The clients' ids.
-        owners: The client id of each sample, `(n,)`.
-    """
+    """Return the ascending indices of the samples of each client in `ids`, possibly none."""
     order = np.argsort(owners, kind="stable")
     first, last = (np.searchsorted(owners, ids, side, sorter=order) for side in ("left", "right"))
     return [order[i:j] for i, j in zip(first, last, strict=True)]
@@ -143,11 +130,7 @@ def indices_by_owner(ids: np.ndarray, owners: np.ndarray) -> list[np.ndarray]:
 
 
 def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
-    """Return each client's `train` and `test` indices by name, in the file's order; `test` may be empty.
-
-    Raises:
-        BadFile: The file does not exist, or its content is not as the class above describes.
-    """
+    """Return each client's `train` and `test` indices by name, in the file's order; `test` may be empty."""
     with naming_file(path, "file of indices"):
         content = _read_arrays(path) if path.suffix == ".npz" else _read_mapping(path)
         lists = {name: _indices(name, own) for name, own in content.items()}
@@ -157,13 +140,12 @@ def read_index_lists(path: Path) -> dict[int | str, dict[str, np.ndarray]]:
 
 
 def _read_mapping(path: Path) -> dict[int | str, Any]:
-    content = read_json(path, MOST_BYTES)
+    content = read_json(path)
     if isinstance(content, list):
         return dict(enumerate(content))
     if not isinstance(content, dict):
-        raise ValueError(
-            f"it holds {type(content).__name__}. It needs one list per client, in a list or in a mapping by name"
-        )
+        fix = "It needs one list per client, in a list or in a mapping by name"
+        raise ValueError(f"it holds {type(content).__name__}. {fix}")
     return content
 
 
@@ -194,7 +176,6 @@ def _integers(who: str, values: Sequence[int] | np.ndarray) -> np.ndarray:
             raise ValueError(f"{who} is not a list of integers")
         values = np.array(values, dtype=np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ValueError(
-            f"{who} has {values.dtype} of shape {values.shape}. It needs a one-dimensional array of integers"
-        )
+        found = f"{values.dtype} of shape {values.shape}"
+        raise ValueError(f"{who} has {found}. It needs a one-dimensional array of integers")
     return np.sort(values.astype(np.int64))

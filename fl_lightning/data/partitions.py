@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_number
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData
@@ -123,12 +123,8 @@ class Dirichlet(Partition):
     def __init__(
         self, alpha: float = 0.5, min_samples: int = 10, form: Literal["class", "balanced", "groups"] = "class"
     ) -> None:
-        if not 0 < alpha <= 1e6:
-            raise ConfigError(
-                f"scenario.partition.alpha: {alpha} is not above 0 and at most 1e6. Small values such as 0.1 skew most"
-            )
-        if min_samples < 1:
-            raise ConfigError(f"scenario.partition.min_samples: {min_samples} is below 1. A client needs data")
+        check_number("scenario.partition.alpha", alpha, "(0, 1e6]")
+        check_number("scenario.partition.min_samples", min_samples, "[1, inf)")
         self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -167,7 +163,7 @@ class Dirichlet(Partition):
         return [np.sort(part) for part in np.array_split(np.concatenate(pieces), clients)]
 
     def _group_counts(self, labels: np.ndarray, members: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return samples by class and client of a group, `(C, members)`; clients have at least half an equal share."""
+        """Return a group's samples `(C, members)` by class and client, which each has at least half an equal share."""
         sizes = np.unique(labels, return_counts=True)[1]
         share = len(labels) / members
         for _ in range(self.draws):
@@ -200,8 +196,7 @@ class Shards(Partition):
     needs_classes = True
 
     def __init__(self, per_client: int = 2) -> None:
-        if per_client < 1:
-            raise ConfigError(f"scenario.partition.per_client: {per_client} is below 1")
+        check_number("scenario.partition.per_client", per_client, "[1, inf)")
         self.per_client = per_client
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -242,8 +237,7 @@ class _FewClasses(Partition):
     needs_classes = True
 
     def __init__(self, classes_per_client: int = 2) -> None:
-        if classes_per_client < 1:
-            raise ConfigError(f"scenario.partition.classes_per_client: {classes_per_client} is below 1")
+        check_number("scenario.partition.classes_per_client", classes_per_client, "[1, inf)")
         self.classes_per_client = classes_per_client
 
 
@@ -311,27 +305,14 @@ class Pathological(_FewClasses):
 
 
 def check_split(parts: list[np.ndarray], clients: int, samples: int, what: str = "sample") -> None:
-    """Check that the result of a partition is as `Partition.split` describes.
-
-    Args:
-        parts: The indices of each client's samples.
-        clients: Number of clients.
-        samples: Number of samples.
-        what: Name of a sample in messages.
-
-    Raises:
-        ValueError: Describes the first problem.
-    """
+    """Check the result of a partition of `samples` samples, which messages call `what`; raise a ValueError."""
     if len(parts) != clients:
         raise ValueError(f"returned {len(parts)} index arrays for {clients} clients")
     held = np.concatenate(parts)
     if held.ndim != 1 or not np.issubdtype(held.dtype, np.integer):
         raise ValueError(f"returned arrays of {held.dtype}. They must be sample indices")
-    if not len(held):
-        return
-    if held.min() < 0 or held.max() >= samples:
-        outside = held.min() if held.min() < 0 else held.max()
-        raise ValueError(f"assigned {what} {outside}, but there are {samples}, counted from 0")
+    if len(outside := held[(held < 0) | (held >= samples)]):
+        raise ValueError(f"assigned {what} {outside[0]}, but there are {samples}, counted from 0")
     if (twice := np.bincount(held) > 1).any():
         raise ValueError(f"assigned {what} {twice.argmax()} twice. Each belongs to one client")
 
@@ -348,15 +329,9 @@ def indices_by_class(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Assign samples at random so that each client gets a given number of samples of each class.
+    """Assign samples at random, `counts` `(clients, C)` of each class that occurs; return ascending indices by client.
 
-    Args:
-        labels: Class of each sample, `(n,)`.
-        counts: `(clients, C)` integers, one column per class that occurs. Samples beyond a column's sum are unused.
-        rng: Random generator.
-
-    Returns:
-        One ascending array of sample indices per client.
+    Samples beyond a column's sum are unused.
     """
     clients = len(counts)
     owner = np.full(len(labels), clients)
@@ -366,15 +341,7 @@ def assign_samples(labels: np.ndarray, counts: np.ndarray, rng: np.random.Genera
 
 
 def split_classes(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Turn each client's proportion of each class into a number of samples.
-
-    Args:
-        shares: `(C, clients)`, rows sum to 1.
-        sizes: Samples of each class, `(C,)`.
-
-    Returns:
-        `(C, clients)` integers, rows sum to `sizes`.
-    """
+    """Split each class in proportion to `shares` `(C, clients)`; return `(C, clients)` integers that sum to `sizes`."""
     cuts = (np.cumsum(shares, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
     return np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
 
@@ -383,14 +350,8 @@ def top_up_clients(counts: np.ndarray, least: int) -> np.ndarray:
     """Move samples from the largest clients to those with fewer than `least`.
 
     The largest clients are lowered to a common level, each in proportion to its classes, by largest remainder. The
-    short clients take the samples class by class, in the order of the class that they have most of.
-
-    Args:
-        counts: `(clients, C)` integers.
-        least: Minimum number of samples per client, at most the average.
-
-    Returns:
-        `(clients, C)` integers. The sums of each class are unchanged.
+    short clients take the samples class by class, in the order of the class that they have most of. Counts are
+    `(clients, C)`, and the sums of each class are unchanged.
     """
     sizes = counts.sum(axis=1)
     missing = np.maximum(least - sizes, 0)
@@ -416,28 +377,16 @@ def excess_above_level(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def proportional_counts(counts: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Return integers in proportion to each row of counts that sum to its total, by largest remainder, `(n, C)`.
-
-    Args:
-        counts: `(n, C)` integers.
-        totals: `(n,)` integers, at most the row's sum. Ties go to the first class.
-    """
+    """Return integers in proportion to each row of `counts` that sum to its total, by largest remainder, `(n, C)`."""
     quota, rest = np.divmod(totals[:, None] * counts, np.maximum(counts.sum(axis=1, keepdims=True), 1))
     rank = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1, kind="stable")
     return quota + (rank < (totals - quota.sum(axis=1))[:, None])
 
 
 def draw_classes(shares: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the classes of `size` samples with given probabilities; if a class is used up, go on with the others.
+    """Draw the classes of `size` samples with probabilities `shares`; return `(C,)` integers, none above `left`.
 
-    Args:
-        shares: `(C,)` probabilities.
-        left: `(C,)` samples left of each class, at least `size` in all.
-        size: Number of samples to draw.
-        rng: Random generator.
-
-    Returns:
-        `(C,)` integers that sum to `size`, none above `left`.
+    If a class is used up, the draw continues with the others.
     """
     drawn = np.zeros_like(left)
     while missing := size - drawn.sum():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.objectives import Classification, Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
@@ -41,19 +41,11 @@ class Shard:
 
 
 class PackedShards(Sequence[Shard]):
-    """Shards of all clients in two tensors, for very many clients. Each shard is a view of them.
-
-    Args:
-        train: Each client's training samples.
-        test: Each client's test samples.
-    """
+    """Shards of all clients in two tensors, for very many clients. Each shard is a view of them."""
 
     def __init__(self, train: Sequence[np.ndarray | Tensor], test: Sequence[np.ndarray | Tensor]) -> None:
         self._parts = {
-            part: (
-                torch.from_numpy(np.concatenate(own)),
-                [0, *accumulate(map(len, own))],
-            )  # indices and start of each client
+            part: (torch.from_numpy(np.concatenate(own)), [0, *accumulate(map(len, own))])  # indices, and each start
             for part, own in (("train", train), ("test", test))
         }
 
@@ -180,23 +172,19 @@ class Scenario:
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
-        if self.clients is not None and self.clients < 1:
-            raise ConfigError(f"scenario.clients: {self.clients} is below 1")
+        check_number("scenario.clients", self.clients, "[1, inf)")
         share, rho, n = self.local_test, self.long_tail, self.train_samples
         if share is not None and share != "official" and not (_is_number(share) and 0 <= share < 1):
             raise ConfigError(f"scenario.local_test: {share} is outside [0, 1). Give a share, or official")
         if rho is not None and not (_is_number(rho) and 1 <= rho < math.inf):
             raise ConfigError(f"scenario.long_tail: {rho} is not a number of at least 1. The papers use 10, 50 and 100")
         if n is not None and not (_is_number(n) and (0 < n < 1 if isinstance(n, float) else n >= 1)):
-            raise ConfigError(
-                f"scenario.train_samples: {n} is neither an integer of at least 1 nor a share between 0 and 1"
-            )
+            what = "is neither an integer of at least 1 nor a share between 0 and 1"
+            raise ConfigError(f"scenario.train_samples: {n} {what}")
         for key in ("long_tail", "train_samples"):
             if self.partition.needs_whole_dataset and getattr(self, key) is not None:
-                name = type(self.partition).__name__
-                raise ConfigError(
-                    f"scenario.{key}: {name} refers to samples of the whole dataset by index. Leave {key} out"
-                )
+                what = f"{type(self.partition).__name__} refers to samples of the whole dataset by index"
+                raise ConfigError(f"scenario.{key}: {what}. Leave {key} out")
 
     def build(self, seed: int) -> FederatedData:
         """Load the data and split them among the clients.
@@ -238,10 +226,8 @@ class Scenario:
             splits = self.partition.split_dataset(data, labels, self.clients, rng)
         for client, part in enumerate(splits.train):
             if not len(part):
-                raise ConfigError(
-                    f"scenario.partition: client {client} has no data. Lower scenario.clients, or use a partition with "
-                    "min_samples"
-                )
+                fix = "Lower scenario.clients, or use a partition with min_samples"
+                raise ConfigError(f"scenario.partition: client {client} has no data. {fix}")
         clients = len(splits.train) if self.clients is None else self.clients
         try:
             check_split(splits.train, clients, len(data.y_train))
@@ -269,11 +255,7 @@ def _is_number(value: object) -> bool:
 def subsample(
     data: LoadedData, n: int | float, rng: np.random.Generator, objective: Objective = Classification()
 ) -> LoadedData:
-    """Return the dataset with n of its training samples, or that share of them, stratified by class.
-
-    Raises:
-        ConfigError: It has fewer than n.
-    """
+    """Return the dataset with n of its training samples, or that share of them, stratified by class."""
     labels = objective.strata(data.y_train).numpy()
     if isinstance(n, float):
         n = max(math.ceil(round(n * len(labels), 9)), 1)  # 0.07 of 100 is a little above 7 in floating point
@@ -296,26 +278,14 @@ def select_training_samples(data: LoadedData, kept: np.ndarray) -> LoadedData:
 def long_tail_sizes(largest: int, classes: int, rho: float) -> np.ndarray:
     """Return how many samples each class keeps, `floor(largest · ρ^(-j / (C - 1)))` for class j.
 
-    The exponential form of Cao et al. 2019.
-
-    Args:
-        largest: Samples of the largest class, the number that class 0 keeps.
-        classes: Number of classes, `C`.
-        rho: Imbalance ρ: size of the first class divided by that of the last.
-
-    Returns:
-        `(C,)` integers.
+    The exponential form of Cao et al. 2019. `largest` is the number that class 0 keeps.
     """
     exact = largest * rho ** (-np.arange(classes) / max(classes - 1, 1))
     return np.floor(exact + 1e-9).astype(np.int64)  # 500 · 100^-1 is a little below 5 in floating point
 
 
 def make_long_tailed(data: LoadedData, rho: float, rng: np.random.Generator) -> LoadedData:
-    """Return the dataset with a long-tailed training set, drawn at random. The test set stays whole.
-
-    Raises:
-        ConfigError: A class would keep no sample.
-    """
+    """Return the dataset with a long-tailed training set, drawn at random. The test set stays whole."""
     labels = data.y_train.numpy()
     held = np.bincount(labels, minlength=data.num_classes)
     sizes = np.minimum(long_tail_sizes(held.max(), data.num_classes, rho), held)
@@ -332,14 +302,7 @@ def split_official_test(
 ) -> list[np.ndarray]:
     """Split the official test set among clients, class by class in the proportions of their training samples.
 
-    Args:
-        data: The loaded dataset.
-        parts: Each client's training samples.
-        rng: Random generator.
-        objective: The learning task.
-
-    Returns:
-        Each client's test samples, ascending indices into the test set.
+    Returns each client's test samples as ascending indices into the test set.
     """
     y_train, y_test = (objective.strata(y).numpy() for y in (data.y_train, data.y_test))
     classes = objective.stratum_count(data.num_classes)
@@ -352,13 +315,7 @@ def split_official_test(
 def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective = Classification()) -> FederatedData:
     """Return clients that train on all of their training samples and are tested on samples of the test set.
 
-    Args:
-        data: The loaded dataset.
-        splits: Each client's training and test samples.
-        objective: The learning task.
-
-    Returns:
-        Data whose `x_train` and `y_train` hold the training samples followed by the test samples.
+    `x_train` and `y_train` of the result hold the training samples followed by the test samples.
     """
     assert splits.test is not None
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
@@ -368,17 +325,9 @@ def append_test_set(data: LoadedData, splits: ClientSplits, objective: Objective
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw `round(share · n)` samples, stratified by class with the largest remainder method.
+    """Return the mask `(n,)` of `round(share · n)` drawn samples, stratified by class with largest remainders.
 
     At least one sample is never drawn, so that there is something to train on.
-
-    Args:
-        labels: Class of each sample, `(n,)`.
-        share: Share to draw, in [0, 1).
-        rng: Random generator.
-
-    Returns:
-        Boolean mask `(n,)` of the drawn samples.
     """
     chosen = np.zeros(len(labels), dtype=bool)
     total = min(round(share * len(labels)), len(labels) - 1)
@@ -391,12 +340,9 @@ def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator
 
 
 def apportion(total: int, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return integers in proportion to weights, by largest remainder; zeros if all weights are zero.
+    """Return integers that sum to `total`, in proportion to integer weights, by largest remainder.
 
-    Args:
-        total: Sum of the result.
-        weights: `(n,)` integers.
-        rng: Breaks ties at random; a fixed order would always favour the first.
+    All are zero if all weights are. Ties are broken at random: a fixed order would always favour the first.
     """
     exact = total * weights / max(weights.sum(), 1)
     quota = np.floor(exact).astype(np.int64)

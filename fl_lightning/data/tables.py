@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -19,20 +19,19 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.custom_data import (
     FEW,
     KEY,
-    check_share,
+    CustomDataset,
+    Samples,
     client_ids,
+    column_error,
     existing_path,
     find_column,
-    hold_out,
     read_labels,
     refuse_missing,
     refuse_not_finite,
     refuse_nul,
     row_location,
-    split_rows,
     token_ids,
 )
-from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, open_file
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.text import check_lengths
@@ -48,7 +47,7 @@ SEPARATOR = re.compile(r"[^\w\n\r\0\"'()\[\]{}.+-]")
 """Characters that may separate columns: not part of names or numbers, no quotes, brackets, NUL or line breaks."""
 
 
-class _Rows(Dataset):
+class _FileTable(CustomDataset):
     """Base class of datasets whose samples are the rows of a file. `Table` describes the arguments."""
 
     def __init__(
@@ -62,9 +61,9 @@ class _Rows(Dataset):
         test_share: float,
         separator: str,
     ) -> None:
+        super().__init__(test_share)
         if split is not None and test_path is not None:
             raise ConfigError(f"{KEY}.split: test_path holds the test rows already. Leave out one of the two")
-        check_share(test_share)
         if not separator.isascii() or not SEPARATOR.fullmatch(separator):
             raise ConfigError(
                 f"{KEY}.separator: {one_line(repr(separator))} cannot separate columns. Give one character, such as "
@@ -74,27 +73,38 @@ class _Rows(Dataset):
         self.label = [label] if isinstance(label, str) else list(label)
         if not self.label:
             raise ConfigError(f"{KEY}.label: names no column. Name the label column")
-        self.regression, self.client, self.split, self.test_share = regression, client, split, test_share
+        self.regression, self.client, self.split = regression, client, split
 
-    def load(self) -> LoadedData:
-        """Read the file or files."""
-        frame, given = self._read()
+    def _samples(self) -> Samples:
+        """Read the file or files. Rows are indexed by file and row number."""
+        import pandas as pd
+
+        frame, test = read_table("path", self.path, self.separator), None
+        self._check_columns(list(frame.columns))
+        if self.test_path is None:
+            frame = pd.concat([frame], keys=[self.path])
+        else:
+            rest = self._read_test(self.test_path).reindex(columns=frame.columns)
+            test = np.arange(len(frame) + len(rest)) >= len(frame)
+            frame = pd.concat([frame, rest], keys=[self.path, self.test_path])
         labels = [frame[name] for name in self.label]
         y, outputs = read_labels(labels, self.regression)
+        classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
         client = None if self.client is None else client_ids(frame[self.client])
-        test = self._test_rows(frame, y, client) if given is None else np.arange(len(frame)) >= given
-        order = np.argsort(test, kind="stable")  # the training rows first
-        train = len(order) - int(test.sum())
-        x, schema = self._inputs(frame.iloc[order], train)
-        data = split_rows(x, y[order], train, outputs, Normalize(), client=None if client is None else client[order])
-        if schema:
-            classes = np.unique(labels[0].to_numpy(object)).tolist() if y.dtype == torch.int64 else None
-            schema = replace(schema, label=self.label, classes=classes, client=self.client)
-        return replace(data, schema=schema)
+        test = test if self.split is None else self._test_rows(frame[self.split])
+        return Samples((frame, classes), y, outputs, client, test)
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema | None]:
-        """Return the inputs of all rows, of which the first `train` are the training set, and their schema."""
-        raise NotImplementedError
+    def _read_test(self, path: str) -> pd.DataFrame:
+        test = read_table("test_path", path, self.separator)
+        for name in (name for names in self._columns().values() for name in names):
+            find_column(name, list(test.columns), "test_path")
+        if os.path.samefile(self.path, path):
+            warnings.warn(
+                f"{KEY}.test_path: {one_line(path)} is the same file as {KEY}.path: the test rows are "
+                "training rows. Name another file, or leave test_path out",
+                stacklevel=2,
+            )
+        return test
 
     def _columns(self) -> dict[str, Sequence[str]]:
         """Return the columns that options name, by option."""
@@ -111,38 +121,16 @@ class _Rows(Dataset):
                     raise ConfigError(f"{KEY}.{key}: column {one_line(repr(name))}: {also}. Use it once")
                 used[name] = key
 
-    def _read(self) -> tuple[pd.DataFrame, int | None]:
-        """Return all rows, indexed by file and row number, and the number of training rows if there is a test file."""
-        import pandas as pd
-
-        frame = read_table("path", self.path, self.separator)
-        self._check_columns(list(frame.columns))
-        if self.test_path is None:
-            return pd.concat([frame], keys=[self.path]), None
-        test = read_table("test_path", self.test_path, self.separator)
-        for name in (name for names in self._columns().values() for name in names):
-            find_column(name, list(test.columns), "test_path")
-        if os.path.samefile(self.path, self.test_path):
-            warnings.warn(
-                f"{KEY}.test_path: {one_line(self.test_path)} is the same file as {KEY}.path: the test rows are "
-                "training rows. Name another file, or leave test_path out",
-                stacklevel=2,
-            )
-        test = test.reindex(columns=frame.columns)
-        return pd.concat([frame, test], keys=[self.path, self.test_path]), len(frame)
-
-    def _test_rows(self, frame: pd.DataFrame, y: Tensor, client: np.ndarray | None) -> np.ndarray:
-        if self.split is None:
-            return hold_out(y, self.test_share, client)
-        column = frame[self.split]
+    @staticmethod
+    def _test_rows(column: pd.Series) -> np.ndarray:
         refuse_missing(column, "split")
         if not (known := column.isin(["train", "test"])).all():
             other = one_line(repr(column[~known].iloc[0]))
-            raise ConfigError(f"{KEY}.split: column {self.split!r} holds {other}. Its values must be train and test")
+            raise column_error(column, "split", f"holds {other}. Its values must be train and test")
         return (column == "test").to_numpy(dtype=bool)
 
 
-class Table(_Rows):
+class Table(_FileTable):
     """Custom table in a CSV or Parquet file, with feature columns and one or more label columns.
 
     Text and integer labels are classes. Floating-point labels are numbers to predict. Several 0/1 columns make a
@@ -189,13 +177,15 @@ class Table(_Rows):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {**super()._columns(), "features": self.features or ()}
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, TableSchema]:
+    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        frame, classes = source[0].iloc[order], source[1]
         features = self._features(list(frame.columns))
         for name in self.categorical - set(features):
             column = find_column(name, list(frame.columns), "categorical")
             raise ConfigError(f"{KEY}.categorical: {column!r} is not a feature. Name a feature column")
-        schema = TableSchema([self._described(frame[name], train) for name in features], self.encoding)
-        return schema.encode(schema.rows(frame)), schema
+        columns = [self._described(frame[name], train) for name in features]
+        schema = TableSchema(columns, self.encoding, self.label, classes, self.client)
+        return schema.encode(schema.rows(frame)), {"prepare": Normalize(), "schema": schema}
 
     def _features(self, columns: list[str]) -> list[str]:
         if self.features is not None:
@@ -224,10 +214,8 @@ class Table(_Rows):
         if self.encoding == "codes":
             return self._scaled(described, column, train)
         if len(known) > MOST_CATEGORIES:
-            raise ConfigError(
-                f"{KEY}.features: column {column.name!r} holds {len(known):,} categories, too many for one_hot. "
-                "Leave it out of the features, or set scenario.dataset.encoding codes"
-            )
+            fix = "Leave it out of the features, or set scenario.dataset.encoding codes"
+            raise column_error(column, "features", f"holds {len(known):,} categories, too many for one_hot. {fix}")
         return described
 
     def _scaled(self, described: Column, column: pd.Series, train: int) -> Column:
@@ -240,7 +228,7 @@ class Table(_Rows):
         return replace(described, mean=mean, scale=scale)
 
 
-class TextTable(_Rows):
+class TextTable(_FileTable):
     """Custom texts in a CSV or Parquet file, with a text column and one or more label columns.
 
     The most frequent words of the training texts get token ids. A text without a word is one unknown token.
@@ -283,66 +271,53 @@ class TextTable(_Rows):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {"text": [self.text], **super()._columns()}
 
-    def _inputs(self, frame: pd.DataFrame, train: int) -> tuple[Tensor, None]:
-        return token_ids(frame[self.text], train, self.length, self.vocab_size), None
+    def _inputs(self, source: Any, order: np.ndarray, train: int) -> tuple[Tensor, dict[str, Any]]:
+        ids = token_ids(source[0][self.text].iloc[order], train, self.length, self.vocab_size)
+        return ids, {"prepare": Normalize()}
 
 
 def check_categories(column: pd.Series) -> None:
-    """Check that a column can be a categorical feature.
-
-    Raises:
-        ConfigError: It holds dates, lists and the like, mixes numbers and text, or holds numbers beyond 64 bits.
-    """
+    """Refuse a column that cannot be a categorical feature: dates, lists, numbers beside text, or beyond 64 bits."""
     import pandas as pd
 
     values = pd.Series(column.to_numpy(object))
     if (kind := pd.api.types.infer_dtype(values)) not in ("string", "mixed-integer", "boolean", "integer", "floating"):
-        raise ConfigError(
-            f"{KEY}.features: column {column.name!r} holds neither numbers nor text ({kind}). Convert it to numbers, "
-            "or leave it out of the features"
-        )
+        fix = "Convert it to numbers, or leave it out of the features"
+        raise column_error(column, "features", f"holds neither numbers nor text ({kind}). {fix}")
     numbers = pd.to_numeric(values.astype(str), errors="coerce")
     fix = "or name the column in scenario.dataset.categorical"
     text = numbers.isna().to_numpy()
     if text.any() and not text.all():
         row = int(text.argmax())
-        raise ConfigError(
-            f"{KEY}.features: column {column.name!r} holds numbers and, in {row_location(column, row)}, "
-            f"{one_line(repr(values[row]))}. Correct the value, {fix}"
-        )
+        what = f"{row_location(column, row)}, {one_line(repr(values[row]))}. Correct the value, {fix}"
+        raise column_error(column, "features", f"holds numbers and, in {what}")
     large = (numbers.abs() >= 2.0**64).to_numpy()  # read_csv returns these as text
     if large.any():
         row = int(large.argmax())
-        raise ConfigError(
-            f"{KEY}.features: column {column.name!r} holds {one_line(str(values[row]))[: FEW * 2]} in "
-            f"{row_location(column, row)}, which is too large for a 64-bit integer. Make it smaller, {fix}"
+        what = f"{one_line(str(values[row]))[: FEW * 2]} in {row_location(column, row)}"
+        raise column_error(
+            column, "features", f"holds {what}, which is too large for a 64-bit integer. Make it smaller, {fix}"
         )
 
 
 def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
-    """Return the rows of a CSV or Parquet file. The index numbers them from 1.
-
-    Raises:
-        ConfigError: The file does not exist, cannot be read, has no rows, or two columns have the same name.
-    """
+    """Return the rows of a CSV or Parquet file. The index numbers them from 1."""
     import pandas as pd
 
     parquet = path.endswith((".parquet", ".pq"))
     if parquet:
         _need_pyarrow(key)
+    kind = "Parquet file" if parquet else "CSV file"
     try:
-        with (
-            open_file(existing_path(path, key=key), "Parquet file" if parquet else "CSV file") as file,
-            warnings.catch_warnings(),
-        ):
+        with open_file(existing_path(path, key=key), kind) as file, warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
-            _refuse_equal_names(path, _header(file, separator, parquet))
+            names = Counter(_header(file, separator, parquet))
+            if twice := [name for name, times in names.items() if times > 1]:
+                name = one_line(repr(twice[0]))
+                raise BadFile(Path(path), f"two columns have the name {name}. Rename one of them")
             file.seek(0)
-            frame = (
-                pd.read_parquet(file)
-                if parquet
-                else pd.read_csv(file, sep=separator, index_col=False, low_memory=False)
-            )
+            options = {"sep": separator, "index_col": False, "low_memory": False}
+            frame = pd.read_parquet(file) if parquet else pd.read_csv(file, **options)
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
     frame.columns = [str(name) for name in frame.columns]
@@ -367,11 +342,6 @@ def _header(file: BinaryIO, separator: str, parquet: bool) -> list[str]:
         return list(read_schema(file).names)
     first = pd.read_csv(file, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False)
     return [name for name in first.iloc[0] if name]
-
-
-def _refuse_equal_names(path: str, names: list[str]) -> None:
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise BadFile(Path(path), f"two columns have the name {one_line(repr(twice[0]))}. Rename one of them")
 
 
 def _need_pyarrow(key: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
-from fl_lightning.core.errors import ConfigError, blame
+from fl_lightning.core.errors import ConfigError, blame, check_number
 from fl_lightning.data.datasets import FileDataset, LoadedData
 from fl_lightning.data.files import files_in, naming_file, read_text
 from fl_lightning.data.transforms import Normalize
@@ -63,29 +63,13 @@ class Vocabulary:
 
 
 def check_lengths(length: int, vocab_size: int) -> None:
-    """Check `length` and `vocab_size`.
-
-    Raises:
-        ConfigError: `length` is below 1 or `vocab_size` below 3.
-    """
-    if length < 1:
-        raise ConfigError(f"scenario.dataset.length: {length} is below 1")
-    if vocab_size < 3:
-        raise ConfigError(f"scenario.dataset.vocab_size: {vocab_size} is below 3 (padding, unknown and one word)")
+    """Check `length`, and `vocab_size`: padding, unknown and one word at least."""
+    check_number("scenario.dataset.length", length, "[1, inf)")
+    check_number("scenario.dataset.vocab_size", vocab_size, "[3, inf)")
 
 
 def encode_texts(texts: Sequence[str], train: int, length: int, vocab_size: int) -> Tensor:
-    """Return the token ids of texts, `(n, length)`, `int64`, with a vocabulary of the training texts.
-
-    Args:
-        texts: All texts, the training texts first.
-        train: Number of training texts.
-        length: Tokens per text.
-        vocab_size: Number of token ids, including padding and unknown.
-
-    Raises:
-        ConfigError: There is not enough memory.
-    """
+    """Return the token ids of texts, `(n, length)`, with a vocabulary of the first `train`, the training texts."""
     vocabulary = Vocabulary(texts[:train], vocab_size)
     with blame("scenario.dataset.length"):
         return vocabulary.encode(texts, length)
@@ -221,16 +205,7 @@ class IMDB(TextDataset):
 
 
 def read_rows(path: Path, parse: Callable[[list[str]], tuple[str, int]], skip: int = 0) -> list[tuple[str, int]]:
-    """Return the texts and labels of a CSV file's rows.
-
-    Args:
-        path: The file.
-        parse: Turns a row into a text and a label, or raises an exception.
-        skip: Number of header rows.
-
-    Raises:
-        BadFile: The file is not CSV, or a row cannot be parsed.
-    """
+    """Return the texts and labels that `parse` makes of a CSV file's rows, after `skip` header rows."""
     texts = []
     with naming_file(path, "csv file"):
         for number, row in enumerate(csv.reader(StringIO(read_text(path), newline=""), strict=True), start=1):

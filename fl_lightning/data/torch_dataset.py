@@ -19,7 +19,7 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.data.custom_data import KEY
-from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class
+from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class, count_outputs
 from fl_lightning.data.transforms import Normalize
 
 
@@ -43,7 +43,7 @@ class TorchDataset(Dataset):
     def load(self) -> LoadedData:
         """Read all items of both datasets."""
         (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
-        return LoadedData(x_train, y_train, x_test, y_test, outputs(y_train, y_test), Normalize())
+        return LoadedData(x_train, y_train, x_test, y_test, count_outputs(y_train, y_test), Normalize())
 
 
 def suggest_torch_dataset(path: str) -> str | None:
@@ -57,11 +57,7 @@ def suggest_torch_dataset(path: str) -> str | None:
 
 
 def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of all items of a dataset.
-
-    Raises:
-        ConfigError: It cannot be made, has no length, or its items are not pairs of equal shape and dtype.
-    """
+    """Return the inputs and labels of all items of a dataset."""
     with isolate_rng(), blaming_class(f"{KEY}.{key}"):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -78,11 +74,7 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
 
 
 def as_pair(who: str, i: int, item: Any) -> tuple[Tensor, Tensor]:
-    """Return an item's input and label as tensors.
-
-    Raises:
-        ConfigError: It is not a pair, or one of the two cannot become a tensor.
-    """
+    """Return an item's input and label as tensors."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise ConfigError(f"{who}: item {i} is {describe(item)}. It needs to be a pair of an input and a label")
     x, y = item
@@ -90,11 +82,7 @@ def as_pair(who: str, i: int, item: Any) -> tuple[Tensor, Tensor]:
 
 
 def as_tensor(who: str, what: str, value: Any) -> Tensor:
-    """Convert an image, an array or a number to a tensor of a dtype that `LoadedData` accepts.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Convert an image, an array or a number to a tensor of a dtype that `LoadedData` accepts."""
     if isinstance(value, Image.Image):
         pixels = torch.from_numpy(np.array(value if value.mode in ("L", "RGB") else value.convert("RGB")))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
@@ -112,11 +100,7 @@ def as_tensor(who: str, what: str, value: Any) -> Tensor:
 
 
 def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
-    """Stack the values of all items.
-
-    Raises:
-        ConfigError: One differs from the first in shape or dtype.
-    """
+    """Stack the values of all items."""
     first = values[0]
     for i, value in enumerate(values):
         if value.shape != first.shape or value.dtype != first.dtype:
@@ -124,14 +108,6 @@ def stack(who: str, what: str, values: Sequence[Tensor]) -> Tensor:
             differ = f"{describe_tensor(first)} in item 0 and {describe_tensor(value)} in item {i}"
             raise ConfigError(f"{who}: {what} is {differ}. All need the same shape and dtype{fix}")
     return torch.stack(list(values))
-
-
-def outputs(*labels: Tensor) -> int:
-    """Return the number of the network's outputs: classes, or labels per sample."""
-    y = labels[0]
-    if y.is_floating_point() or y.ndim > 1:
-        return 1 if y.ndim == 1 else y.shape[1]
-    return max(int(y.max()) for y in labels) + 1
 
 
 def describe(value: Any) -> str:
