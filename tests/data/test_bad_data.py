@@ -862,7 +862,7 @@ KINDS = {
     "long tail": ([*FIT, "--scenario.long_tail", ".inf"], "scenario.long_tail: inf is not a number of at least 1"),
     "alpha": (
         [*FIT, "--scenario.partition", "Dirichlet", "--scenario.partition.alpha", "1e300"],
-        "scenario.partition.alpha: 1e+300 is not above 0 and at most 1e6",
+        "scenario.partition.alpha: 1e+300 is outside (0, 1e6]",
     ),
     "partition into a run": (
         ["partition", "--config", "one.yaml", "--out", "done"],

@@ -14,7 +14,6 @@ from fl_lightning.client.module import Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import FC100, FewShot
 from fl_lightning.data.few_shot import (
-    SUPERCLASSES,
     EpisodeBatches,
     episode_scores,
     fc100_classes,
@@ -43,7 +42,6 @@ def test_the_parts_share_no_class_and_have_the_published_sizes() -> None:
     labels = [fc100_classes(part) for part in PARTS]
     assert [len(own) for own in labels] == [60, 20, 20]
     assert sorted(label for own in labels for label in own) == list(range(100))
-    assert [len(SUPERCLASSES[part]) for part in PARTS] == [12, 4, 4]
 
 
 def test_classes_are_numbered_as_in_cifar_100() -> None:

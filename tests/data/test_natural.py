@@ -386,13 +386,6 @@ def test_a_bad_archive_is_told_of_by_key_and_file(case: str, tmp_path: Path) -> 
     assert told in message
 
 
-def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_lightning.data.natural_partitions.MOST_BYTES", 10)
-    told = "not a readable JSON file (its size is 11 bytes, more than 10)"
-    assert told in refusal(lambda: built(People(OWNERS), write(tmp_path / "a.json", "[[0,  1,2]]")))
-    assert len(built(People(OWNERS), write(tmp_path / "a.json", "[[0, 1,2]]")).shards) == 1
-
-
 def test_a_file_of_another_kind_is_refused_at_once() -> None:
     assert (
         refusal(lambda: PredefinedSplit("split.csv")) == "scenario.partition.path: split.csv is neither .npz nor .json"
@@ -471,7 +464,7 @@ class Measured(People):
 def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
     told = (
         f"scenario.partition: {type(partition).__name__} splits by class, but the labels are for "
-        f"{'MultiLabel' if y == 'labels' else 'Regression'}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
+        f"{'MultiLabel' if y == 'labels' else 'Regression'}, not classes. Use IID, QuantitySkew, ByClient or PredefinedSplit"
     )
     assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
 
