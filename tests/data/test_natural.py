@@ -462,10 +462,9 @@ class Measured(People):
 @pytest.mark.parametrize("y", ["labels", "numbers"])
 @pytest.mark.parametrize("partition", [Dirichlet(), Shards(), Pathological(), DisjointClasses()])
 def test_a_partition_by_class_wants_classes(partition: Partition, y: str) -> None:
-    told = (
-        f"scenario.partition: {type(partition).__name__} splits by class, but the labels are for "
-        f"{'MultiLabel' if y == 'labels' else 'Regression'}, not classes. Use IID, QuantitySkew, ByClient or PredefinedSplit"
-    )
+    objective, name = "MultiLabel" if y == "labels" else "Regression", type(partition).__name__
+    why = f"splits by class, but the labels are for {objective}, not classes"
+    told = f"scenario.partition: {name} {why}. Use IID, QuantitySkew, ByClient or PredefinedSplit"
     assert refusal(lambda: built(Measured(OWNERS, y=y), partition, clients=2)) == told
 
 
