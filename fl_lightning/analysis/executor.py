@@ -23,7 +23,7 @@ from filelock import FileLock
 from fl_lightning.core.errors import ConfigError, FLError, Interrupted, check_positive
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.interrupt import DeferredSignals
-from fl_lightning.core.lazy import away_from_here
+from fl_lightning.core.lazy import skip_working_folder
 from fl_lightning.core.temporary import temporary_files
 from fl_lightning.runs.folder import LOCK
 
@@ -186,7 +186,7 @@ def _start_job(job: Job, program: Program, workers: int, threads: int | None) ->
     process = process_context(program.preload).Process(
         target=_run_job, args=(job, program.main, workers, threads, dict(os.environ)), name=job.folder.name
     )
-    with temporary_files(), away_from_here():
+    with temporary_files(), skip_working_folder():
         process.start()
     return _RunningJob(job, process)
 

@@ -19,7 +19,7 @@ from fl_lightning.analysis.executor import process_context
 from fl_lightning.analysis.sweep_file import Sweep
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.lazy import away_from_here
+from fl_lightning.core.lazy import skip_working_folder
 
 KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
 """Metrics whose names are known before a run begins."""
@@ -36,7 +36,7 @@ def check_metric(sweep: Sweep) -> None:
     column = re.sub(r"_(best|best_round|last|last10)$", "", sweep.metric)
     if not KNOWN_BEFOREHAND.fullmatch(column):
         return
-    with away_from_here(), ProcessPoolExecutor(1, process_context(FIT.preload)) as pool:
+    with skip_working_folder(), ProcessPoolExecutor(1, process_context(FIT.preload)) as pool:
         for params in _one_per_algorithm(sweep):
             try:
                 names = pool.submit(metrics_of_trial, sweep.command(params), dict(os.environ)).result()

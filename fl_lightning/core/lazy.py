@@ -20,7 +20,7 @@ def load(name: str) -> ModuleType:
 
 
 @contextmanager
-def away_from_here() -> Iterator[None]:
+def skip_working_folder() -> Iterator[None]:
     """Context in which new Python processes do not search the working folder for modules first.
 
     This works from Python 3.11 on. Processes of `multiprocessing` get their parent's search path.

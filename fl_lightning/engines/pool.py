@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.task import Result, Task, failed
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
-from fl_lightning.engines.task_server import Answer, ProcessSettings
+from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
@@ -44,12 +44,13 @@ class PoolWorker(ABC):
         self.tasks: deque[Task] = deque()
 
     @abstractmethod
-    def load(self, handle: Any) -> None:
-        """Send the worker object, which is stored under a handle."""
+    def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
+        """Send a task and the blocks of shared tensors that it needs, or a worker object.
 
-    @abstractmethod
-    def send_task(self, serialized: SerializedValue, blocks: dict[int, Any]) -> None:
-        """Send a task, and the handles of the blocks of shared tensors that it needs."""
+        Args:
+            handle: The handle of the serialized task or worker object.
+            blocks: The handles of the blocks; None for a worker object.
+        """
 
     @abstractmethod
     def answer(self) -> Answer:
@@ -74,6 +75,7 @@ class PoolEngine(Engine):
         self._pool_workers: list[PoolWorker] = []
         self._loaded: Worker | None = None
         self._handle: Any = None
+        self._lost: Counter[int | None] = Counter()  # by the client at work; None: before it was ready
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
@@ -88,16 +90,12 @@ class PoolEngine(Engine):
         """Start a worker."""
 
     @abstractmethod
-    def _put(self, serialized: SerializedValue) -> Any:
-        """Store a serialized value where every worker can read it, as long as its handle exists."""
+    def _new_storage(self) -> Callable[[SerializedValue], Any]:
+        """Return a function that stores values where every worker can read them, as long as their handles exist."""
 
     @abstractmethod
     def _wait(self) -> Sequence[PoolWorker]:
         """Wait until workers have answered or are lost, and return them."""
-
-    def _new_store(self) -> SharedTensorStore:
-        """Return a new store for the shared tensors of a round."""
-        return SharedTensorStore(self._put)
 
     def check(self, worker: Worker) -> None:
         """Check that the worker object can be serialized and that workers can be started.
@@ -115,23 +113,20 @@ class PoolEngine(Engine):
             ConfigError: The workers cannot load the worker object.
             WorkerLost: They end before they have loaded it.
         """
-        size = self._size(worker)
-        self._load(worker)
-        arriving, store, losses = iter(tasks), self._new_store(), LostWorkers()
+        size = self._load(worker)
+        arriving, store = iter(tasks), SharedTensorStore(self._new_storage())
         waiting: list[Task] = []
         while True:
             if not waiting:
                 waiting = list(islice(arriving, FETCHED * size))
                 for task in waiting:
                     store.add(task)
-            self._start_workers(
-                min(size, len(waiting) + sum(bool(pool_worker.tasks) for pool_worker in self._pool_workers))
-            )
+            self._start_workers(min(size, len(waiting) + sum(bool(one.tasks) for one in self._pool_workers)))
             self._assign(waiting, store, lambda task: len(worker.data.shards[task.client].train))
-            if not waiting and not any(pool_worker.tasks for pool_worker in self._pool_workers):
+            if not waiting and not any(one.tasks for one in self._pool_workers):
                 return
             for pool_worker in self._wait():
-                result = self._receive(pool_worker, worker.shown, losses)
+                result = self._receive(pool_worker, worker.shown)
                 if pool_worker not in self._pool_workers:
                     waiting += pool_worker.tasks
                 if result:
@@ -144,14 +139,12 @@ class PoolEngine(Engine):
             ConfigError: They cannot load it.
             WorkerLost: They end before they have loaded it.
         """
-        self._load(worker)
-        losses = LostWorkers()
-        while True:
-            self._start_workers(self._size(worker))
-            if all(pool_worker.ready for pool_worker in self._pool_workers):
-                return
+        size = self._load(worker)
+        self._start_workers(size)
+        while not all(pool_worker.ready for pool_worker in self._pool_workers):
             for pool_worker in self._wait():
-                self._receive(pool_worker, worker.shown, losses)
+                self._receive(pool_worker, worker.shown)
+            self._start_workers(size)
 
     def close(self) -> None:
         """Stop all workers."""
@@ -160,25 +153,24 @@ class PoolEngine(Engine):
         self._pool_workers.clear()
         self._loaded = self._handle = None
 
-    def _size(self, worker: Worker) -> int:
-        return min(self.size(worker), len(worker.data.shards))
-
-    def _load(self, worker: Worker) -> None:
-        """Make workers use a worker object, and drop the tasks of an interrupted round."""
+    def _load(self, worker: Worker) -> int:
+        """Make workers use a worker object, drop the tasks of an interrupted round, and return the pool's size."""
+        self._lost.clear()
+        size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self._pool_workers if pool_worker.tasks]:
             self._remove(pool_worker)
-        if worker is self._loaded:
-            return
-        self._handle, self._loaded = self._put(serialize_worker(worker)), worker
-        for pool_worker in self._pool_workers:
-            pool_worker.ready = False
-            pool_worker.load(self._handle)
+        if worker is not self._loaded:
+            self._handle, self._loaded = self._new_storage()(serialize_worker(worker)), worker
+            for pool_worker in self._pool_workers:
+                pool_worker.ready = False
+                pool_worker.send(self._handle)
+        return size
 
     def _start_workers(self, number: int) -> None:
         while len(self._pool_workers) < number:
             pool_worker = self._start_worker()
             self._pool_workers.append(pool_worker)
-            pool_worker.load(self._handle)
+            pool_worker.send(self._handle)
 
     def _remove(self, pool_worker: PoolWorker) -> None:
         self._pool_workers.remove(pool_worker)
@@ -196,18 +188,21 @@ class PoolEngine(Engine):
             task = waiting.pop()
             serialized = SerializedValue(task, store)
             pool_worker.tasks.append(task)
-            pool_worker.send_task(serialized, {block: store.handles[block] for block in serialized.blocks})
+            handle = self._new_storage()(serialized)
+            pool_worker.send(handle, {block: store.handles[block] for block in serialized.blocks})
 
-    def _receive(self, pool_worker: PoolWorker, shown: set[str], losses: LostWorkers) -> Result | None:
-        """Return the result in a worker's answer, if any. A lost worker is removed; its tasks are tried again."""
+    def _receive(self, pool_worker: PoolWorker, shown: set[str]) -> Result | None:
+        """Return the result in a worker's answer, if any. A lost worker is removed.
+
+        Raises:
+            ConfigError: The worker cannot load the worker object.
+            WorkerLost: Too many workers ended before they had loaded it.
+        """
         try:
-            return self._process_answer(pool_worker, shown)
+            answer = pool_worker.answer()
         except WorkerLost as loss:
             self._remove(pool_worker)
-            return losses.count(pool_worker, loss)
-
-    def _process_answer(self, pool_worker: PoolWorker, shown: set[str]) -> Result | None:
-        answer = pool_worker.answer()
+            return self._count_loss(pool_worker, loss)
         for text, category, file, line in answer.warnings:
             if text not in shown:  # each worker shows it once
                 shown.add(text)
@@ -228,35 +223,20 @@ class PoolEngine(Engine):
             answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
         return answer.result
 
-
-class LostWorkers:
-    """Workers lost in one call of `run`, and the tasks that were running."""
-
-    def __init__(self) -> None:
-        self._by_client: Counter[int] = Counter()
-        self._unready = 0
-
-    def count(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count a lost worker. Return the failure of the task it was running if that task is not tried again.
-
-        Raises:
-            WorkerLost: Too many were lost before they had loaded the worker object.
-        """
-        if not pool_worker.ready:
-            self._unready += 1
-            if self._unready == ATTEMPTS:
-                raise WorkerLost(
-                    f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}; a script that "
-                    f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
-                )
-        if not pool_worker.tasks:
+    def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
+        """Count a lost worker. Return the failure of the task it was running if that task is not tried again."""
+        task = pool_worker.tasks[0] if pool_worker.tasks else None
+        if task or not pool_worker.ready:
+            self._lost[task.client if task else None] += 1
+        if self._lost[None] == ATTEMPTS:
+            raise WorkerLost(
+                f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}; a script that "
+                f'runs an experiment with this engine must do so under `if __name__ == "__main__":`'
+            )
+        if not task or self._lost[task.client] < ATTEMPTS:
             return None
-        client = pool_worker.tasks[0].client
-        self._by_client[client] += 1
-        if self._by_client[client] < ATTEMPTS:
-            return None
-        died = WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}")
-        return failed(pool_worker.tasks.popleft(), died)
+        pool_worker.tasks.popleft()
+        return failed(task, WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}"))
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:
@@ -266,7 +246,7 @@ def serialize_worker(worker: Worker) -> SerializedValue:
         ConfigError: It cannot be sent to another process.
     """
     try:
-        return SerializedValue((worker, ProcessSettings.current()))
+        return SerializedValue((worker, process_settings()))
     except Exception as error:  # __reduce__ may raise anything
         raise ConfigError(
             f"engine: the experiment cannot be sent to another process: {one_line(error)}; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -13,12 +12,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection, get_context, util
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
-from fl_lightning.core.lazy import away_from_here
+from fl_lightning.core.lazy import skip_working_folder
 from fl_lightning.core.temporary import temporary_files
 from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
-from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, aligned, unpack
-from fl_lightning.engines.task_server import Answer, LoadWorker, Request, RunTask, TaskServer
+from fl_lightning.engines.serialization import SerializedValue, deserialize
+from fl_lightning.engines.task_server import Answer, Request, TaskServer
 from fl_lightning.engines.worker import Worker
 
 GRACE = 5.0  # seconds that a process has to end by itself
 START = 60.0  # seconds that a process has to start, where `timeout` is less: it imports torch
+ALIGNMENT = 64  # bytes, torch's own: where a matrix starts can decide how a product rounds
 
 
 class ProcessesEngine(PoolEngine):
@@ -109,22 +110,17 @@ class ProcessesEngine(PoolEngine):
         with temporary_files():  # of multiprocessing
             return Process(self._context, self.threads, device, self.timeout)
 
-    def _put(self, serialized: SerializedValue) -> Place:
-        return MemoryFile().append(serialized)
-
-    def _new_store(self) -> SharedTensorStore:
-        return SharedTensorStore(MemoryFile().append)  # one file for all blocks: open files are few
+    def _new_storage(self) -> Callable[[SerializedValue], Place]:
+        return MemoryFile().append  # one file for all blocks of a round: a process may have few open files
 
     def _wait(self) -> Sequence[PoolWorker]:
-        by_connection = {
-            pool_worker.connection: pool_worker
-            for pool_worker in self._pool_workers
-            if isinstance(pool_worker, Process)
-        }
-        while not (ready := connection.wait(list(by_connection), time_left(by_connection.values()))):
-            for pool_worker in by_connection.values():
-                pool_worker.kill_if_overdue()
-        return [by_connection[one] for one in ready]
+        by_connection = {one.connection: one for one in self._pool_workers if isinstance(one, Process)}
+        while True:
+            seconds = min(process.deadline for process in by_connection.values()) - time.monotonic()
+            if ready := connection.wait(list(by_connection), None if seconds == math.inf else max(0.0, seconds)):
+                return [by_connection[one] for one in ready]
+            for process in by_connection.values():
+                process.kill_if_overdue()
 
 
 class Process(PoolWorker):
@@ -135,48 +131,45 @@ class Process(PoolWorker):
         threads: Torch's threads.
         device: Number of its GPU, or None.
         timeout: Seconds for each answer, or None for no limit.
+
+    Attributes:
+        deadline: When the next answer is overdue, by `time.monotonic`.
     """
 
     def __init__(self, context: Any, threads: int, device: int | None, timeout: float | None = None) -> None:
         super().__init__()
-        self.device, self.timeout = device, timeout
-        self._expected, self._since, self._overdue = 0, 0.0, False
+        self.device, self.timeout, self.deadline = device, timeout, math.inf
+        self._expected, self._overdue = 0, False
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, threads), name="fl-lightning", daemon=True)
-        with away_from_here():
+        trainer = {} if device is None else {"devices": [device]}
+        self._process = context.Process(target=serve, args=(theirs, threads, trainer), name="fl-lightning", daemon=True)
+        with skip_working_folder():
             self._process.start()
         theirs.close()
 
-    def load(self, handle: Place) -> None:
-        """Send the worker object."""
-        trainer = {} if self.device is None else {"devices": [self.device]}
-        self._send(("load", handle.span, trainer), handle.file.fd)
-
-    def send_task(self, serialized: SerializedValue, blocks: dict[int, Place]) -> None:
-        """Send a task."""
-        own = MemoryFile().append(serialized)
-        files = {block.file.fd for block in blocks.values()}
-        self._send(("run", own.span, {i: block.span for i, block in blocks.items()}), own.file.fd, *files)
+    def send(self, handle: Place, blocks: dict[int, Place] | None = None) -> None:
+        """Send a task or a worker object."""
+        spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
+        files = {block.file.fd for block in (blocks or {}).values()}
+        self._expected += 1
+        if self._expected == 1:
+            self._restart_clock()
+        with suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the loss
+            send(self.connection, (handle.spans, spans), handle.file.fd, *files)
 
     def answer(self) -> Answer:
         """Copy the answer into this process's own memory."""
         try:
-            span, (fd,) = receive(self.connection)
+            spans, (file,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # it ended while it was sending
-            raise WorkerLost(self._end()) from None
-        self._expected, self._since = self._expected - 1, time.monotonic()
-        return unpack(MemoryFile(fd).read(span), copy=True)
-
-    @property
-    def time_left(self) -> float:
-        """Return the seconds until the next answer is overdue."""
-        if self.timeout is None or not self._expected:
-            return math.inf
-        return self._since + (self.timeout if self.ready else max(self.timeout, START)) - time.monotonic()
+            raise WorkerLost(self._describe_end()) from None
+        self._expected -= 1
+        self._restart_clock()
+        return deserialize(file.read(spans), copy=True)
 
     def kill_if_overdue(self) -> None:
         """Kill the process if its answer is overdue; `answer` then reports that."""
-        if self.time_left <= 0:
+        if self.deadline <= time.monotonic():
             self._overdue = True
             self._process.kill()
 
@@ -187,14 +180,13 @@ class Process(PoolWorker):
         if self._process.is_alive():
             self._process.kill()
 
-    def _send(self, message: Any, *fds: int) -> None:
-        if not self._expected:
-            self._since = time.monotonic()
-        self._expected += 1
-        with suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the loss
-            send(self.connection, message, *fds)
+    def _restart_clock(self) -> None:
+        if self.timeout is not None and self._expected:
+            self.deadline = time.monotonic() + (self.timeout if self.ready else max(self.timeout, START))
+        else:
+            self.deadline = math.inf
 
-    def _end(self) -> str:
+    def _describe_end(self) -> str:
         if self._overdue:
             return f"after {self.timeout:g} seconds without an answer (engine.timeout)"
         self._process.join(GRACE)
@@ -205,16 +197,10 @@ class Process(PoolWorker):
         return f"by {signal.Signals(-code).name}{likely}"
 
 
-def time_left(processes: Iterable[Process]) -> float | None:
-    """Return the seconds until the first of some processes is overdue, or None if none has a limit."""
-    least = min(process.time_left for process in processes)
-    return None if least == math.inf else max(least, 0.0)
-
-
 # --- In the worker process -----------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, threads: int) -> None:
+def serve(connection: Connection, threads: int, trainer: dict[str, Any]) -> None:
     """Run a worker process. It ends as soon as the connection is closed or the other side dies.
 
     Only the main process handles SIGINT and SIGTERM. Tasks run outside of the main thread, so that Lightning installs
@@ -222,19 +208,20 @@ def serve(connection: Connection, threads: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=work, args=(connection, threads), daemon=True).start()
-    hung_up = select.poll()
-    hung_up.register(connection.fileno(), 0)
-    hung_up.poll()
+    requests: SimpleQueue[Request] = SimpleQueue()
+    threading.Thread(target=work, args=(connection, threads, trainer, requests), daemon=True).start()
+    with suppress(EOFError, OSError):
+        while True:
+            requests.put(next_request(connection))
     os._exit(0)
 
 
-def work(connection: Connection, threads: int) -> None:
-    """Answer requests until the connection is closed."""
+def work(connection: Connection, threads: int, trainer: dict[str, Any], requests: SimpleQueue[Request]) -> None:
+    """Answer requests until the process ends."""
     try:
         torch.set_num_threads(threads)
-        TaskServer().serve(partial(next_request, connection), partial(reply, connection))
-    except (EOFError, ConnectionError):
+        TaskServer(trainer).serve(requests.get, partial(reply, connection))
+    except ConnectionError:
         os._exit(0)
     except Exception:
         traceback.print_exc()
@@ -244,31 +231,32 @@ def work(connection: Connection, threads: int) -> None:
 
 def next_request(connection: Connection) -> Request:
     """Return the next request."""
-    (what, span, rest), fds = receive(connection)
-    files = [MemoryFile(fd) for fd in fds]
-    source = files[0].read(span)
-    return LoadWorker(source, rest) if what == "load" else RunTask(source, partial(read_block, files[-1], rest))
+    (spans, blocks), files = receive(connection)
+    return Request(files[0].read(spans), None if blocks is None else partial(read_block, files[-1], blocks))
 
 
 def reply(connection: Connection, serialized: SerializedValue) -> None:
     """Send an answer."""
     place = MemoryFile().append(serialized)
-    send(connection, place.span, place.file.fd)
+    send(connection, place.spans, place.file.fd)
 
 
-def read_block(file: MemoryFile, spans: dict[int, tuple[int, int]], block: int) -> list[Tensor]:
+def read_block(file: MemoryFile, blocks: dict[int, list[Span]], block: int) -> list[Tensor]:
     """Return the tensors of one block of shared tensors, without copying."""
-    return unpack(file.read(spans[block]))
+    return deserialize(file.read(blocks[block]))
 
 
 # --- Shared memory and messages --------------------------------------------------------------------------------------
 
+Span = tuple[int, int]
+"""The first byte of a part, and the byte after its last."""
+
 
 class Place(NamedTuple):
-    """The place of a serialized value: file, first byte, number of bytes."""
+    """The place of a serialized value: the file, and the span of each part."""
 
     file: MemoryFile
-    span: tuple[int, int]
+    spans: list[Span]
 
 
 class MemoryFile:
@@ -284,16 +272,21 @@ class MemoryFile:
 
     def append(self, serialized: SerializedValue) -> Place:
         """Append a serialized value."""
-        start, self._end = self._end, self._end + aligned(serialized.nbytes)
+        spans = []
+        for part in serialized.parts:
+            start = -(-self._end // ALIGNMENT) * ALIGNMENT
+            self._end = start + len(part)
+            spans.append((start, self._end))
         os.ftruncate(self.fd, self._end)
         memory = np.frombuffer(mmap.mmap(self.fd, self._end), np.uint8)
-        serialized.write(torch.from_numpy(memory[start : start + serialized.nbytes]))
-        return Place(self, (start, serialized.nbytes))
+        for (start, end), part in zip(spans, serialized.parts, strict=True):
+            memory[start:end] = part
+        return Place(self, spans)
 
-    def read(self, span: tuple[int, int]) -> np.ndarray:
-        """Return some of the bytes without copying. Other processes do not see writes to them."""
-        start, nbytes = span
-        return np.frombuffer(mmap.mmap(self.fd, start + nbytes, access=mmap.ACCESS_COPY), np.uint8)[start:]
+    def read(self, spans: list[Span]) -> list[np.ndarray]:
+        """Return parts without copying. Other processes do not see writes to them."""
+        memory = np.frombuffer(mmap.mmap(self.fd, spans[-1][1], access=mmap.ACCESS_COPY), np.uint8)
+        return [memory[start:end] for start, end in spans]
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -314,11 +307,11 @@ def send(connection: Connection, message: Any, *fds: int) -> None:
         sendfds(channel, list(fds))
 
 
-def receive(connection: Connection) -> tuple[Any, list[int]]:
+def receive(connection: Connection) -> tuple[Any, list[MemoryFile]]:
     """Receive what `send` sent."""
     message, number = connection.recv()
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-        return message, recvfds(channel, number)
+        return message, [MemoryFile(fd) for fd in recvfds(channel, number)]
 
 
 def end_all(pool_workers: list[PoolWorker]) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.gate import require_trust
 from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
-from fl_lightning.engines.serialization import SerializedValue, unpack
-from fl_lightning.engines.task_server import Answer, LoadWorker, Request, RunTask, TaskServer
+from fl_lightning.engines.serialization import SerializedValue, deserialize
+from fl_lightning.engines.task_server import Answer, Request, TaskServer
 from fl_lightning.engines.worker import Worker
 
 
@@ -88,11 +89,11 @@ class RayEngine(PoolEngine):
     def _start_worker(self) -> Actor:
         return Actor(self.threads, self._gpus)
 
-    def _put(self, serialized: SerializedValue) -> Any:
-        return import_ray().put(as_bytes(serialized))
+    def _new_storage(self) -> Callable[[SerializedValue], Any]:
+        return lambda serialized: import_ray().put(serialized.parts)
 
     def _wait(self) -> Sequence[PoolWorker]:
-        by_reference = {m.expected[0]: m for m in self._pool_workers if isinstance(m, Actor) and m.expected}
+        by_reference = {one.expected[0]: one for one in self._pool_workers if isinstance(one, Actor) and one.expected}
         references = list(by_reference)
         import_ray().wait(references, num_returns=1)
         ready, _ = import_ray().wait(references, num_returns=len(references), timeout=0)
@@ -110,23 +111,18 @@ class Actor(PoolWorker):
     def __init__(self, threads: int, gpus: float) -> None:
         super().__init__()
         self.expected: list[Any] = []  # references to future answers
-        self._trainer = {"devices": 1} if gpus else {}  # it sees only its own GPUs
         actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
-        self._actor = actor.remote(threads, sys.path)
+        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # it sees only its own GPUs
 
-    def load(self, handle: Any) -> None:
-        """Send the worker object."""
-        self.expected.append(self._actor.load.remote(handle, self._trainer))
-
-    def send_task(self, serialized: SerializedValue, blocks: dict[int, Any]) -> None:
-        """Send a task."""
-        self.expected.append(self._actor.run_task.remote(as_bytes(serialized), blocks))
+    def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
+        """Send a task or a worker object."""
+        self.expected.append(self._actor.serve.remote(handle, blocks))
 
     def answer(self) -> Answer:
         """Fetch the answer and copy it out of the object store."""
         ray = import_ray()
         try:
-            return unpack(ray.get(self.expected.pop(0)), copy=True)
+            return deserialize(ray.get(self.expected.pop(0)), copy=True)
         except ray.exceptions.RayError as error:
             raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -140,49 +136,42 @@ class RemoteServer:
 
     Args:
         threads: Torch's threads.
+        trainer: Options that the worker's trainer has in this process.
         path: Search path for modules of the main process.
     """
 
-    def __init__(self, threads: int, path: list[str]) -> None:
+    def __init__(self, threads: int, trainer: dict[str, Any], path: list[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._answers: SimpleQueue[SerializedValue | BaseException] = SimpleQueue()
-        threading.Thread(target=self._serve, args=(threads,), daemon=True).start()
+        threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
 
-    def load(self, source: np.ndarray, trainer: dict[str, Any]) -> np.ndarray:
-        """Load the worker object. The data stay in the object store."""
-        return self._answer(LoadWorker(source, trainer))
+    def serve(self, parts: list[np.ndarray], blocks: dict[int, Any] | None) -> list[np.ndarray]:
+        """Run a task on copies of its tensors, or load a worker object, whose data stay in the object store.
 
-    def run_task(self, source: np.ndarray, blocks: dict[int, Any]) -> np.ndarray:
-        """Run a task on copies of its tensors: the object store is read-only, and methods may change them."""
-        return self._answer(RunTask(source.copy(), block_reader(blocks)))
-
-    def _serve(self, threads: int) -> None:
-        try:
-            torch.set_num_threads(threads)
-            TaskServer().serve(self._requests.get, self._answers.put)
-        except BaseException as error:
-            self._answers.put(error)
-
-    def _answer(self, request: Request) -> np.ndarray:
+        The object store is read-only, and methods may change the tensors of a task.
+        """
+        if blocks is None:
+            request = Request(parts, None)
+        else:
+            request = Request([part.copy() for part in parts], partial(read_block, blocks))
         self._requests.put(request)
         answer = self._answers.get()
         if isinstance(answer, BaseException):
             raise answer
-        return as_bytes(answer)
+        return answer.parts
+
+    def _run(self, threads: int, trainer: dict[str, Any]) -> None:
+        try:
+            torch.set_num_threads(threads)
+            TaskServer(trainer).serve(self._requests.get, self._answers.put)
+        except BaseException as error:
+            self._answers.put(error)
 
 
-def block_reader(blocks: dict[int, Any]) -> Callable[[int], list[torch.Tensor]]:
-    """Return a function that reads blocks of shared tensors."""
-    ray = import_ray()
-    return lambda block: unpack(ray.get(blocks[block]), copy=True)
-
-
-def as_bytes(serialized: SerializedValue) -> np.ndarray:
-    """Copy a serialized value into memory of its own."""
-    memory = torch.empty(serialized.nbytes, dtype=torch.uint8)
-    serialized.write(memory)
-    return memory.numpy()
+def read_block(blocks: dict[int, Any], block: int) -> list[torch.Tensor]:
+    """Return a copy of the tensors of one block."""
+    return deserialize(import_ray().get(blocks[block]), copy=True)
 
 
 def places_on(node: dict[str, float], threads: int, gpus: float) -> int:

@@ -6,21 +6,33 @@ import gc
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.task import Result, failed
-from fl_lightning.engines.serialization import SerializedValue, unpack
+from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
 from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
 
 SECONDS = 1.0  # how long a shared fit takes further clients
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to run a task, or to load a worker object for the tasks that follow.
+
+    Args:
+        parts: The serialized task, or the worker object and the settings of its process.
+        block: Reads the shared tensors of a task; None for a worker object.
+    """
+
+    parts: Sequence[np.ndarray]
+    block: Block | None
 
 
 @dataclass(frozen=True)
@@ -40,90 +52,40 @@ class Answer:
     trace: str | None = None
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
-    """Settings of a process that results depend on, such as torch's global flags and warning filters.
-
-    Args:
-        dtype: Torch's default dtype.
-        precision: Torch's precision of float32 matrix products.
-        deterministic: Torch's debug mode for deterministic algorithms.
-        filters: The warning filters.
-    """
-
-    dtype: torch.dtype
-    precision: str
-    deterministic: int
-    filters: list[tuple[Any, str, Any, str, int]]
-
-    @classmethod
-    def current(cls) -> ProcessSettings:
-        """Return the settings of this process."""
-        filters = [
-            (action, pattern(message), category, pattern(module), line)
-            for action, message, category, module, line in warnings.filters
-            if isinstance(category, type) and is_importable(category)
-        ]
-        precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
-        return cls(torch.get_default_dtype(), precision, mode, filters)
-
-    def apply(self) -> None:
-        """Apply the settings to this process."""
-        torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.set_deterministic_debug_mode(self.deterministic)
-        warnings.resetwarnings()
-        for action, message, category, module, line in reversed(self.filters):
-            warnings.filterwarnings(action, message, category, module, line)
+def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
+    """Return the settings of this process that results depend on, each with the function that sets it."""
+    filters = [entry for entry in warnings.filters if is_importable(entry[2])]
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (set_warning_filters, filters),
+    ]
 
 
-def is_importable(category: type) -> bool:
+def set_warning_filters(filters: list[Any]) -> None:
+    """Replace the warning filters of this process."""
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
+def is_importable(category: Any) -> bool:
     """Return whether another process can import a class."""
-    return getattr(sys.modules.get(category.__module__), category.__name__, None) is category
-
-
-def pattern(expression: Any) -> str:
-    """Return the pattern of a regular expression in `warnings.filters`, or "" for one that matches everything."""
-    return getattr(expression, "pattern", expression) or ""
-
-
-@dataclass(frozen=True)
-class LoadWorker:
-    """A request to load a worker object.
-
-    Args:
-        source: The serialized worker object.
-        trainer: Options that its trainer has in that process.
-    """
-
-    source: np.ndarray
-    trainer: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RunTask:
-    """A request to run a task.
-
-    Args:
-        source: The serialized task.
-        block: Returns the tensors of a block of shared tensors.
-    """
-
-    source: np.ndarray
-    block: Callable[[int], list[Tensor]]
-
-
-Request = LoadWorker | RunTask
+    return isinstance(category, type) and getattr(sys.modules.get(category.__module__), category.__name__, 0) is category
 
 
 class TaskServer:
-    """Serves requests in a worker process: loads worker objects and runs tasks. Everything is sent as bytes.
+    """Serves requests in a worker process: loads worker objects and runs tasks.
 
     Each task is answered at once. Successive tasks share one `Trainer.fit`, as in the sequential engine: for about a
     second, or until another worker object comes.
+
+    Args:
+        trainer: Options that the worker's trainer has in this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: dict[str, Any]) -> None:
+        self.trainer = trainer
         self.worker: Worker | None = None
         self._shares_fit: bool | None = None
 
@@ -139,29 +101,30 @@ class TaskServer:
         """
         while True:
             request = self._run_tasks(self.worker, receive, answer) if self.worker else receive()
-            if isinstance(request, LoadWorker):
-                answer(self._load(request))
+            if request:
+                answer(SerializedValue(self._load(request)))
 
-    def _load(self, load: LoadWorker) -> SerializedValue:
+    def _load(self, request: Request) -> Answer:
         try:
-            worker, settings = unpack(load.source)
-            settings.apply()
-            self.worker, self._shares_fit = replace(worker, trainer=worker.trainer | load.trainer), None
+            worker, settings = deserialize(request.parts)
+            for apply, value in settings:
+                apply(value)
+            self.worker, self._shares_fit = replace(worker, trainer=worker.trainer | self.trainer), None
         except Exception as error:
-            return SerializedValue(Answer(refused=f"{type(error).__name__}: {one_line(error)}"))
+            return Answer(refused=f"{type(error).__name__}: {one_line(error)}")
         gc.collect()
         gc.freeze()  # later collections then look only at objects of clients' fits
-        return SerializedValue(Answer())
+        return Answer()
 
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
-    ) -> LoadWorker | None:
-        """Run tasks, in one shared fit if possible. Return the next worker object, or None if time was up."""
+    ) -> Request | None:
+        """Run tasks, in one shared fit if possible. Return a request for another worker object, None if time was up."""
 
-        def work(fit: Fit | None = None) -> LoadWorker | None:
+        def work(fit: Fit | None = None) -> Request | None:
             requests: Iterator[Request] = iter(receive, None)
             for request in take_for(requests, SECONDS if fit else 0):
-                if isinstance(request, LoadWorker):
+                if not request.block:
                     return request
                 answer(run_task(worker, request, fit, shown))
                 del request
@@ -184,7 +147,7 @@ def shares_fit(worker: Worker) -> bool:
 
 
 def run_task(
-    worker: Worker, request: RunTask, fit: Fit | None, shown: list[warnings.WarningMessage]
+    worker: Worker, request: Request, fit: Fit | None, shown: list[warnings.WarningMessage]
 ) -> SerializedValue:
     """Run a task and return the answer.
 
@@ -194,7 +157,7 @@ def run_task(
         fit: Trains the client, as in `Worker.run`.
         shown: Warnings that were shown. They move into the answer.
     """
-    task = unpack(request.source, request.block)
+    task = deserialize(request.parts, request.block)
     result = worker.run(task, fit)
     seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()

@@ -210,32 +210,27 @@ def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
     assert run.csv.rows[0]["client/failed"] == 1
 
 
-def test_a_process_that_waits_for_work_or_has_just_been_given_some_is_not_overdue(monkeypatch):
-    """The clock starts with the first task of an idle process, and again with each answer."""
+def test_the_clock_starts_with_the_first_task_and_again_with_each_answer(monkeypatch):
     now = 0.0
+    place = types.SimpleNamespace(spans=[], file=types.SimpleNamespace(fd=-1, read=lambda spans: None))
     monkeypatch.setattr(processes.time, "monotonic", lambda: now)
-    process = object.__new__(processes.Process)
-    process.timeout, process.ready, process._expected = 5.0, True, 0
-    process.connection = types.SimpleNamespace()
     monkeypatch.setattr(processes, "send", lambda *_: None)
-    monkeypatch.setattr(processes, "receive", lambda _: ((0, 0), (-1,)))
-    monkeypatch.setattr(processes, "MemoryFile", lambda fd: types.SimpleNamespace(read=lambda span: None))
-    monkeypatch.setattr(processes, "unpack", lambda *_, **__: None)
-    assert process.time_left == math.inf
+    monkeypatch.setattr(processes, "receive", lambda _: ([], [place.file]))
+    monkeypatch.setattr(processes, "deserialize", lambda *_, **__: None)
+    process = object.__new__(processes.Process)
+    process.timeout, process.ready, process._expected, process.connection = 5.0, True, 0, None
     now = 100.0
-    process._send("first")
+    process.send(place)
     now = 103.0
-    process._send("second")
-    assert process.time_left == 2
+    process.send(place)
+    assert process.deadline == 105
     process.answer()
-    assert process.time_left == 5
+    assert process.deadline == 108
     process.answer()
-    assert process.time_left == math.inf
+    assert process.deadline == math.inf
     process.ready = False
-    process._send("load")
-    assert process.time_left == processes.START
-    process.timeout = None
-    assert process.time_left == math.inf
+    process.send(place)
+    assert process.deadline == 103 + processes.START
 
 
 class Leaver(LossTerm):
