@@ -3,7 +3,6 @@
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fl_lightning.callbacks as figures
@@ -28,8 +27,8 @@ from fl_lightning.algorithms import (
 from fl_lightning.core.state import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
 from fl_lightning.engines.client_data import ClientData
-from fl_lightning.engines.serialization import SerializedValue, unpack
-from fl_lightning.engines.task_server import run_task
+from fl_lightning.engines.serialization import SerializedValue, deserialize
+from fl_lightning.engines.task_server import Request, run_task
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -347,8 +346,8 @@ def test_another_process_is_answered_from_the_cpu(tmp_path: Path) -> None:
         task = task_of_round(run, 1, 0)
         here = run.worker.run(task)
         assert {type(value) for value in here.upload.tensors.values()} == {FarTensor}
-        source = packed(task)
-        answer = unpack(packed(run_task(run.worker, SimpleNamespace(source=source, block=None), None, [])))
+        request = Request(SerializedValue(task).parts, None)
+        answer = deserialize(run_task(run.worker, request, None, []).parts)
         assert {type(value) for value in answer.result.upload.tensors.values()} == {torch.Tensor}
         assert same_bytes(answer.result.upload.tensors, here.upload.on_cpu().tensors)
 
@@ -359,12 +358,6 @@ def test_what_clients_keep_is_on_the_cpu(tmp_path: Path) -> None:
         run._build()
         kept = run.worker.run(task_of_round(run, 1, 0)).memory["own"]
     assert {type(value) for value in kept.values()} == {torch.Tensor}
-
-
-def packed(value: Any) -> Any:
-    parcel = value if isinstance(value, SerializedValue) else SerializedValue(value)
-    parcel.write(target := torch.zeros(parcel.nbytes, dtype=torch.uint8))
-    return target.numpy()
 
 
 def test_a_mean_is_worked_out_there_and_comes_back_once():

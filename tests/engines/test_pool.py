@@ -18,8 +18,10 @@ from fl_lightning.client.module import LossTerm
 from fl_lightning.core.message import Message
 from fl_lightning.engines import Task, pool, ray, shared_fit, task_server
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
-from fl_lightning.engines.serialization import ALIGNMENT, SerializedValue, SharedTensorStore, unpack
-from fl_lightning.engines.task_server import LoadWorker, RunTask, TaskServer
+from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
+from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
+from fl_lightning.engines.task_server import Request, TaskServer
+from fl_lightning.engines.worker import Worker
 from fl_lightning.models import MLP
 
 
@@ -30,18 +32,11 @@ def _unfrozen():
     gc.unfreeze()
 
 
-# --- Parcels ---
+# --- Serialization ---
 
 
-def written(serialized):
-    target = torch.empty(serialized.nbytes + ALIGNMENT, dtype=torch.uint8)
-    skip = -target.data_ptr() % ALIGNMENT
-    serialized.write(target[skip : skip + serialized.nbytes])
-    return target[skip : skip + serialized.nbytes].numpy()
-
-
-def there_and_back(value, **options):
-    return unpack(written(SerializedValue(value)), **options)
+def arrived(value, **options):
+    return deserialize(SerializedValue(value).parts, **options)
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -53,7 +48,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
     st.sampled_from(["plain", "permuted", "sliced", "expanded"]),
     st.booleans(),
 )
-def test_tensors_arrive_bit_for_bit_with_their_strides(shape, dtype, form, copy):
+def test_tensors_keep_their_bits_and_strides(shape, dtype, form, copy):
     tensor = torch.randint(0, 2, shape).to(dtype)
     if form == "permuted":
         tensor = tensor.permute(list(reversed(range(tensor.ndim))))
@@ -61,66 +56,43 @@ def test_tensors_arrive_bit_for_bit_with_their_strides(shape, dtype, form, copy)
         tensor = torch.cat([tensor, tensor])[1 : 1 + len(tensor)]
     elif form == "expanded":
         tensor = tensor.expand(3, *shape)
-    (arrived,) = there_and_back([tensor], copy=copy)
-    assert arrived.dtype == dtype
-    assert arrived.shape == tensor.shape
-    assert torch.equal(arrived, tensor)
+    other = arrived(tensor, copy=copy)
+    assert (other.dtype, other.shape) == (dtype, tensor.shape)
+    assert torch.equal(other, tensor)
     if form != "expanded" and tensor.numel():
-        assert arrived.stride() == tensor.stride()
-    assert arrived.numel() == 0 or copy or arrived.data_ptr() % ALIGNMENT == 0
+        assert other.stride() == tensor.stride()
+    if tensor.numel():  # a deep copy would take the whole storage of a slice
+        assert other.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (1, 3, 1, 1)])
-def test_channels_last_stays_so(shape):
-    tensor = torch.randn(shape).to(memory_format=torch.channels_last)
-    for copy in (False, True):
-        (arrived,) = there_and_back([tensor], copy=copy)
-        assert arrived.stride() == tensor.stride()
-        assert torch.equal(arrived, tensor)
-
-
-def test_one_tensor_twice_is_one_tensor_there_and_equal_ones_are_two():
-    one, equal, empty, other_empty = torch.ones(3), torch.ones(3), torch.empty(0), torch.empty(0, dtype=torch.int64)
-    a, b, c, d, e = there_and_back([one, one, equal, empty, other_empty])
+def test_a_repeated_tensor_stays_one_object_and_equal_tensors_stay_two():
+    one, equal = torch.ones(3), torch.ones(3)
+    a, b, c = arrived([one, one, equal])
     assert a is b
     assert a is not c
-    assert (d.dtype, e.dtype) == (torch.float32, torch.int64)
 
 
-def test_a_tensor_has_its_elements_for_itself():
-    large, small = there_and_back([torch.zeros(1000), torch.zeros(2)])
-    assert small.untyped_storage().nbytes() == 8  # a deep copy takes all of a tensor's storage
-    assert large.untyped_storage().nbytes() == 4000
+def test_parts_in_a_memory_file_are_aligned_and_copied_on_request():
+    place = MemoryFile().append(SerializedValue([torch.ones(size, dtype=torch.uint8) for size in (3, 64, 65, 1)]))
+    parts = place.file.read(place.spans)
+    views, copies = deserialize(parts), deserialize(parts, copy=True)
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in (*views, *copies)] == [0] * 8
+    assert [int(tensor.sum()) for tensor in views] == [3, 64, 65, 1]
+    for part in parts[1:]:
+        part[:] = 0
+    assert [int(tensor.sum()) for tensor in (*views, *copies)] == [0, 0, 0, 0, 3, 64, 65, 1]
+    parts[1].flags.writeable = False  # as in Ray's object store
+    assert deserialize(parts)[0].sum() == 0
 
 
-def test_every_tensor_starts_where_torch_would_have_put_it():
-    arrived = there_and_back([torch.ones(size, dtype=torch.uint8) for size in (3, 64, 65, 1)])
-    assert [tensor.data_ptr() % ALIGNMENT for tensor in arrived] == [0, 0, 0, 0]
-    assert [int(tensor.sum()) for tensor in arrived] == [3, 64, 65, 1]
-
-
-def test_copies_do_not_lie_in_the_parcel():
-    source = written(SerializedValue([torch.ones(4)]))
-    (inside,), (copied,) = unpack(source), unpack(source, copy=True)
-    source[:] = 0
-    assert inside.sum() == 0
-    assert copied.sum() == 4
-
-
-def test_read_only_bytes_can_be_read():
-    source = written(SerializedValue([torch.ones(4)]))
-    source.flags.writeable = False
-    assert unpack(source)[0].sum() == 4
-
-
-def test_parameters_and_tensors_that_are_more_than_elements_arrive_too():
+def test_parameters_and_special_tensors_are_serialized_by_torch():
     parameter, leaf = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     conjugate, sparse = torch.tensor([1 + 2j]).conj(), torch.eye(2).to_sparse()
-    arrived = there_and_back([parameter, leaf, conjugate, sparse])
-    assert isinstance(arrived[0], torch.nn.Parameter)
-    assert arrived[1].requires_grad
-    assert torch.equal(arrived[2], torch.tensor([1 - 2j]))
-    assert torch.equal(arrived[3].to_dense(), torch.eye(2))
+    others = arrived([parameter, leaf, conjugate, sparse])
+    assert isinstance(others[0], torch.nn.Parameter)
+    assert others[1].requires_grad
+    assert torch.equal(others[2], torch.tensor([1 - 2j]))
+    assert torch.equal(others[3].to_dense(), torch.eye(2))
 
 
 # --- The store ---
@@ -130,9 +102,9 @@ def task(client, memory=None, **tensors):
     return Task(1, client, Message(tensors), memory or {})
 
 
-def test_what_tasks_have_in_common_is_put_down_once():
+def test_tensors_of_several_tasks_are_stored_once():
     put, shared, own = [], torch.randn(1000), [torch.randn(500) for _ in range(3)]
-    store = SharedTensorStore(lambda serialized: put.append(written(serialized)) or len(put) - 1)
+    store = SharedTensorStore(lambda serialized: put.append(serialized.parts) or len(put) - 1)
     tasks = [task(k, w=shared, v=own[k]) for k in range(3)]
     for one in tasks:
         store.add(one)
@@ -140,74 +112,63 @@ def test_what_tasks_have_in_common_is_put_down_once():
     for k, one in enumerate(tasks):
         serialized = SerializedValue(one, store)
         assert serialized.blocks == {0}
-        assert serialized.nbytes < 4000
-        arrived = unpack(written(serialized), lambda block: unpack(put[block]))
-        assert torch.equal(arrived.download.tensors["w"], shared)
-        assert torch.equal(arrived.download.tensors["v"], own[k])
+        assert sum(map(len, serialized.parts)) < 4000
+        other = deserialize(serialized.parts, lambda block: deserialize(put[block]))
+        assert torch.equal(other.download.tensors["w"], shared)
+        assert torch.equal(other.download.tensors["v"], own[k])
 
 
-def test_a_tensor_that_one_task_has_twice_is_not_common():
+def test_tensors_of_one_task_are_neither_stored_nor_kept_alive():
     tensor = torch.ones(3)
-    store = SharedTensorStore(lambda serialized: pytest.fail("nothing is common"))
+    store = SharedTensorStore(lambda serialized: pytest.fail("nothing is shared"))
     store.add(task(0, {"m": {"w": tensor}}, w=tensor))
     store.add(task(1, w=torch.ones(3)))
+    assert len(store._seen) == 1
 
 
-def test_memory_counts_as_well_as_downloads_and_later_finds_make_later_blocks():
+def test_client_state_is_shared_too_and_later_tasks_add_blocks():
     first, second = torch.ones(3), torch.zeros(3)
-    store = SharedTensorStore(lambda serialized: serialized.nbytes)
+    store = SharedTensorStore(lambda serialized: None)
     store.add(task(0, {"m": {"a": first}}))
     store.add(task(1, a=first, b=second))
     store.add(task(2, {"m": {"b": second}}))
     assert len(store.handles) == 2
-    assert (store.position(first), store.position(second)) == ((0, 0), (1, 0))
+    assert store.positions == {id(first): (0, 0), id(second): (1, 0)}
 
 
-def test_the_shelf_does_not_keep_alive_what_one_task_has():
-    store = SharedTensorStore(lambda serialized: None)
-    one = task(0, w=torch.ones(3))
-    store.add(one)
-    assert len(store._seen) == 1
-    del one
-    assert len(store._seen) == 0
-
-
-# --- Dealing out ---
+# --- The engine ---
 
 
 def served(server, requests):
     """What a server answers to requests."""
     waiting, answers = deque(requests), []
     with pytest.raises(IndexError):
-        server.serve(waiting.popleft, lambda serialized: answers.append(unpack(written(serialized), copy=True)))
+        server.serve(waiting.popleft, lambda serialized: answers.append(deserialize(serialized.parts, copy=True)))
     assert not waiting
     return answers
 
 
-class Near(PoolWorker):
-    """A worker in this process; it works when it is asked for an answer, and dies at some clients."""
+class LocalWorker(PoolWorker):
+    """A worker in this process. It works when it is asked for an answer, and is lost at some clients."""
 
     def __init__(self, pool):
         super().__init__()
-        self.pool, self.server, self.inbox = pool, TaskServer(), deque()
+        self.pool, self.server, self.inbox = pool, TaskServer({}), deque()
 
-    def load(self, handle):
-        self.inbox.append(LoadWorker(handle, {}))
-
-    def send_task(self, serialized, blocks):
-        self.inbox.append(RunTask(written(serialized), lambda b: unpack(blocks[b])))
+    def send(self, handle, blocks=None):
+        self.inbox.append(Request(handle, None if blocks is None else lambda block: deserialize(blocks[block])))
 
     def answer(self):
         request = self.inbox.popleft()
-        if isinstance(request, LoadWorker):
-            if self.pool.stillborn:
-                self.pool.stillborn -= 1
+        if not request.block:
+            if self.pool.lost_at_start:
+                self.pool.lost_at_start -= 1
                 raise WorkerLost("young")
         else:
             client = self.tasks[0].client
             self.pool.order.append(client)
-            if client in self.pool.deadly:
-                self.pool.deadly.remove(client)
+            if client in self.pool.lost_at:
+                self.pool.lost_at.remove(client)
                 raise WorkerLost("by a test")
         (answer,) = served(self.server, [request])
         return answer
@@ -216,25 +177,25 @@ class Near(PoolWorker):
         self.pool.ended += 1
 
 
-class NearPool(PoolEngine):
-    def __init__(self, workers, deadly=(), stillborn=0):
+class LocalPool(PoolEngine):
+    def __init__(self, workers, lost_at=(), lost_at_start=0):
         super().__init__()
-        self.workers, self.deadly, self.stillborn = workers, list(deadly), stillborn
-        self.order, self.put, self.started, self.ended = [], [], 0, 0
+        self.workers, self.lost_at, self.lost_at_start = workers, list(lost_at), lost_at_start
+        self.order, self.storages, self.started, self.ended = [], [], 0, 0
 
     def size(self, worker):
         return self.workers
 
     def _start_worker(self):
         self.started += 1
-        return Near(self)
+        return LocalWorker(self)
 
-    def _put(self, serialized):
-        self.put.append(serialized)
-        return written(serialized)
+    def _new_storage(self):
+        self.storages.append(stored := [])
+        return lambda serialized: stored.append(serialized) or serialized.parts
 
     def _wait(self):
-        return [member for member in self._pool_workers if member.inbox][-1:]
+        return [worker for worker in self._pool_workers if worker.inbox][-1:]
 
 
 def same(one, other):
@@ -244,10 +205,10 @@ def same(one, other):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("method", [FedAvg, PeerAlgorithm])
-def test_any_number_of_members_gives_the_same_bytes(tmp_path, workers, method):
-    alone, shared = experiment(tmp_path / "1", method()), experiment(tmp_path / "n", method(), engine=NearPool(workers))
+@pytest.mark.parametrize(("workers", "method"), [(2, PeerAlgorithm), (1, FedAvg), (3, FedAvg)])
+def test_the_number_of_workers_does_not_change_results(tmp_path, workers, method):
+    alone = experiment(tmp_path / "1", method())
+    shared = experiment(tmp_path / "n", method(), engine=LocalPool(workers))
     alone.fit()
     shared.fit()
     same(alone, shared)
@@ -261,8 +222,8 @@ def started(tmp_path, engine, **options):
     return run, [run.server.task(1, k, d) for k, d in zip(clients, run.server.downloads(1, clients), strict=True)]
 
 
-def test_the_largest_of_those_taken_goes_first(tmp_path):
-    engine = NearPool(1)
+def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
+    engine = LocalPool(1)
     run, tasks = started(tmp_path, engine)
     work = [len(shard.train) for shard in run.data.shards]
     assert len(set(work)) == len(work)
@@ -275,7 +236,7 @@ def test_the_largest_of_those_taken_goes_first(tmp_path):
 
 
 def test_tasks_are_taken_only_when_there_is_room(tmp_path):
-    engine, taken, done = NearPool(2), 0, 0
+    engine, taken, done = LocalPool(2), 0, 0
     run, tasks = started(tmp_path, engine)
 
     def watched():
@@ -290,40 +251,31 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
     assert done == taken == 30
 
 
-def test_the_common_state_travels_once_a_round_and_the_worker_object_once(tmp_path):
-    engine = NearPool(3)
+def test_shared_tensors_are_stored_once_a_round_and_the_worker_object_once(tmp_path):
+    engine = LocalPool(30)
     run = experiment(tmp_path, engine=engine, clients_per_round=None)
     run.fit()
-    assert len(engine.put) == 1 + run.rounds
-    assert engine.started == engine.ended == 3
+    (worker_object,), *rest = [stored for stored in engine.storages if stored]
+    blocks = [stored for (stored,) in rest if not stored.blocks]  # the others are tasks, which need a block
+    assert isinstance(deserialize(worker_object.parts)[0], Worker)
+    assert len(blocks) == run.rounds
+    assert engine.started == engine.ended == 6  # no more than tasks
 
 
-def test_no_more_members_than_tasks_are_hired(tmp_path):
-    engine = NearPool(30)
+def test_start_starts_all_workers(tmp_path):
+    engine = LocalPool(30, lost_at_start=1)
     run, tasks = started(tmp_path, engine)
-    assert len(list(engine.run(run.worker, tasks[:2]))) == 2
-    assert engine.started == 2
-
-
-def test_all_members_can_be_started_ahead(tmp_path):
-    engine = NearPool(3)
-    run, tasks = started(tmp_path, engine)
-    engine.start(run.worker)
-    assert [member.ready for member in engine._pool_workers] == [True] * 3
-    engine.start(run.worker)
+    for _ in range(2):
+        engine.start(run.worker)
+        assert [worker.ready for worker in engine._pool_workers] == [True] * 6  # no more than clients
     assert len(list(engine.run(run.worker, tasks))) == 6
-    assert engine.started == 3
-    assert NearPool.start(stillborn := NearPool(2, stillborn=1), run.worker) is None
-    assert (stillborn.started, len(stillborn._pool_workers)) == (3, 2)
+    assert engine.started == 7
     with pytest.raises(WorkerLost, match="3 workers ended before they could begin"):
-        NearPool(2, stillborn=9).start(run.worker)
-    few = NearPool(30)
-    few.start(run.worker)
-    assert few.started == 6  # there are no more clients
+        LocalPool(2, lost_at_start=9).start(run.worker)
 
 
 def test_another_worker_object_is_sent_anew(tmp_path):
-    engine = NearPool(1)
+    engine = LocalPool(1)
     (one, tasks), (other, other_tasks) = (started(tmp_path / str(n), engine, seed=n) for n in (0, 1))
     first, second = (next(engine.run(run.worker, t[:1])) for run, t in ((one, tasks), (other, other_tasks)))
     assert engine.started == 1
@@ -332,22 +284,22 @@ def test_another_worker_object_is_sent_anew(tmp_path):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("deadly", [[2], [2, 2], [0, 1, 2, 3, 4, 5]])
-def test_a_lost_members_tasks_are_done_again(tmp_path, deadly):
+@pytest.mark.parametrize("lost_at", [[2, 2], [0, 1, 2, 3, 4, 5]])
+def test_tasks_of_a_lost_worker_are_run_again(tmp_path, lost_at):
     options = {"clients_per_round": None, "rounds": 2}
     alone, shared = (
-        experiment(tmp_path / str(engine), engine=engine, **options) for engine in ("sequential", NearPool(2, deadly))
+        experiment(tmp_path / str(engine), engine=engine, **options) for engine in ("sequential", LocalPool(2, lost_at))
     )
     alone.fit()
     shared.fit()
     same(alone, shared)
-    assert shared.engine.started == 2 + len(deadly)
+    assert shared.engine.started == 2 + len(lost_at)
     assert shared.engine.ended == shared.engine.started
 
 
-def test_a_client_that_three_workers_die_at_has_failed_and_the_others_go_on(tmp_path):
+def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
     run = experiment(
-        tmp_path, engine=NearPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
+        tmp_path, engine=LocalPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
     )
     with pytest.warns(
         UserWarning, match="client 3, round 1: 3 worker processes died at it, the last of them by a test; dropped"
@@ -357,8 +309,8 @@ def test_a_client_that_three_workers_die_at_has_failed_and_the_others_go_on(tmp_
     assert run.engine.order.count(3) == 3
 
 
-def test_members_that_never_begin_end_the_run(tmp_path):
-    engine = NearPool(2, stillborn=3)
+def test_workers_that_never_begin_end_the_run(tmp_path):
+    engine = LocalPool(2, lost_at_start=3)
     run = experiment(tmp_path, engine=engine)
     with pytest.raises(
         WorkerLost, match=r"3 workers ended before they could begin, the last of them young; .*__main__"
@@ -367,29 +319,29 @@ def test_members_that_never_begin_end_the_run(tmp_path):
     assert engine.started == engine.ended
 
 
-def test_what_is_left_of_a_round_broken_off_is_not_taken_for_the_next(tmp_path):
-    engine = NearPool(2)
+def test_tasks_of_an_interrupted_round_are_dropped(tmp_path):
+    engine = LocalPool(2)
     run, tasks = started(tmp_path, engine)
-    broken_off = engine.run(run.worker, tasks)
-    next(broken_off)
+    interrupted = engine.run(run.worker, tasks)
+    next(interrupted)
     clients = [result.client for result in engine.run(run.worker, tasks[:3])]
     assert sorted(clients) == [0, 1, 2]
 
 
-def test_the_work_of_a_task_is_its_training_samples(tmp_path):
-    """The member with least to do gets the next task, however many tasks the others have."""
-    engine = NearPool(2)
+def test_the_worker_with_the_least_work_gets_the_next_task(tmp_path):
+    """The worker with the least to do gets the next task, however many tasks the others have."""
+    engine = LocalPool(2)
     _, tasks = started(tmp_path, engine)
-    members = [Near(engine), Near(engine)]
-    for member in members:
-        member.ready = True
-    engine._pool_workers = members
+    workers = [LocalWorker(engine), LocalWorker(engine)]
+    for worker in workers:
+        worker.ready = True
+    engine._pool_workers = workers
     engine._assign(tasks[:4], SharedTensorStore(lambda serialized: None), lambda one: 1 if one.client else 100)
-    assert [len(member.tasks) for member in members] == [1, 2]
-    assert members[0].tasks[0].client == 0
+    assert [len(worker.tasks) for worker in workers] == [1, 2]
+    assert workers[0].tasks[0].client == 0
 
 
-# --- The other end ---
+# --- The task server ---
 
 
 @pytest.fixture
@@ -415,11 +367,11 @@ LOADED = ["collect", "freeze"]
 
 
 def load(run):
-    return LoadWorker(written(pool.serialize_worker(run.worker)), {})
+    return Request(pool.serialize_worker(run.worker).parts, None)
 
 
-def orders(tasks):
-    return [RunTask(written(SerializedValue(task)), None) for task in tasks]
+def requests_for(tasks):
+    return [Request(SerializedValue(task).parts, pytest.fail) for task in tasks]
 
 
 def same_result(one, other):
@@ -428,41 +380,39 @@ def same_result(one, other):
     return same_bytes(one.upload.tensors, other.upload.tensors)
 
 
-def test_a_host_carries_tasks_out_in_one_fit(tmp_path, events):
+def test_tasks_share_one_fit(tmp_path, events):
     run, tasks = started(tmp_path, "sequential")
-    loaded, *answers = served(TaskServer(), [load(run), *orders(tasks[:4])])
+    loaded, *answers = served(TaskServer({}), [load(run), *requests_for(tasks[:4])])
     assert (loaded.result, loaded.refused) == (None, None)
     assert events == [*LOADED, "SharedFit", "end"]
     for answer, task in zip(answers, tasks, strict=False):
         assert same_result(answer.result, run.worker.run(task))
 
 
-def test_and_answers_each_before_it_asks_for_the_next(tmp_path):
+def test_each_task_is_answered_before_the_next_is_received(tmp_path):
     run, tasks = started(tmp_path, "sequential")
-    waiting, log = deque([load(run), *orders(tasks[:3])]), []
+    waiting, log = deque([load(run), *requests_for(tasks[:3])]), []
 
     def receive():
         log.append("?")
         return waiting.popleft()
 
     with pytest.raises(IndexError):
-        TaskServer().serve(receive, lambda serialized: log.append("!"))
+        TaskServer({}).serve(receive, lambda serialized: log.append("!"))
     assert "".join(log) == "?!?!?!?!?"
 
 
 def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(
-        task_server, "SECONDS", 2
-    )  # begun at 0, over at 2; garbage is then not left for the next request
+    monkeypatch.setattr(task_server, "SECONDS", 2)  # begun at 0, over at 2
     run, tasks = started(tmp_path, "sequential")
-    served(TaskServer(), [load(run), *orders(tasks[:4])])
+    served(TaskServer({}), [load(run), *requests_for(tasks[:4])])
     one_fit = ["SharedFit", "end", "collect"]
     assert events == [*LOADED, *one_fit, *one_fit, "SharedFit", "end"]
 
 
-def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch):
+def test_waiting_for_the_first_task_does_not_count(monkeypatch):
     now = [0]
     monkeypatch.setattr(shared_fit.time, "monotonic", lambda: now[0])
 
@@ -475,44 +425,44 @@ def test_the_time_that_a_fit_waits_for_its_first_task_does_not_count(monkeypatch
 
 
 ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
-RELAYED, BY_ITSELF = ["SharedFit", "end", "collect"], ["ClientModule", "end", "collect"]
+SHARED, OWN = ["SharedFit", "end", "collect"], ["ClientModule", "end", "collect"]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
     [
-        ({}, {}, [*RELAYED, *LOADED, "SharedFit", "end"]),
-        ({}, ALONE, [*RELAYED, *LOADED, *BY_ITSELF, *BY_ITSELF]),
-        (ALONE, {}, [*BY_ITSELF, *BY_ITSELF, "collect", *LOADED, "SharedFit", "end"]),
+        ({}, {}, [*SHARED, *LOADED, "SharedFit", "end"]),
+        ({}, ALONE, [*SHARED, *LOADED, *OWN, *OWN]),
+        (ALONE, {}, [*OWN, *OWN, "collect", *LOADED, "SharedFit", "end"]),
     ],
-    ids=["common fits", "then each alone", "first each alone"],
+    ids=["shared fits", "then own fits", "first own fits"],
 )
-def test_another_worker_object_ends_the_fit_before_it_is_taken_in(tmp_path, events, first, second, fits):
+def test_another_worker_object_ends_the_shared_fit(tmp_path, events, first, second, fits):
     (one, tasks), (other, others) = (
         started(tmp_path / str(n), "sequential", seed=n, **options) for n, options in enumerate((first, second))
     )
-    requests = [load(one), *orders(tasks[:2]), load(other), *orders(others[:2])]
-    answers = served(TaskServer(), requests)
+    requests = [load(one), *requests_for(tasks[:2]), load(other), *requests_for(others[:2])]
+    answers = served(TaskServer({}), requests)
     assert events == [*LOADED, *fits]
     assert same_result(answers[2].result, one.worker.run(tasks[1]))
     assert same_result(answers[5].result, other.worker.run(others[1]))
 
 
-def test_nothing_of_a_task_is_held_while_the_next_is_waited_for(tmp_path):
+def test_a_task_is_freed_before_the_next_is_received(tmp_path):
     run, tasks = started(tmp_path, "sequential")
-    waiting, held = [SerializedValue(task) for task in reversed(tasks)], []
+    waiting, held = requests_for(reversed(tasks)), []
 
     def receive():
         if not held:
             held.append(None)
             return load(run)
         assert not (held[-1] and held[-1]()), "the task before is still there"
-        order = RunTask(written(waiting.pop()), None)
-        held.append(weakref.ref(order))
-        return order
+        request = waiting.pop()
+        held.append(weakref.ref(request))
+        return request
 
     with pytest.raises(IndexError):
-        TaskServer().serve(receive, lambda serialized: None)
+        TaskServer({}).serve(receive, lambda serialized: None)
     assert len(held) == 7
 
 
@@ -538,11 +488,11 @@ class Trouble(LossTerm):
 
 @pytest.mark.filterwarnings("always:smoke is seen", "always:in round")
 @pytest.mark.parametrize("error", [RuntimeError("fire"), SystemExit("had enough")])
-def test_a_client_of_a_host_fails_alone_and_its_warnings_are_told_once(tmp_path, events, error):
+def test_a_client_fails_alone_and_warnings_are_sent_once(tmp_path, events, error):
     run = experiment(tmp_path, FedAvg(loss_terms=[Trouble(_2=error)]))
     run._build()
     tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
-    _, *answers = served(TaskServer(), [load(run), *orders(tasks)])
+    _, *answers = served(TaskServer({}), [load(run), *requests_for(tasks)])
     assert events == [*LOADED, "SharedFit", "end"]
     shown = [[(text, category) for text, category, _, _ in answer.warnings] for answer in answers]
     each = [(f"in round {number}", RuntimeWarning) for number in (1, 2, 3)]
@@ -567,24 +517,24 @@ class Elsewhere:
         return MLP(in_shape=in_shape, num_classes=num_classes, hidden=(16,))
 
 
-def test_a_model_that_cannot_be_built_there_is_each_clients_failure(tmp_path, events, monkeypatch):
+def test_a_model_that_cannot_be_built_is_each_clients_failure(tmp_path, events, monkeypatch):
     run, tasks = started(tmp_path, "sequential", model=Elsewhere())
     monkeypatch.setattr(Elsewhere, "home", False)
-    _, *answers = served(TaskServer(), [load(run), *orders(tasks[:2])])
+    _, *answers = served(TaskServer({}), [load(run), *requests_for(tasks[:2])])
     words = [f"client {k}, round 1: FileNotFoundError: weights.pt" for k in (0, 1)]
     assert [str(answer.result.failure) for answer in answers] == words
 
 
-def test_a_result_that_cannot_travel_is_a_failed_task(tmp_path):
+def test_a_result_that_cannot_be_serialized_is_a_failed_task(tmp_path):
     class Odd(FedAvg):
         def remember(self, module, upload):
             return {"odd": {"tensor": torch.zeros(1), "lambda": lambda: 0}}
 
-    server = TaskServer()
+    server = TaskServer({})
     run, tasks = started(tmp_path, "sequential")
     server.worker = run.worker
     server.worker.algorithm = Odd()
-    (answer,) = served(server, [RunTask(written(SerializedValue(tasks[0])), None)])
+    (answer,) = served(server, requests_for(tasks[:1]))
     assert "client 0, round 1: " in str(answer.result.failure)
     assert "lambda" in str(answer.result.failure)
 
@@ -597,7 +547,7 @@ class Broken(TaskServer):
         raise OSError("the disk is gone")
 
 
-def test_an_actor_whose_host_breaks_down_says_so(monkeypatch):
+def test_an_actor_raises_the_error_of_its_server(monkeypatch):
     monkeypatch.setattr(ray, "TaskServer", Broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        ray.RemoteServer(1, []).load(None, {})
+        ray.RemoteServer(1, {}, []).serve([], None)
