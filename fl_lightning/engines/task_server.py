@@ -71,7 +71,9 @@ def set_warning_filters(filters: list[Any]) -> None:
 
 def is_importable(category: Any) -> bool:
     """Return whether another process can import a class."""
-    return isinstance(category, type) and getattr(sys.modules.get(category.__module__), category.__name__, 0) is category
+    return (
+        isinstance(category, type) and getattr(sys.modules.get(category.__module__), category.__name__, 0) is category
+    )
 
 
 class TaskServer:
