@@ -52,10 +52,12 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
     for key, (given, kind) in kinds.items():
         for one in given:
             if not isinstance(one, kind):
-                raise ConfigError(f"{key}: {misplaced(type(one)) or f'{type(one).__name__} is not a callback'}")
+                raise ConfigError(
+                    f"{key}: {describe_misplaced(type(one)) or f'{type(one).__name__} is not a callback'}"
+                )
 
 
-def misplaced(kind: type) -> str | None:
+def describe_misplaced(kind: type) -> str | None:
     """Return the message for a class under the wrong one of `callbacks` and `client_callbacks`; None if it fits."""
     if issubclass(kind, RoundCallback):
         return f"{kind.__name__} watches the run, not a client's fit. List it under callbacks."

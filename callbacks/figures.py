@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fl_lightning.callbacks.base import RoundCallback
-from fl_lightning.callbacks.plots import png
+from fl_lightning.callbacks.plots import to_png
 from matplotlib.figure import Figure
 
 from fl_lightning.algorithms.base import OWN
@@ -121,7 +121,7 @@ class RoundFigure(RoundCallback):
         folder, stem = run.run_dir / "figures" / name, f"round-{run.round:06d}"
         np.savez_compressed(content := BytesIO(), **cast(dict[str, Any], self._arrays))
         self._write(folder / f"{stem}.npz", content.getvalue())
-        self._write(folder / f"{stem}.png", png(self.draw(self._arrays)))
+        self._write(folder / f"{stem}.png", to_png(self.draw(self._arrays)))
         caption = [f"round {run.round}"]
         run.logger.log_image(f"figures/{name}", [str(folder / f"{stem}.png")], step=run.round, caption=caption)
         self._arrays = None

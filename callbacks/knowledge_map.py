@@ -131,11 +131,11 @@ class KnowledgeMap(RoundFigure):
         else:
             figure.colorbar(shown, ax=axes, label="class")
         if len(held) <= MOST_LABELS:
-            label_apart(axes, arrays["knowledge"], [str(label) for label in held])
+            place_labels(axes, arrays["knowledge"], [str(label) for label in held])
         return figure
 
 
-def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
+def place_labels(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
     """Write a text near each point, without overlaps, with a line to the point.
 
     Fixes the layout and the size of the figure.
@@ -156,7 +156,7 @@ def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
     taken = [Bbox.from_bounds(x - marker / 2, y - marker / 2, marker, marker) for x, y in at]
     for note, size, point in zip(notes, sizes + 2, at, strict=True):
         note.remove()
-        for place in around(point, marker):
+        for place in places_around(point, marker):
             box = Bbox.from_bounds(*(place - size / 2), *size)
             within = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0 and box.y1 < inside.y1
             if within and not box.count_overlaps(taken):
@@ -169,7 +169,7 @@ def label_apart(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:
         axes.annotate(note.get_text(), own, xytext=spot, arrowprops=line, **style)
 
 
-def around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:
+def places_around(point: np.ndarray, step: float) -> Iterator[np.ndarray]:
     """Yield places around a point, on twenty circles whose radius grows by `step`."""
     for ring in range(1, 21):
         for angle in np.linspace(np.pi / 4, 9 * np.pi / 4, 8 * ring, endpoint=False):

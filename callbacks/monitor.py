@@ -58,7 +58,7 @@ class Monitor(RoundCallback):
         if self.monitor is None:
             self.mode = "min" if default in LOSSES else self.mode
         else:
-            self._known = is_among(self.monitor, names) and not is_beyond(self.monitor, run.clients)
+            self._known = is_among(self.monitor, names) and not is_unknown_client(self.monitor, run.clients)
             if not self._known and not may_add_metrics(run):
                 fix = suggest_metric(self.monitor, names, run.clients)
                 raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {fix}")
@@ -141,7 +141,7 @@ def round_metrics(run: FederatedRun) -> list[str]:
     return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
 
 
-def refuse_taken(run: FederatedRun, logged: Collection[str]) -> None:
+def refuse_taken_names(run: FederatedRun, logged: Collection[str]) -> None:
     """Refuse metrics of client callbacks with names that the run uses already.
 
     Args:
@@ -161,7 +161,7 @@ def is_among(name: str, names: Sequence[str]) -> bool:
     return "<id>" not in name and (name in names or _NUMBER.sub("<id>", name) in names)
 
 
-def is_beyond(name: str, clients: int) -> bool:
+def is_unknown_client(name: str, clients: int) -> bool:
     """Whether a metric belongs to a client that does not exist."""
     client = re.match(r"client_([0-9]{1,18})/", name)
     return client is not None and int(client[1]) >= clients
@@ -169,7 +169,7 @@ def is_beyond(name: str, clients: int) -> bool:
 
 def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
     """Return a hint for an unknown metric: the most similar name, or all names."""
-    if is_beyond(name, clients):
+    if is_unknown_client(name, clients):
         return f"clients are 0 to {clients - 1}"
     forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be a name per client
     if _NUMBER.sub("<id>", name) in forms:

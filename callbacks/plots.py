@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from fl_lightning.core.files import write_atomically
-from fl_lightning.runs.partition import MAX_COLUMNS, binned
+from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
 
 
 def partition_figure(counts: np.ndarray, path: Path) -> None:
@@ -28,7 +28,9 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
     """
     clients, classes = counts.shape
     if clients > MAX_COLUMNS:
-        write_png(heat_maps({f"mean samples of {clients:,} clients": binned(counts)}, "class", "clients, sorted"), path)
+        write_png(
+            heat_maps({f"mean samples of {clients:,} clients": group_clients(counts)}, "class", "clients, sorted"), path
+        )
         return
     figure = Figure(figsize=(min(2 + 0.35 * clients, 24), min(1.5 + 0.3 * classes, 24)), layout="constrained")
     axes = figure.subplots()
@@ -44,10 +46,10 @@ def partition_figure(counts: np.ndarray, path: Path) -> None:
 
 def write_png(figure: Figure, path: Path) -> None:
     """Write a figure atomically."""
-    write_atomically(path, png(figure))
+    write_atomically(path, to_png(figure))
 
 
-def png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
     """Return a figure as PNG data, identical for identical figures."""
     figure.savefig(picture := BytesIO(), format="png", dpi=120)
     return picture.getvalue()

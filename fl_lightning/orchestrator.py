@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.server import Server
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
-from fl_lightning.callbacks.monitor import refuse_taken
+from fl_lightning.callbacks.monitor import refuse_taken_names
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LRScales
@@ -254,7 +254,7 @@ class FederatedOrchestrator:
         fitted = time.monotonic()
         metrics = {"round": round, **train_metrics(results), **self.evaluator.after_round(round, results)}
         metrics |= (logged := logged_metrics(results))
-        refuse_taken(self, logged)
+        refuse_taken_names(self, logged)
         if self.on_client_failure == "drop":
             metrics["client/failed"] = len(participants) - len(results)
         return metrics | {"time/fit_s": fitted - started, "time/round_s": time.monotonic() - started}

@@ -14,7 +14,7 @@ import numpy as np
 from fl_lightning.core.config import FREE_KEYS, below
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better, rounds_to
-from fl_lightning.runs.reader import Run, is_setting, known_key
+from fl_lightning.runs.reader import Run, has_value, known_key
 
 LEVELS = (0.05, 0.01, 0.001)
 """Significance levels: one star for each level that p is below."""
@@ -361,7 +361,7 @@ def _matching(group: Group, groups: list[Group], other_keys: list[str], wanted: 
     return [
         other
         for other in groups
-        if all(is_setting(other.values.get(key), value) for key, value in wanted.items())
+        if all(has_value(other.values.get(key), value) for key, value in wanted.items())
         and all(repr(other.values.get(key)) == repr(group.values.get(key)) for key in other_keys)
     ]
 
@@ -470,7 +470,7 @@ def sort_key(value: Any) -> tuple[int, float, str]:
 
 
 def _sort_key(value: Any, wanted: Any) -> tuple[bool, tuple[int, float, str]]:
-    return not is_setting(value, wanted), sort_key(value)
+    return not has_value(value, wanted), sort_key(value)
 
 
 def _seeds(runs: Iterable[Run]) -> list[Any]:

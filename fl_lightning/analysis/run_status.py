@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file
 from fl_lightning.evaluation.metrics import Row, parse_rows, read_rows
-from fl_lightning.runs.reader import DamagedRun, Run, read_config, read_final, whole_rounds
+from fl_lightning.runs.reader import DamagedRun, Run, complete_rounds, read_config, read_final
 
 TAIL = 2**16
 """Bytes at the end of a file that are read first; more if a round has more clients than fit."""
@@ -84,7 +84,7 @@ class RunMonitor:
         """
         try:
             if self._is_new("metrics.csv"):
-                self._rows = whole_rounds(read_rows(self.folder / "metrics.csv"))
+                self._rows = complete_rounds(read_rows(self.folder / "metrics.csv"))
             rows, last_round = self._rows, (self.folder / "metrics.csv").stat().st_mtime
         except FileNotFoundError as error:
             raise DamagedRun(f"{self.folder}: no run: it holds no metrics.csv") from error

@@ -136,12 +136,12 @@ def _misplaced_callback(key: str, message: str) -> str | None:
     homes = {"callbacks": "lightning.pytorch.callbacks", "client_callbacks": "fl_lightning.callbacks"}
     if key not in homes:
         return None
-    from fl_lightning.callbacks.defaults import misplaced
+    from fl_lightning.callbacks.defaults import describe_misplaced
 
     for path in re.findall(r"(?:import path string:|Import path|Given value:) \[?'?([\w.]+)", message):
         module, _, name = path.rpartition(".")
         kind = getattr(sys.modules.get(module) or import_module(homes[key]), name, None)
-        if inspect.isclass(kind) and (text := misplaced(kind)):
+        if inspect.isclass(kind) and (text := describe_misplaced(kind)):
             return text
     return None
 

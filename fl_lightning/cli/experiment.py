@@ -134,7 +134,7 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
     if checkpoint == "last":
         return None
     if checkpoint == "best":
-        newest = folder.newest(report=warnings.warn)
+        newest = folder.read_newest(report=warnings.warn)
         best = newest.state["callbacks"].get("Checkpointing", {}).get("best_round") if newest else None
         if best is None:
             raise ConfigError("--checkpoint: no round is the best yet; take last, or the number of a round")

@@ -88,7 +88,7 @@ class MetricsCsv:
         Raises:
             Damaged: They do not.
         """
-        rows = self._held(round)
+        rows = self._rows_until(round)
         if len(rows) < round:
             raise Damaged(f"{self.path} holds {len(rows)} of rounds 1 to {round}")
         try:
@@ -105,7 +105,7 @@ class MetricsCsv:
         Raises:
             Damaged: The file lacks a round up to that one.
         """
-        self.rows = self._held(round)
+        self.rows = self._rows_until(round)
         if len(self.rows) < round:
             raise Damaged(f"{self.path} does not hold rounds 1 to {round}. Restore it, or start the run again.")
         self._digest = Digest.over(self.rows)
@@ -136,7 +136,7 @@ class MetricsCsv:
         self.rows.append(shared)  # only after it is on disk: `rows` must never be ahead of the file
         self._digest.add(shared)
 
-    def _held(self, round: int) -> list[Row]:
+    def _rows_until(self, round: int) -> list[Row]:
         """Read the rows of rounds 1 to at most `round`, up to the first missing one."""
         try:
             rows = [row for row in read_rows(self.path) if row] if self.path.exists() else []
@@ -270,7 +270,7 @@ class WarningsTxt:
             round: The round.
             digest: The value of `digest` after that round.
         """
-        held = self._held(round)
+        held = self._lines_until(round)
         if len(held) < self.most and self._digest(held) != digest:  # a longer file drops old lines
             warnings.warn(f"{self.path} is not as it was after round {round}", stacklevel=2)
 
@@ -278,7 +278,7 @@ class WarningsTxt:
         """Cut the file back to a round, and add the warnings raised before the run folder was locked."""
         waiting, self._waiting = self._waiting or [], None
         with suppress(OSError):
-            before, kept = self._on_file(), self._held(round)
+            before, kept = self._on_file(), self._lines_until(round)
             self._lines = deque([*kept, *map(self._line, waiting)], self.most)
             self._on_disk = len(before)
             if waiting or kept != before:
@@ -287,7 +287,7 @@ class WarningsTxt:
     def _on_file(self) -> list[bytes]:
         return read_file(self.path).splitlines(keepends=True) if self.path.exists() else []
 
-    def _held(self, round: int) -> list[bytes]:
+    def _lines_until(self, round: int) -> list[bytes]:
         return [line for line in self._on_file() if 0 <= self._round_of(line) <= round]
 
     @staticmethod

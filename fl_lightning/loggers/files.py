@@ -7,8 +7,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,19 @@ def require_package(package: str) -> None:
         raise ConfigError(f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'")
 
 
-def refuse_subfolders(**options: Any) -> None:
-    """Refuse options that name subfolders of `save_dir` if there is no `save_dir`.
+def writes_to_run_folder(save_dir: str | None, **subfolders: Any) -> bool:
+    """Whether no other folder is given.
 
     Raises:
-        ConfigError: There is such an option; the message names it.
+        ConfigError: A subfolder is given without `save_dir`, or an untrusted config gives a folder.
     """
-    for name, value in options.items():
-        if value not in (None, "lightning_logs"):
+    require_trust("logger.save_dir", save_dir)
+    for name, value in subfolders.items():
+        if save_dir is None and value not in (None, "lightning_logs"):
             raise ConfigError(
                 f"logger.{name}: it names a subfolder of logger.save_dir, which is not given. Give both or neither."
             )
+    return save_dir is None
 
 
 class CSVLogger(RoundLogger, lightnings.CSVLogger):
@@ -69,22 +70,19 @@ class CSVLogger(RoundLogger, lightnings.CSVLogger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        require_trust("logger.save_dir", save_dir)
+        self._in_run = writes_to_run_folder(save_dir, name=name, version=version)
         super().__init__(save_dir or "", name, version, prefix)
-        self._in_run = save_dir is None
-        if self._in_run:
-            refuse_subfolders(name=name, version=version)
 
     def begin(self, run: Beginning) -> None:
         """Begin a file, or continue the one in the run folder after the last finished round."""
         if self._in_run:
             self._save_dir, self._name, self._version = str(run.run_dir), "csv_logs", ""
-            _cut_back(run.run_dir / "csv_logs" / "metrics.csv", run.round)
-            self._experiment = _Continued(self.log_dir)
+            _truncate_csv(run.run_dir / "csv_logs" / "metrics.csv", run.round)
+            self._experiment = _AppendingWriter(self.log_dir)
         super().begin(run)
 
 
-class _Continued(ExperimentWriter):
+class _AppendingWriter(ExperimentWriter):
     """Continue an existing file, which Lightning would remove."""
 
     def _check_log_dir_exists(self) -> None:
@@ -93,7 +91,7 @@ class _Continued(ExperimentWriter):
                 self.metrics_keys = next(csv.reader(file), [])
 
 
-def _cut_back(path: Path, round: int) -> None:
+def _truncate_csv(path: Path, round: int) -> None:
     """Cut a CSV file back to the complete rows whose column `step` is at most a round."""
     if not path.exists():
         return
@@ -136,13 +134,10 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         default_hp_metric: bool = True,
     ) -> None:
         require_package("tensorboard")
-        require_trust("logger.save_dir", save_dir)
+        self._in_run = writes_to_run_folder(save_dir, name=name, version=version, sub_dir=sub_dir)
         super().__init__(
             save_dir or "", name, version, default_hp_metric=default_hp_metric, prefix=prefix, sub_dir=sub_dir
         )
-        self._in_run = save_dir is None
-        if self._in_run:
-            refuse_subfolders(name=name, version=version, sub_dir=sub_dir)
 
     def begin(self, run: Beginning) -> None:
         """Begin, or continue after the last finished round. Later steps that were logged are not shown."""
@@ -197,7 +192,7 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         }
         self._named, self._uri = run_name, tracking_uri or os.environ.get(TRACKING)
         self._own_tags = tags or {}
-        self._held = -1  # the last round in the MLflow run when the run was resumed
+        self._last_round = -1  # the last round in the MLflow run when the run was resumed
 
     def check(self, run_dir: Path | None = None) -> None:
         """Check the file that names the MLflow run."""
@@ -210,8 +205,8 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
         place.mkdir(exist_ok=True)
         if not self._uri:
             self._options["artifact_location"] = self._options["artifact_location"] or (place / "artifacts").as_uri()
-        noted = _run_id(run.run_dir) if run.round else None
-        if run.round and not noted:
+        run_id = _run_id(run.run_dir) if run.round else None
+        if run.round and not run_id:
             warnings.warn(f"{place / 'run_id'} not found: a new MLflow run begins", stacklevel=2)
         kinds = dict(zip(("algorithm", "dataset", "partition"), run.labels.tags, strict=False))
         super().__init__(
@@ -219,34 +214,25 @@ class MLFlowLogger(RoundLogger, lightnings.MLFlowLogger):
             run_name=self._named or run.labels.name,
             tracking_uri=self._uri or f"sqlite:///{place / 'mlflow.db'}",
             tags=kinds | self._own_tags,
-            run_id=noted,
+            run_id=run_id,
         )
-        with _restored_environment():
-            _ = self.experiment
-        if noted:
+        variable = os.environ.get(TRACKING)
+        _ = self.experiment
+        os.environ.pop(TRACKING, None)  # MLflow sets it for Lightning, which would affect the next run
+        if variable is not None:
+            os.environ[TRACKING] = variable
+        if run_id:
             key = "-".join(filter(None, (self._prefix, "time/round_s")))
-            self._held = max((one.step for one in self.experiment.get_metric_history(noted, key)), default=-1)
-            self.experiment.update_run(noted, status="RUNNING")
+            self._last_round = max((one.step for one in self.experiment.get_metric_history(run_id, key)), default=-1)
+            self.experiment.update_run(run_id, status="RUNNING")
         else:
             write_atomically(place / "run_id", f"{self.run_id}\n")
             super().begin(run)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log a round, unless the MLflow run has it already."""
-        if step is None or step > self._held:
+        if step is None or step > self._last_round:
             super().log_metrics(metrics, step)
-
-
-@contextmanager
-def _restored_environment() -> Iterator[None]:
-    """Restore the environment variable that MLflow sets for Lightning, which would affect the next run."""
-    before = os.environ.get(TRACKING)
-    try:
-        yield
-    finally:
-        os.environ.pop(TRACKING, None)
-        if before is not None:
-            os.environ[TRACKING] = before
 
 
 def _run_id(run_dir: Path) -> str | None:

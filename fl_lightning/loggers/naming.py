@@ -44,13 +44,13 @@ def changes(setting: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
 
     Keys are shortened to their last parts where these are unique.
     """
-    told = {key: value for key, value in setting.items() if stated.get(key) != value}
-    endings = Counter(_ending(key) for key in told)
-    named = {_ending(key) if endings[_ending(key)] == 1 else key: value for key, value in told.items()}
+    changed = {key: value for key, value in setting.items() if stated.get(key) != value}
+    endings = Counter(_last_part(key) for key in changed)
+    named = {_last_part(key) if endings[_last_part(key)] == 1 else key: value for key, value in changed.items()}
     return ",".join(f"{key}={_text(value)}" for key, value in named.items())
 
 
-def _ending(key: str) -> str:
+def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
@@ -61,5 +61,5 @@ def _text(value: Any) -> str:
     if isinstance(value, dict) and "class_path" in value:
         return _text(value["class_path"])
     if isinstance(value, str):
-        return _ending(value) if all(part.isidentifier() for part in value.split(".")) else value
+        return _last_part(value) if all(part.isidentifier() for part in value.split(".")) else value
     return f"{value:.12g}" if isinstance(value, float) else json.dumps(value)

@@ -30,12 +30,12 @@ def commit_of(checkout: Path) -> str | None:
         common = git / "commondir"
         shared = git / common.read_text().strip() if common.is_file() else git
         head = (git / "HEAD").read_text().strip()
-        found = _resolved(head.removeprefix("ref: "), shared) if head.startswith("ref: ") else head
+        found = _commit_of_ref(head.removeprefix("ref: "), shared) if head.startswith("ref: ") else head
         return found if found and re.fullmatch(r"[0-9a-f]{40,64}", found) else None
     return None
 
 
-def _resolved(ref: str, git: Path) -> str | None:
+def _commit_of_ref(ref: str, git: Path) -> str | None:
     """Return the commit that a ref names, from its file or from the packed refs."""
     if (git / ref).is_file():
         return (git / ref).read_text().strip()

@@ -91,28 +91,28 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
 
         super().__init__()
         self.log_model = log_model
-        self.mode = _chosen({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
+        self.mode = _option_or_variable({True: "offline", False: "online", None: None}[offline], "MODE") or "offline"
         if self.mode not in OFFLINE:
             require_trust("logger.offline", self.mode)
         self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
         words = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
         self._wandb_init = {
-            "id": None if self._swept else _chosen(None, "RUN_ID"),
-            "project": project if self._swept else _chosen(project, "PROJECT"),
-            "entity": entity if self._swept else _chosen(entity, "ENTITY"),
-            "name": _chosen(name, "NAME"),
-            "group": _chosen(group, "RUN_GROUP"),
+            "id": None if self._swept else _option_or_variable(None, "RUN_ID"),
+            "project": project if self._swept else _option_or_variable(project, "PROJECT"),
+            "entity": entity if self._swept else _option_or_variable(entity, "ENTITY"),
+            "name": _option_or_variable(name, "NAME"),
+            "group": _option_or_variable(group, "RUN_GROUP"),
             "tags": [word for word in words if word] if tags is None else tags,
-            "job_type": _chosen(job_type, "JOB_TYPE") or "fit",
-            "notes": _chosen(notes, "NOTES"),
+            "job_type": _option_or_variable(job_type, "JOB_TYPE") or "fit",
+            "notes": _option_or_variable(notes, "NOTES"),
             "mode": self.mode,
             "resume": "allow",
             "settings": wandb.Settings(console="off"),
         }
         if self.mode in OFFLINE:
             self._wandb_init["settings"].silent = True
-        self._held = -1  # the last round in the W&B run when the run was resumed
-        self._open = False  # whether a round's row is open
+        self._last_round = -1  # the last round in the W&B run when the run was resumed
+        self._row_is_open = False  # whether a round's row is open
 
     def check(self, run_dir: Path | None = None) -> None:
         """Check the options as W&B would check them later, without a connection and without writing files.
@@ -128,18 +128,18 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         settings = wandb.Settings()
         for variable, value in os.environ.items():
             if variable.startswith("WANDB_"):
-                with _blamed(variable):
+                with _name_key(variable):
                     settings.update_from_env_vars({variable: value})
-        told = self._wandb_init
+        options = self._wandb_init
         for option, field in FIELDS.items():
-            with _blamed(f"logger.{option}"):
-                setattr(settings, field, told[option])
+            with _name_key(f"logger.{option}"):
+                setattr(settings, field, options[option])
         for option, most in LONGEST.items():
-            if len(told[option] or "") > most:
+            if len(options[option] or "") > most:
                 key = f"logger.{option}" if option in FIELDS else "WANDB_RUN_ID"
-                raise ConfigError(f"{key}: {len(told[option])} characters, and W&B accepts at most {most}")
-        if re.search(r"[\s/\\#?%:]", told["entity"] or ""):
-            raise ConfigError(f"logger.entity: {told['entity']!r} is not the name of a W&B user or team")
+                raise ConfigError(f"{key}: {len(options[option])} characters, and W&B accepts at most {most}")
+        if re.search(r"[\s/\\#?%:]", options["entity"] or ""):
+            raise ConfigError(f"logger.entity: {options['entity']!r} is not the name of a W&B user or team")
         if run_dir is not None:
             read_note(run_dir)
 
@@ -153,7 +153,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         import wandb
 
         if self._experiment is None:
-            with temporary_files(of_programs=True), _without_launch():
+            with temporary_files(of_programs=True), _skip_launch():
                 self._experiment = wandb.init(**self._wandb_init)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
@@ -181,33 +181,33 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         Raises:
             ConfigError: The file that names the W&B run is damaged, or belongs to another run.
         """
-        noted, of = read_note(run_dir), [*labels.tags, config.get("seed")]
-        if noted and noted["of"] != of:
-            words = [" ".join(map(str, one)) for one in (noted["of"], of)]
+        note, of = read_note(run_dir), [*labels.tags, config.get("seed")]
+        if note and note["of"] != of:
+            words = [" ".join(map(str, one)) for one in (note["of"], of)]
             fix = "Restore the file, or remove it to begin a new W&B run."
             raise ConfigError(f"{run_dir / NOTE} belongs to another run, {words[0]} and not {words[1]}. {fix}")
-        if not noted and (run_dir / NOTE).parent.exists():
+        if not note and (run_dir / NOTE).parent.exists():
             warnings.warn(f"{run_dir / NOTE} not found: a new W&B run begins", stacklevel=2)
-        known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | noted
-        told, online = self._wandb_init, noted.get("online", False)
+        known = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | note
+        options, online = self._wandb_init, note.get("online", False)
         silent = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
-        told |= {key: told[key] or known.get(key) for key in silent}
-        if told["tags"] or not online:
-            told["tags"] = list(dict.fromkeys([*told["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
+        options |= {key: options[key] or known.get(key) for key in silent}
+        if options["tags"] or not online:
+            options["tags"] = list(dict.fromkeys([*options["tags"], *(tag[:LONGEST_TAG] for tag in labels.tags)]))
         own = {key: value for key, value in config.items() if key != "logger"}  # W&B has fields for these
-        told |= {"dir": str(run_dir), "config": {**grouped(own), "fl_lightning": source()}}
-        self._project, self._save_dir = told["project"], told["dir"]  # Lightning's `name` and `save_dir`
+        options |= {"dir": str(run_dir), "config": {**group_config(own), "fl_lightning": source()}}
+        self._project, self._save_dir = options["project"], options["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":
-            with self._undone(run_dir / "wandb"):
+            with self._undo_on_failure(run_dir / "wandb"):
                 run = self.experiment
-                self._held = run.summary.get("round", -1) if noted else -1
+                self._last_round = run.summary.get("round", -1) if note else -1
                 found = {"id": run.id, "project": run.project, "entity": run.entity}
-                note = known | found | {"online": online or self.mode not in OFFLINE}
-                write_atomically(run_dir / NOTE, with_checksum(note))
-        return not noted
+                content = known | found | {"online": online or self.mode not in OFFLINE}
+                write_atomically(run_dir / NOTE, add_checksum(content))
+        return not note
 
     @contextmanager
-    def _undone(self, folder: Path) -> Iterator[None]:
+    def _undo_on_failure(self, folder: Path) -> Iterator[None]:
         """Close the W&B run and remove its new files if an exception is raised inside."""
         new = not folder.exists()
         try:
@@ -232,19 +232,19 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         run = self.experiment
         if step is None:
             run.log(metrics, commit=False)
-        elif step > self._held:
+        elif step > self._last_round:
             # W&B drops values behind its own step, which is ahead if another process has logged to the run. A run in
             # `shared` mode has no step.
             at = None if self.mode == "shared" else max(step, run.step)
             run.log({**metrics, "round": step}, step=at, commit=False)
-            self._open = True
+            self._row_is_open = True
 
     @temporary_files()
     def save(self) -> None:
         """Close the round's row."""
-        if self._open:
+        if self._row_is_open:
             self.experiment.log({}, commit=True)
-            self._open = False
+            self._row_is_open = False
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Update the summary of the W&B run with all figures that are not None.
@@ -266,17 +266,17 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if not self.log_model or self.mode == "disabled":
             return
         if (model := run_dir / "final" / "model.pt").is_file():
-            self._leave("model", [model])
+            self._log_artifact("model", [model])
         elif self.log_model is True:
             fix = "Use `all` to log the checkpoints, which hold the clients' models."
             warnings.warn(
                 f"logger.log_model: this method has no global model, hence no final/model.pt. {fix}", stacklevel=2
             )
         if self.log_model == "all":
-            self._leave("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
+            self._log_artifact("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
 
     @temporary_files()
-    def _leave(self, kind: str, paths: Sequence[Path]) -> None:
+    def _log_artifact(self, kind: str, paths: Sequence[Path]) -> None:
         import wandb
 
         artifact = wandb.Artifact(f"{kind}-{self.experiment.id}", type="model")
@@ -297,7 +297,7 @@ NOTE = Path("wandb", "run.json")
 
 
 @contextmanager
-def _without_launch() -> Iterator[None]:
+def _skip_launch() -> Iterator[None]:
     """Start a W&B run without importing W&B Launch, which takes a second.
 
     If Launch is imported already, its inputs are processed as usual.
@@ -334,7 +334,7 @@ def read_note(run_dir: Path) -> dict[str, Any]:
         content = place.read_text(encoding="utf-8")
         note = json.loads(content)
         note.pop("sha256")
-        sound = content == with_checksum(note)
+        sound = content == add_checksum(note)
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {one_line(error)}") from error
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
@@ -344,14 +344,14 @@ def read_note(run_dir: Path) -> dict[str, Any]:
     return note
 
 
-def with_checksum(note: Mapping[str, Any]) -> str:
+def add_checksum(note: Mapping[str, Any]) -> str:
     """Return the content of the file with its SHA-256, so that changes are detected."""
     digest = hashlib.sha256(json.dumps(note, indent=1).encode()).hexdigest()
     return json.dumps({**note, "sha256": digest}, indent=1) + "\n"
 
 
 @contextmanager
-def _blamed(key: str) -> Iterator[None]:
+def _name_key(key: str) -> Iterator[None]:
     """Turn an error of W&B into one line that names the key."""
     try:
         yield
@@ -361,7 +361,7 @@ def _blamed(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {one_line(error)}") from error
 
 
-def grouped(value: Any) -> Any:
+def group_config(value: Any) -> Any:
     """Return a config with the keys that W&B filters by: `algorithm.name`, `algorithm.loss_terms.Proximal.mu`.
 
     W&B joins nested keys by dots. A class becomes a mapping of its `name` and its arguments, a list of classes a
@@ -369,14 +369,14 @@ def grouped(value: Any) -> Any:
     """
     if isinstance(value, list) and value and all(map(_is_class, value)):
         seen: Counter[str] = Counter()
-        return {_numbered(one["name"], seen): one for one in map(grouped, value)}
+        return {_unique_name(one["name"], seen): one for one in map(group_config, value)}
     if isinstance(value, list):
-        return [grouped(one) for one in value]
+        return [group_config(one) for one in value]
     if not isinstance(value, Mapping):
         return value
     if not _is_class(value):
-        return {key: grouped(one) for key, one in value.items()}
-    arguments = grouped({**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})})
+        return {key: group_config(one) for key, one in value.items()}
+    arguments = group_config({**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})})
     own = {"init_args": {"name": arguments.pop("name")}} if "name" in arguments else {}
     return {"name": value["class_path"].rpartition(".")[2], **arguments, **own}
 
@@ -385,11 +385,11 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, Mapping) and "class_path" in value
 
 
-def _numbered(name: str, seen: Counter[str]) -> str:
+def _unique_name(name: str, seen: Counter[str]) -> str:
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}-{seen[name]}"
 
 
-def _chosen(option: str | None, variable: str) -> str | None:
+def _option_or_variable(option: str | None, variable: str) -> str | None:
     """Return an option, or the value of its environment variable if the option is not given."""
     return option if option is not None else os.environ.get(f"WANDB_{variable}") or None

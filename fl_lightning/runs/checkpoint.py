@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,7 +53,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unsound: set[int] = set()
+        self._damaged: set[int] = set()
 
     def write(
         self,
@@ -86,9 +86,9 @@ class CheckpointFolder:
                     "round": round,
                     "files": inside,
                     "outside": dict(files or {}),
-                    "seal": (fingerprint or Fingerprint()).to_manifest(),
+                    "seal": asdict(fingerprint or Fingerprint()),
                 }
-                (partial / MANIFEST).write_text(_text(manifest))
+                (partial / MANIFEST).write_text(_to_json(manifest))
                 for path in (partial / "state.pt", partial / MANIFEST, partial):
                     flush(path)
                 if target.exists():
@@ -98,7 +98,7 @@ class CheckpointFolder:
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             raise CheckpointError(f"cannot write checkpoint {target}: {one_line(reason)}") from error
-        self._unsound.discard(round)
+        self._damaged.discard(round)
         return target
 
     def replace_fingerprint(self, round: int, fingerprint: Fingerprint) -> None:
@@ -109,7 +109,7 @@ class CheckpointFolder:
         """
         path = self._folder(round) / MANIFEST
         try:
-            write_atomically(path, _text(self._manifest(round) | {"seal": fingerprint.to_manifest()}))
+            write_atomically(path, _to_json(self._manifest(round) | {"seal": asdict(fingerprint)}))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {one_line(error)}") from error
 
@@ -117,7 +117,7 @@ class CheckpointFolder:
         """Return the rounds that have a checkpoint, newest first, without those that were found damaged."""
         names = (path.name for path in self.path.glob("round-*") if path.is_dir() and not path.is_symlink())
         rounds = {int(name.removeprefix("round-")) for name in names if re.fullmatch("round-[0-9]{6,18}", name)}
-        return sorted((r for r in rounds - self._unsound if self._folder(r).exists()), reverse=True)
+        return sorted((r for r in rounds - self._damaged if self._folder(r).exists()), reverse=True)
 
     def read(self, round: int) -> Checkpoint:
         """Load and verify the checkpoint of a round. No code is executed.
@@ -133,14 +133,14 @@ class CheckpointFolder:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Validating sparse")  # a failed load may leave it
                 state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-            return Checkpoint(round, state, manifest["outside"], Fingerprint.from_manifest(manifest["seal"]))
+            return Checkpoint(round, state, manifest["outside"], Fingerprint(**manifest["seal"]))
         except PermissionError as error:
             raise CheckpointError(f"checkpoint {folder} cannot be read: {error}. Fix its permissions first.") from error
         except Exception as error:  # a damaged file can fail in as many ways as there are bytes
             raise Damaged(f"checkpoint {folder} is damaged: {one_line(error)}") from error
 
-    def newest(
-        self, report: Callable[[str], None], fits: Callable[[Checkpoint], None] = lambda _: None
+    def read_newest(
+        self, report: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda _: None
     ) -> Checkpoint | None:
         """Load the newest valid checkpoint; None if there are no checkpoints.
 
@@ -148,7 +148,7 @@ class CheckpointFolder:
 
         Args:
             report: Called with a message for each checkpoint that is skipped.
-            fits: Raises `Damaged` if the rest of the run folder does not agree with a checkpoint.
+            check: Raises `Damaged` if the rest of the run folder does not agree with a checkpoint.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used.
@@ -157,13 +157,13 @@ class CheckpointFolder:
         for round in rounds:
             try:
                 found = self.read(round)
-                fits(found)
+                check(found)
             except Damaged as error:
                 wrong[round] = error
                 continue
-            for passed_over in wrong.values():
-                report(f"{passed_over}; resuming from round {round}'s")
-            self._unsound.update(wrong)
+            for skipped in wrong.values():
+                report(f"{skipped}; resuming from round {round}'s")
+            self._damaged.update(wrong)
             return found
         if wrong:
             earlier = ". No earlier checkpoint is valid either" if len(wrong) > 1 else ""
@@ -173,10 +173,10 @@ class CheckpointFolder:
 
     def prune(self, keep: set[int]) -> None:
         """Remove all checkpoints except those of the given rounds, and the partial files of killed processes."""
-        for round in {*self.rounds(), *self._unsound} - keep:
+        for round in {*self.rounds(), *self._damaged} - keep:
             with suppress(FileNotFoundError):  # renaming is atomic: a kill leaves no partial checkpoint
                 self._folder(round).rename(self.path / f".writing-pruned-{round}")
-        self._unsound &= keep
+        self._damaged &= keep
         for leftover in self.path.glob(".writing-*"):
             shutil.rmtree(leftover)
 
@@ -184,7 +184,7 @@ class CheckpointFolder:
         """Return the files outside that a round's checkpoint names, and their checksums."""
         return dict(self._manifest(round)["outside"])
 
-    def named(self) -> set[str]:
+    def named_files(self) -> set[str]:
         """Return the files that any checkpoint with a readable manifest names."""
         names: set[str] = set()
         for round in self.rounds():
@@ -194,11 +194,11 @@ class CheckpointFolder:
 
     def _manifest(self, round: int) -> dict[str, Any]:
         """Return the manifest of a round."""
-        noted = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
-        if "seal" not in noted:
+        content = json.loads(b"".join(blocks(self._folder(round) / MANIFEST)))
+        if "seal" not in content:
             raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
-        manifest = {name: value for name, value in noted.items() if name != "checksum"}
-        if noted.get("checksum") != _own_checksum(manifest) or manifest["round"] != round:
+        manifest = {name: value for name, value in content.items() if name != "checksum"}
+        if content.get("checksum") != _own_checksum(manifest) or manifest["round"] != round:
             raise ValueError(f"{MANIFEST} does not match its checksum")
         return manifest
 
@@ -223,7 +223,7 @@ def _checksum(path: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _text(manifest: Mapping[str, Any]) -> str:
+def _to_json(manifest: Mapping[str, Any]) -> str:
     return json.dumps({**manifest, "checksum": _own_checksum(manifest)}, indent=1) + "\n"
 
 

@@ -11,7 +11,7 @@ import platform
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 import fl_lightning
 from fl_lightning.core.config import FREE_KEYS, below, flatten, read_config
-from fl_lightning.core.errors import CheckpointError, ConfigError
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import update_config, update_settings
 
 MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
@@ -44,24 +44,6 @@ class Fingerprint:
     rows: dict[str, str] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_manifest(cls, noted: Mapping[str, Any]) -> Fingerprint:
-        """Return the fingerprint that a manifest holds.
-
-        Raises:
-            CheckpointError: An earlier version wrote it, with fewer fields.
-        """
-        try:
-            return cls(**noted)
-        except TypeError as error:
-            raise CheckpointError(
-                f"it was written by another version of fl-lightning and cannot be read: {error}"
-            ) from error
-
-    def to_manifest(self) -> dict[str, Any]:
-        """Return the fingerprint as a manifest holds it."""
-        return asdict(self)
-
     def check_config(self, config: Mapping[str, Any] | None) -> None:
         """Refuse to resume a run with another experiment's config.
 
@@ -74,9 +56,9 @@ class Fingerprint:
         if self.made_with["fl-lightning"] != fl_lightning.__version__:  # another version may have other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
         changed = _changes(before, now)
-        if told := [text for key, text in changed.items() if key not in MAY_CHANGE and not below(key, MAY_CHANGE)]:
+        if refused := [text for key, text in changed.items() if key not in MAY_CHANGE and not below(key, MAY_CHANGE)]:
             raise ConfigError(
-                f"the config differs from the run's: {', '.join(told)}. Set these back, or start a new run."
+                f"the config differs from the run's: {', '.join(refused)}. Set these back, or start a new run."
             )
 
     def check_data(self, data: Mapping[str, str]) -> None:
@@ -85,21 +67,21 @@ class Fingerprint:
         Raises:
             ConfigError: The data differ; the message names the parts that changed.
         """
-        if told := [part for part in self.data.keys() | data.keys() if self.data.get(part) != data.get(part)]:
-            where = "scenario.dataset" if told != ["partition"] else "scenario.partition"
+        if parts := [part for part in self.data.keys() | data.keys() if self.data.get(part) != data.get(part)]:
+            where = "scenario.dataset" if parts != ["partition"] else "scenario.partition"
             raise ConfigError(
-                f"{where}: changed since the run began: {', '.join(sorted(told))}. "
+                f"{where}: changed since the run began: {', '.join(sorted(parts))}. "
                 "Restore the data, or start a new run."
             )
 
     def warn_of_environment(self, now: Mapping[str, str]) -> None:
         """Warn of changes of the environment since the checkpoint, and of their effect on results."""
-        told = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
-        if told:
+        changed = [f"{name} {was} -> {now.get(name)}" for name, was in self.made_with.items() if now.get(name) != was]
+        if changed:
             means = "the partition and random numbers stay the same, but sums may be rounded differently"
             if self.made_with["fl-lightning"] != now["fl-lightning"]:
                 means = "the partition stays the same, but another version may compute other results (see CHANGELOG.md)"
-            warnings.warn(f"the run is resumed with {', '.join(told)}: {means}", stacklevel=2)
+            warnings.warn(f"the run is resumed with {', '.join(changed)}: {means}", stacklevel=2)
 
     def warn_of_edits(self, path: Path, now: Mapping[str, Any]) -> None:
         """Warn of settings that come from an edit of the run's `config.yaml` since the last checkpoint.
@@ -111,8 +93,8 @@ class Fingerprint:
         with suppress(ConfigError):  # a missing or unreadable file was not used
             saved, before = settings(update_config(read_config(path))), update_settings(self.config)
             edited = {key: value for key, value in saved.items() if update_settings(now).get(key) == value}
-            if told := _changes({**edited, **before}, {**before, **edited}):
-                warnings.warn(f"{path} was edited: {', '.join(told.values())}", stacklevel=2)
+            if changed := _changes({**edited, **before}, {**before, **edited}):
+                warnings.warn(f"{path} was edited: {', '.join(changed.values())}", stacklevel=2)
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,12 +104,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Describe each changed key by its old and new value."""
-    changed = [key for key in sorted(before.keys() | now.keys()) if not _same(before.get(key), now.get(key))]
-    told = [key for key in changed if not below(key, changed)]
-    return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in told}
+    changed = [key for key in sorted(before.keys() | now.keys()) if not _are_equal(before.get(key), now.get(key))]
+    outermost = [key for key in changed if not below(key, changed)]
+    return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in outermost}
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     return json.dumps(one) == json.dumps(other)  # NaN equals NaN, and true differs from 1
 
 

@@ -93,15 +93,15 @@ def lock_owner(folder: Path) -> str:
     """Return who holds a folder's lock: `process <id> on <machine>`, or `another process` if that is unknown."""
     for _ in range(10):  # the process that has just locked it may not have written its id yet
         with suppress(OSError, UnicodeDecodeError):
-            if not _gone(noted := (folder / OWNER).read_text()):
-                return noted
+            if not _has_ended(owner := (folder / OWNER).read_text()):
+                return owner
         time.sleep(0.1)
     return "another process"
 
 
-def _gone(noted: str) -> bool:
-    """Whether the noted owner is a process of this machine that has ended."""
-    found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", noted)
+def _has_ended(owner: str) -> bool:
+    """Whether the owner is a process of this machine that has ended."""
+    found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
     if not found:
         return True
     try:

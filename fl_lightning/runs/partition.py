@@ -20,7 +20,7 @@ MAX_COLUMNS = 200
 """Number of clients that a figure of the partition shows one by one."""
 
 
-def binned(counts: np.ndarray) -> np.ndarray:
+def group_clients(counts: np.ndarray) -> np.ndarray:
     """Return `(C, 200)` means over groups of clients, which are sorted by their largest class and its size."""
     order = np.lexsort((-counts.max(axis=1), counts.argmax(axis=1)))
     return np.stack([part.mean(axis=0) for part in np.array_split(counts[order], MAX_COLUMNS)], axis=1)

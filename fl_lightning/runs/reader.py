@@ -57,7 +57,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The config with dotted keys, as on the command line. Classes are names, or paths if they are your own."""
-        return flatten(self.config, name=_short)
+        return flatten(self.config, name=_class_name)
 
     @property
     def finished(self) -> bool:
@@ -97,7 +97,7 @@ class Run:
         Raises:
             ConfigError: Several keys have this end; the message names them.
         """
-        found = _meant(name, self.settings)
+        found = _matching_keys(name, self.settings)
         if len(found) > 1:
             raise ConfigError(f"{name}: {self.run_dir} has {' and '.join(found)}. Give the whole key.")
         return found[0] if found else name
@@ -139,7 +139,7 @@ def load(paths: Paths, where: Where = ()) -> Tables:
     rounds = pd.DataFrame([own | row | own for own, run in zip(names, runs, strict=True) for row in run.rounds])
     clients = [_clients(run) for run in runs]
     found = [table for table in clients if len(table)] or clients[:1]
-    return Tables(pd.DataFrame([_row(run) for run in runs]), rounds, pd.concat(found, ignore_index=True))
+    return Tables(pd.DataFrame([_run_row(run) for run in runs]), rounds, pd.concat(found, ignore_index=True))
 
 
 def open_run_folder(folder: str | Path) -> Run:
@@ -152,7 +152,7 @@ def open_run_folder(folder: str | Path) -> Run:
     if not (folder / "metrics.csv").exists():
         raise DamagedRun(f"{folder}: no run: it holds no metrics.csv")
     config = read_config(folder)
-    rounds = _read(folder, "metrics.csv", lambda path: whole_rounds(read_rows(path)), [])
+    rounds = _read(folder, "metrics.csv", lambda path: complete_rounds(read_rows(path)), [])
     if not rounds:
         raise DamagedRun(f"{folder}: no round has ended yet")
     final = read_final(folder)
@@ -169,7 +169,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedRun: The file cannot be read or is not a config.
     """
-    return _read(folder, "config.yaml", _config, {})
+    return _read(folder, "config.yaml", _parse_config, {})
 
 
 def read_final(folder: Path) -> Figures | None:
@@ -178,10 +178,10 @@ def read_final(folder: Path) -> Figures | None:
     Raises:
         DamagedRun: The file cannot be read.
     """
-    return _read(folder, "final/summary.json", _figures, None)
+    return _read(folder, "final/summary.json", _parse_summary, None)
 
 
-def whole_rounds(rows: Iterable[Row]) -> list[Row]:
+def complete_rounds(rows: Iterable[Row]) -> list[Row]:
     """Return the complete rows of a run's metrics, without lines that a kill cut off.
 
     Raises:
@@ -205,10 +205,10 @@ def find(paths: Paths) -> list[Path]:
         ConfigError: A path is not a folder.
     """
     found: dict[Path, Path] = {}
-    for path in _listed(paths):
+    for path in _path_list(paths):
         if not path.is_dir():
             raise ConfigError(f"{path}: no such folder")
-        for folder in _below(path):
+        for folder in _find_run_folders(path):
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
 
@@ -223,7 +223,7 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
     Raises:
         ConfigError: No run is left, a path is not a folder, or no run has a setting that `where` names.
     """
-    paths, wanted = _listed(paths), conditions(where)
+    paths, wanted = _path_list(paths), conditions(where)
     empty = [path for path in paths if not find(path)]
     runs = []
     for folder in find(paths):
@@ -236,10 +236,10 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
     for path in empty:
         warnings.warn(f"{path}: no run there; left out", stacklevel=2)
     keys = {known_key(key, runs, "where"): value for key, value in wanted.items()}
-    chosen = [run for run in runs if all(is_setting(run.settings.get(key), value) for key, value in keys.items())]
+    chosen = [run for run in runs if all(has_value(run.settings.get(key), value) for key, value in keys.items())]
     if not chosen:
-        told = " and ".join(f"{key}={value}" for key, value in wanted.items())
-        raise ConfigError(f"{', '.join(map(str, paths))}: none of {len(runs)} runs has {told}")
+        conditions_text = " and ".join(f"{key}={value}" for key, value in wanted.items())
+        raise ConfigError(f"{', '.join(map(str, paths))}: none of {len(runs)} runs has {conditions_text}")
     return chosen
 
 
@@ -255,7 +255,7 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
         ConfigError: No run has the setting, or the end fits several keys.
     """
     keys = {key for run in runs for key in run.settings}
-    found = sorted(_meant(name, keys))
+    found = sorted(_matching_keys(name, keys))
     if len(found) == 1:
         return found[0]
     if found:
@@ -279,7 +279,7 @@ def conditions(where: Where) -> dict[str, Any]:
             raise ConfigError(f"where: {word!r} is not of the form KEY=VALUE")
         if key in wanted:
             raise ConfigError(f"where: {key} is given twice; {key}=[{wanted[key]}, {text}] takes runs with either")
-        wanted[key] = _value(text)
+        wanted[key] = _parse_value(text)
     return wanted
 
 
@@ -298,14 +298,14 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
         raise DamagedRun(f"{folder}: {name} cannot be read: {reason}") from error
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _parse_config(path: Path) -> dict[str, Any]:
     config = load_yaml(read_file(path))
     if not isinstance(config, dict):
         raise ValueError("it holds no mapping of settings")
     return update_config(config)
 
 
-def _figures(path: Path) -> Figures:
+def _parse_summary(path: Path) -> Figures:
     figures = json.loads(read_file(path).decode())
     if not isinstance(figures, dict) or not isinstance(figures.get("rounds"), int):
         raise ValueError("it holds no figures of a run")
@@ -341,12 +341,12 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
 # --- Settings ---
 
 
-def _meant(name: str, keys: Collection[str]) -> list[str]:
+def _matching_keys(name: str, keys: Collection[str]) -> list[str]:
     """Return the keys that a name may stand for: itself, or those that end with it."""
     return [name] if name in keys else [key for key in keys if key.endswith(f".{name}")]
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _run_row(run: Run) -> dict[str, Any]:
     own = {"run": str(run.run_dir), "finished": run.finished}
     settings = {
         key: json.dumps(value, default=str, skipkeys=True) if isinstance(value, list | dict) else value
@@ -355,13 +355,13 @@ def _row(run: Run) -> dict[str, Any]:
     return own | settings | own | run.summary
 
 
-def _short(path: Any) -> str:
+def _class_name(path: Any) -> str:
     """Return a class as on the command line: shipped and torch classes by name, others by path."""
     package, _, rest = str(path).partition(".")
     return rest.rpartition(".")[2] if rest and package in ("fl_lightning", "torch", "lightning") else str(path)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         value = load_yaml(text)
         return float(value) if isinstance(value, str) else value  # YAML does not parse 1e-3 as a number
@@ -371,20 +371,20 @@ def _value(text: str) -> Any:
         raise ConfigError(f"where: {text!r} is no value: {one_line(error)}") from error
 
 
-def is_setting(setting: Any, wanted: Any) -> bool:
+def has_value(setting: Any, wanted: Any) -> bool:
     """Whether a setting has a value or, given a list, one of its values."""
     if isinstance(wanted, list | tuple | set) and not isinstance(setting, list):
-        return any(is_setting(setting, each) for each in wanted)
-    wanted = _short(wanted) if isinstance(wanted, str) else wanted
+        return any(has_value(setting, each) for each in wanted)
+    wanted = _class_name(wanted) if isinstance(wanted, str) else wanted
     return bool(setting == wanted) and isinstance(setting, bool) == isinstance(wanted, bool)
 
 
-def _listed(paths: Paths) -> list[Path]:
+def _path_list(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder, onerror=_warn_left_out):
+def _find_run_folders(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder, onerror=_warn_unreadable):
         if "metrics.csv" in names:
             folders.clear()  # a run holds no runs
         if "metrics.csv" in names or "config.yaml" in names:
@@ -392,5 +392,5 @@ def _below(folder: Path) -> Iterator[Path]:
         folders.sort()
 
 
-def _warn_left_out(error: OSError) -> None:
+def _warn_unreadable(error: OSError) -> None:
     warnings.warn(f"{error.filename}: {error.strerror}; left out", stacklevel=2)

@@ -88,7 +88,7 @@ class Record:
         """
         refuse_special_files(self.run_dir)
         checkpoints = self.checkpoints
-        saved = checkpoints.read(round) if round else checkpoints.newest(warnings.warn, self._check_rows)
+        saved = checkpoints.read(round) if round else checkpoints.read_newest(warnings.warn, self._check_rows)
         if saved is None:
             refuse_lost_checkpoints(self.run_dir)
         else:
@@ -195,7 +195,7 @@ class Record:
         self.checkpoints.write(round, state, self.memory.write(clients), fingerprint)
         if keep:
             self.checkpoints.prune(keep(self.checkpoints.rounds()))
-            self.memory.prune(self.checkpoints.named())
+            self.memory.prune(self.checkpoints.named_files())
 
     def ensure_checkpoint(self, round: int, state: Callable[[], dict[str, Any]]) -> None:
         """Write a checkpoint of the last finished round if its metrics are on disk and it has none.

@@ -78,7 +78,7 @@ class ClientStore(Mapping[int, State]):
         """
         for section in memory:
             if "/" in section:
-                raise ConfigError(f"a client's memory: section {section!r} has a / in its name; give it another")
+                raise ConfigError(f"client state: section {section!r} contains a slash. Rename it.")
         kept = StoredState(f"{FOLDER}/client-{client:06d}-round-{round:06d}.safetensors", copy_to_cpu(memory))
         self._coming[client] = kept
         if self.on_disk and kept.memory:

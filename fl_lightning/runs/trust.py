@@ -66,7 +66,7 @@ def run_config(
     content = read_file(path)
     config = parse_config(content, str(path))
     rest = {key: value for key, value in update_config(config).items() if key not in without}
-    if trust or not (reason := _why_not_own(run_dir, content, config)):
+    if trust or not (reason := _reason_not_own(run_dir, content, config)):
         allow_local_modules(rest)
     else:
         untrusted = Untrusted(config, f"{path}: ", f"{reason}. {TO_TRUST}", run_dir, allowed)
@@ -96,20 +96,20 @@ def allow_local_modules(value: Any) -> None:
 def local_modules(value: Any) -> list[str]:
     """Return the files of the modules in the working folder that the texts of a config name."""
     here = os.getcwd()
-    found = ((_origin(path, [here]), _origin(path)) for path in _paths(value))
+    found = ((_module_file(path, [here]), _module_file(path)) for path in _import_paths(value))
     return sorted({os.path.realpath(file) for file, other in found if file and other in (None, file)})
 
 
-def _paths(value: Any) -> Iterator[str]:
+def _import_paths(value: Any) -> Iterator[str]:
     """Yield the texts of a config that look like import paths."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _paths(each)
+            yield from _import_paths(each)
     elif isinstance(value, str):
         yield from PATH.findall(value)
 
 
-def _origin(path: str, places: list[str] | None = None) -> str | None:
+def _module_file(path: str, places: list[str] | None = None) -> str | None:
     """Return the file of the package or module that an import path leads into; nothing is imported."""
     root, *parts = re.split("[.:]", path)
     spec = PathFinder.find_spec(root, places)
@@ -134,17 +134,17 @@ def sign(run_dir: Path, content: str, config: Mapping[str, Any]) -> None:
     if is_untrusted():
         return
     try:
-        write_atomically(run_dir / SIGNATURE, _signature(content.encode(), config, _key(make=True)) + "\n")
+        write_atomically(run_dir / SIGNATURE, _signature(content.encode(), config, _load_key(make=True)) + "\n")
     except (OSError, ValueError, RuntimeError) as error:
         reason = f"{one_line(error)}; testing or resuming this run may need --trust"
         warnings.warn(f"config.yaml cannot be signed as yours: {reason}", stacklevel=2)
 
 
-def _why_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
+def _reason_not_own(run_dir: Path, content: bytes, config: Mapping[str, Any]) -> str | None:
     """Return why a run does not count as the user's own; None if it does."""
     try:
-        given, _ = _read(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
-        own = hmac.compare_digest(given.strip(), _signature(content, config, _key(make=False)).encode())
+        given, _ = _read_small_file(run_dir / SIGNATURE, 2 * hashlib.sha256().digest_size + 1)
+        own = hmac.compare_digest(given.strip(), _signature(content, config, _load_key(make=False)).encode())
         return None if own else "The run was signed by somebody else, its config was edited or its modules moved"
     except FileNotFoundError:
         return "The run is not signed as yours"
@@ -156,13 +156,13 @@ def _signature(content: bytes, config: Mapping[str, Any], key: bytes) -> str:
     return hmac.new(key, content + json.dumps(local_modules(config)).encode(), "sha256").hexdigest()
 
 
-def _key(make: bool) -> bytes:
+def _load_key(make: bool) -> bytes:
     """Return the user's secret key."""
     configs = os.environ.get("XDG_CONFIG_HOME", "")
     path = (Path(configs) if os.path.isabs(configs) else Path.home() / ".config") / "fl-lightning" / "key"
     if make and not path.exists():
-        _make(path)
-    key, about = _read(path, KEY_BYTES)
+        _create_key(path)
+    key, about = _read_small_file(path, KEY_BYTES)
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise ValueError(f"{path} is accessible to other users. Remove it; a new one is created.")
     if len(key) != KEY_BYTES:
@@ -170,7 +170,7 @@ def _key(make: bool) -> bytes:
     return key
 
 
-def _make(path: Path) -> None:
+def _create_key(path: Path) -> None:
     """Create a key atomically. If several processes do so at once, the first one's key stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f".key-{secrets.token_hex(8)}")
@@ -186,7 +186,7 @@ def _make(path: Path) -> None:
         partial.unlink()
 
 
-def _read(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+def _read_small_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
     """Return a small file's content and status; links are not followed."""
     with open_file(path, links=False) as file:
         return file.read(most + 1), os.fstat(file.fileno())

@@ -37,7 +37,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits, Dirichlet, Scenario
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.loggers.collection import WandbRoundLogger
-from fl_lightning.loggers.wandb import NOTE, Labels, with_checksum
+from fl_lightning.loggers.wandb import NOTE, Labels, add_checksum
 from fl_lightning.models import Backbone
 
 FIT = ["fit", "--config", "tiny.yaml", "--run_dir", "run", "--rounds", "1"]
@@ -554,7 +554,7 @@ def test_a_note_of_another_run_is_refused(noted, tmp_path):
     note = json.loads((folder / NOTE).read_text())
     del note["sha256"]
     note["of"][-1] = 7
-    (folder / NOTE).write_text(with_checksum(note))
+    (folder / NOTE).write_text(add_checksum(note))
     line = refusal(["fit", "--resume", folder, "--rounds", "1", "--rounds", "2"], folder / "wandb")
     assert (
         "run.json belongs to another run, FedSKC Digits Dirichlet 7 and not FedSKC Digits Dirichlet 0. Restore" in line

@@ -21,7 +21,7 @@ from PIL import Image
 from run_folders import write_counts, write_image, write_run
 
 from fl_lightning.analysis.html_report import report as page
-from fl_lightning.runs.partition import binned
+from fl_lightning.runs.partition import group_clients
 from fl_lightning.runs.reader import open_runs
 
 CONFIG = {
@@ -269,7 +269,7 @@ def test_a_partition_over_many_clients_is_binned(tmp_path):
     (partition,) = contents(tmp_path)["partitions"]
     assert partition["clients"] == 1000
     assert np.shape(partition["counts"]) == (200, 4)
-    assert partition["counts"] == pytest.approx(binned(counts).T, rel=1e-4)
+    assert partition["counts"] == pytest.approx(group_clients(counts).T, rel=1e-4)
 
 
 def test_partitions_beyond_what_a_page_takes_are_left_out_with_a_line(tmp_path, monkeypatch):

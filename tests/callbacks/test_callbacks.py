@@ -1,4 +1,4 @@
-"""Callbacks against what the rounds hold."""
+"""Communication, early stopping, checkpointing and progress."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from rich.console import Console
 from fl_lightning.core.errors import ConfigError
 
 
-def test_the_meter_counts_every_message_and_goes_on_after_a_resume(tmp_path):
+def test_communication_meter_counts_all_messages_and_is_resumed(tmp_path):
     run = experiment(tmp_path, rounds=2)
     sizes = []
     download, upload = run.algorithm.download, run.algorithm.upload
@@ -56,7 +56,7 @@ def test_early_stopping_counts_evaluations_without_improvement(mode, patience, m
     assert stopped == stops_after
 
 
-def test_two_callbacks_of_a_class_keep_their_own_state(tmp_path):
+def test_two_callbacks_of_one_class_have_separate_states(tmp_path):
     def callbacks():
         return [EarlyStopping("global/acc", patience=9), EarlyStopping("global/loss", "min", patience=9)]
 
@@ -69,7 +69,7 @@ def test_two_callbacks_of_a_class_keep_their_own_state(tmp_path):
     assert states[0][0]["best"] != states[0][1]["best"]
 
 
-def test_a_run_that_fails_after_its_round_was_computed_can_go_on(tmp_path):
+def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
     class Breaks(RoundCallback):
         def on_round_metrics(self, run, metrics):
             if run.round == 3:
@@ -85,44 +85,32 @@ def test_a_run_that_fails_after_its_round_was_computed_can_go_on(tmp_path):
     assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
-    class Scripted(RoundCallback):
-        def on_round_metrics(self, run, metrics):
-            metrics["score"] = [5, 9, 1, 3, 2, 4][run.round - 1]
-
-    keeper = Checkpointing(every=1, keep_last=2, monitor="score")
-    run = experiment(tmp_path, rounds=6, callbacks=[Scripted(), keeper])
-    run.fit()
-    assert run.checkpoints.rounds() == [6, 5, 2]
-    assert run.checkpoints.read(2).round == 2
-
-
-@pytest.mark.parametrize(("mode", "scores"), [("max", [1, 9, 9, 2]), ("min", [9, 1, 1, 2])])
-def test_of_equally_good_rounds_the_first_is_the_best(tmp_path, mode, scores):
+@pytest.mark.parametrize(
+    ("mode", "every", "scores", "kept"),
+    [
+        ("max", 1, [5, 9, 9, 3, 2, 4], [6, 5, 2]),  # of equal rounds the first is the best
+        ("min", 1, [5, 1, 1, 3, 2, 4], [6, 5, 2]),
+        ("max", 2, [5, 6, 9, 3, 4], [5, 4, 2]),  # round 3 has no checkpoint
+    ],
+)
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, mode, every, scores, kept):
     class Scripted(RoundCallback):
         def on_round_metrics(self, run, metrics):
             metrics["score"] = scores[run.round - 1]
 
-    keeper = Checkpointing(every=1, keep_last=1, monitor="score", mode=mode)
-    run = experiment(tmp_path, rounds=4, callbacks=[Scripted(), keeper])
+    keeper = Checkpointing(every, keep_last=2, monitor="score", mode=mode)
+    run = experiment(tmp_path, rounds=len(scores), callbacks=[Scripted(), keeper])
     run.fit()
-    assert keeper.best_round == 2
-    assert run.checkpoints.rounds() == [4, 2]
-
-
-def test_checkpoints_come_every_few_rounds_and_after_the_last(tmp_path):
-    run = experiment(tmp_path, rounds=5, checkpoint_every=2, keep_checkpoints=9)
-    run.fit()
-    assert run.checkpoints.rounds() == [5, 4, 2, 0]
+    assert run.checkpoints.rounds() == kept
 
 
 @pytest.mark.parametrize("key", ["every", "keep_last"])
-def test_checkpoint_options_below_one_are_named(key):
+def test_checkpoint_options_below_one_are_refused(key):
     with pytest.raises(ConfigError, match=f"callbacks: Checkpointing.{key}: 0 is below 1"):
         Checkpointing(**{key: 0})
 
 
-def test_defaults_are_there_unless_one_of_their_class_is_given(tmp_path):
+def test_default_callbacks_are_added_unless_given(tmp_path):
     given = [Checkpointing(every=3), CommunicationMeter()]
     run = experiment(tmp_path, callbacks=given)
     assert sum(isinstance(callback, Checkpointing) for callback in run.callbacks) == 1
@@ -131,7 +119,7 @@ def test_defaults_are_there_unless_one_of_their_class_is_given(tmp_path):
     assert run.callbacks[-1] is given[0]
 
 
-def shown(terminal, tmp_path):
+def run_with_progress(terminal, tmp_path):
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=terminal, width=120))
     run = experiment(tmp_path, rounds=2)
@@ -140,8 +128,8 @@ def shown(terminal, tmp_path):
     return screen.getvalue(), run
 
 
-def test_progress_is_a_line_a_round_without_a_terminal(tmp_path):
-    text, run = shown(False, tmp_path)
+def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
+    text, run = run_with_progress(False, tmp_path)
     lines = text.splitlines()
     assert len(lines) == 2
     for number, (line, row) in enumerate(zip(lines, run.csv.rows, strict=True), start=1):
@@ -149,8 +137,8 @@ def test_progress_is_a_line_a_round_without_a_terminal(tmp_path):
     assert lines[-1].endswith("left 0 s")
 
 
-def test_progress_is_bars_on_a_terminal_and_takes_them_down(tmp_path):
-    text, run = shown(True, tmp_path)
+def test_progress_bars_on_a_terminal_are_removed_at_the_end(tmp_path):
+    text, run = run_with_progress(True, tmp_path)
     assert "rounds" in text
     assert "clients" in text
     assert f"global acc {run.csv.rows[-1]['global/acc']:.4f}" in text
@@ -158,8 +146,8 @@ def test_progress_is_bars_on_a_terminal_and_takes_them_down(tmp_path):
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_progress_is_legible_at_any_width_and_leaves_the_line_of_the_cursor_empty(width):
-    """Ctrl-C writes `^C` there: behind a full line it would begin another one, and the topmost bar would stay."""
+def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width):
+    """Ctrl-C prints `^C` there; after a full line it would wrap, and a bar would remain."""
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
     run = SimpleNamespace(round=7, rounds=2000, engine=SimpleNamespace(note=""))

@@ -1,4 +1,4 @@
-"""The confusion matrix of the global model and of the worst client, against scikit-learn's on the same predictions."""
+"""Confusion matrices of the global model and the worst client, compared with scikit-learn."""
 
 from itertools import pairwise
 
@@ -18,8 +18,8 @@ from fl_lightning.data import Shard
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
-def drawn(run_dir, algorithm=None, figure=None, **options):
-    """A run with the callback, and the arrays that it left after the last round."""
+def run_and_load(run_dir, algorithm=None, figure=None, **options):
+    """Return a run with the callback, and its arrays after the last round."""
     run = experiment(run_dir, algorithm, callbacks=[figure or ConfusionMatrix()], **options)
     run.fit()
     last = run_dir / "figures" / "confusion_matrix" / f"round-{run.round:06d}"
@@ -29,7 +29,7 @@ def drawn(run_dir, algorithm=None, figure=None, **options):
 
 
 def expected(run, module, x, y):
-    """scikit-learn's matrix, on all samples at once."""
+    """Return the matrix of scikit-learn on all samples at once."""
     with torch.no_grad():
         predicted = module.eval()(run.data.data.prepare(x)).argmax(dim=1)
     return confusion_matrix(y, predicted, labels=range(10))
@@ -37,8 +37,8 @@ def expected(run, module, x, y):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, PeerFedPer, FedPer, Ditto, PerFedAvg])
-def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
-    run, arrays = drawn(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
+def test_matrices_equal_those_of_scikit_learn(tmp_path, algorithm):
+    run, arrays = run_and_load(tmp_path, algorithm(), evaluation=Evaluation(client_model="received"))
     data = run.data.data
     if run.algorithm.one_model:
         module = run.worker.modules.build_shared(run.state["model"])
@@ -56,14 +56,7 @@ def test_both_matrices_are_those_of_scikit_learn(tmp_path, algorithm):
     assert accuracy(arrays["worst"]) == pytest.approx(min(tested[f"client_{client}/acc"] for client in range(6)))
 
 
-def test_only_the_clients_that_are_scored_count(tmp_path):
-    run, arrays = drawn(tmp_path, evaluation=Evaluation(max_clients=2), rounds=1)
-    accs = {client: run.test()[f"client_{client}/acc"] for client in run.evaluator.scored}
-    assert len(accs) == 2
-    assert arrays["client"] == min(accs, key=accs.get)
-
-
-def test_counts_add_up_over_batches_of_any_size():
+def test_counts_do_not_depend_on_the_batch_size():
     torch.manual_seed(0)
     logits, y = torch.randn(97, 7), torch.randint(7, (97,))
     whole = confusion_matrix(y, logits.argmax(dim=1), labels=range(7))
@@ -72,7 +65,7 @@ def test_counts_add_up_over_batches_of_any_size():
         np.testing.assert_array_equal(confusion(torch.nn.Identity(), batches, 7), whole)
 
 
-def test_labels_that_are_no_classes_are_refused(tmp_path):
+def test_targets_that_are_no_classes_are_refused(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, callbacks=[figure])
     run._build()
@@ -82,7 +75,23 @@ def test_labels_that_are_no_classes_are_refused(tmp_path):
         figure.check(run)
 
 
-def test_nothing_to_test_on_is_refused(tmp_path):
+def test_the_worst_client_is_the_first_of_equal_evaluated_clients_with_test_samples(tmp_path):
+    figure = ConfusionMatrix()
+    run = experiment(tmp_path, callbacks=[figure], evaluation=Evaluation(max_clients=3))
+    run._build()
+    shards, scored = run.data.shards, run.evaluator.scored
+    measured = figure.measure(run)
+    accs = {client: run.test()[f"client_{client}/acc"] for client in scored}
+    assert measured["client"] == min(accs, key=accs.get)
+    run.data.shards = untested(run.data, {*range(6)} - {scored[1]})
+    assert figure.measure(run)["client"] == scored[1]
+    run.data.shards = [Shard(shard.train, shards[0].test) for shard in shards]
+    assert figure.measure(run)["client"] == scored[0]
+    run.data.data.evaluate = lambda module, batches: None  # few-shot: the global test set has other classes
+    assert {*figure.measure(run)} == {"worst", "client"}
+
+
+def test_missing_test_samples_are_refused(tmp_path):
     figure = ConfusionMatrix()
     run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
     run._build()
@@ -90,28 +99,6 @@ def test_nothing_to_test_on_is_refused(tmp_path):
     run.data.shards = untested(run.data, range(run.clients))
     with pytest.raises(ConfigError, match=r"no client has test samples\. Increase scenario\.local_test\.$"):
         figure.check(run)
-
-
-def test_few_shot_data_tests_on_other_classes_so_there_is_no_global_matrix(tmp_path):
-    figure = ConfusionMatrix()
-    run = experiment(tmp_path, callbacks=[figure])
-    run._build()
-    assert "global" in figure.measure(run)
-    run.data.data.evaluate = lambda module, batches: None
-    assert {*figure.measure(run)} == {"worst", "client"}
-
-
-def test_of_clients_that_are_alike_the_first_is_the_worst(tmp_path):
-    figure = ConfusionMatrix()
-    run = experiment(tmp_path, callbacks=[figure])
-    run._build()
-    shards = run.data.shards
-    run.data.shards = untested(run.data, [0, 1, 2, 4, 5])
-    assert figure.measure(run)["client"] == 3
-    run.data.shards = shards
-    first, *_ = shards
-    run.data.shards = [Shard(shard.train, first.test) for shard in run.data.shards]
-    assert figure.measure(run)["client"] == 0
 
 
 # --- The picture ---
@@ -127,8 +114,8 @@ def matrices(classes, seed=0):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("classes", [2, MOST_COUNTS + 1, 100, 1000])
-def test_labels_are_legible_at_any_number_of_classes(classes):
-    """None overlaps its neighbour, and titles stay inside the picture."""
+def test_labels_do_not_overlap_at_any_number_of_classes(classes):
+    """Tick labels do not overlap, and titles stay inside the figure."""
     figure = ConfusionMatrix().draw(matrices(classes))
     figure.savefig("/dev/null", format="png", dpi=120)
     for axes in figure.axes[:2]:
@@ -147,7 +134,7 @@ def test_labels_are_legible_at_any_number_of_classes(classes):
     assert first.x1 < second.x0
 
 
-def test_the_picture_says_whose_it_is():
+def test_titles_name_the_models():
     arrays = matrices(10)
     figure = ConfusionMatrix().draw(arrays)
     titles = [axes.get_title() for axes in figure.axes[:2]]
@@ -160,9 +147,5 @@ def test_the_picture_says_whose_it_is():
     assert shares.mask[5:].all()
     assert not shares.mask[:5].any()
     np.testing.assert_allclose(shares[:5].sum(axis=1), 1)
-
-
-def test_without_a_global_model_only_the_client_is_drawn():
-    arrays = matrices(10)
     del arrays["global"]
     assert [bool(axes.get_title()) for axes in ConfusionMatrix().draw(arrays).axes] == [True, False]

@@ -1,4 +1,4 @@
-"""What papers look at: numbers, arrays and pictures against loops over the same runs."""
+"""Figure callbacks, compared with loops over the same runs."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
 class Uploads(RoundCallback):
-    """Notes what crosses, so that a test can work a figure out for itself."""
+    """Record the models that are sent, from which tests compute the expected figures."""
 
     def __init__(self):
         self.models, self.starts, self.shared = {}, {}, []
@@ -49,8 +49,8 @@ class Uploads(RoundCallback):
         pass
 
 
-def watched(run_dir, figure, algorithm=None, **options):
-    """A run with one figure, what it left after the last round, and what crossed."""
+def run_and_load(run_dir, figure, algorithm=None, **options):
+    """Return a run with one figure, its arrays after the last round, and the models that were sent."""
     seen = Uploads()
     run = experiment(run_dir, algorithm, callbacks=[seen, figure], **options)
     run.fit()
@@ -65,8 +65,8 @@ def vector(model):
     return torch.cat([value.flatten() for value in model.values() if value.is_floating_point()])
 
 
-def test_class_relations_are_those_of_the_shared_model(tmp_path):
-    run, arrays, _ = watched(tmp_path, ClassRelations())
+def test_class_relations_equal_a_loop_over_the_shared_model(tmp_path):
+    run, arrays, _ = run_and_load(tmp_path, ClassRelations())
     module = run.worker.modules.build_shared(run.state["model"]).eval()
     x, y = run.data.data.prepare(run.data.data.x_test), run.data.data.y_test
     with torch.no_grad():
@@ -83,8 +83,8 @@ def test_class_relations_are_those_of_the_shared_model(tmp_path):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
-def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
-    run, arrays, seen = watched(tmp_path, RowNorms(), algorithm())
+def test_row_norms_equal_a_loop_over_the_models(tmp_path, algorithm):
+    run, arrays, seen = run_and_load(tmp_path, RowNorms(), algorithm())
     clients = run.server.participants(3)
     assert arrays["clients"].tolist() == clients
     gaps, p, estimate = [], [], []
@@ -109,8 +109,8 @@ def test_row_norms_are_those_received_and_trained(tmp_path, algorithm):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, FedSKC])
-def test_a_knowledge_map_shows_samples_and_the_classes_a_client_holds(tmp_path, algorithm):
-    run, arrays, _ = watched(tmp_path, KnowledgeMap(client=2, samples=60), algorithm(), clients_per_round=6)
+def test_knowledge_map_shows_samples_and_the_clients_classes(tmp_path, algorithm):
+    run, arrays, _ = run_and_load(tmp_path, KnowledgeMap(client=2, samples=60), algorithm(), clients_per_round=6)
     assert arrays["client"] == 2
     assert arrays["points"].shape == (60, 2)
     assert set(arrays["labels"]) <= set(range(10))
@@ -119,19 +119,19 @@ def test_a_knowledge_map_shows_samples_and_the_classes_a_client_holds(tmp_path, 
     assert arrays["knowledge"].shape == (len(arrays["classes"]), 2)
 
 
-def test_a_knowledge_map_takes_another_client_where_its_own_has_no_part(tmp_path):
+def test_knowledge_map_falls_back_to_the_first_participant(tmp_path):
     probe = experiment(tmp_path)
     probe.load()
     resting = min({*range(6)} - {*probe.server.participants(1)})
-    run, arrays, _ = watched(tmp_path, KnowledgeMap(client=resting, samples=20), rounds=1)
+    run, arrays, _ = run_and_load(tmp_path, KnowledgeMap(client=resting, samples=20), rounds=1)
     assert arrays["client"] == run.server.participants(1)[0]
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: UAPDFL(n_com=2)])
-def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
+def test_divergences_equal_a_loop_over_the_trained_models(tmp_path, algorithm):
     figure = UnitDivergence(every=2, pairs=[(0, 1), (2, 3)])
-    run, arrays, seen = watched(tmp_path, figure, algorithm(), rounds=4, clients_per_round=6)
+    run, arrays, seen = run_and_load(tmp_path, figure, algorithm(), rounds=4, clients_per_round=6)
     unit = torch.ones(1, *run.data.data.in_shape)
 
     def distribution(client):
@@ -154,8 +154,8 @@ def test_divergences_are_those_of_the_trained_models(tmp_path, algorithm):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, lambda: CwFedAvg(lam=1.0), lambda: UAPDFL(n_com=2)])
 @in_float64
-def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
-    run, arrays, seen = watched(tmp_path, ClientDrift(), algorithm())
+def test_drift_equals_a_loop_over_the_updates(tmp_path, algorithm):
+    run, arrays, seen = run_and_load(tmp_path, ClientDrift(), algorithm())
     step = vector(seen.shared[3]) - vector(seen.shared[2])
     for row, client in enumerate(run.server.participants(3)):
         update = vector(seen.models[3, client]) - vector(seen.starts[3, client])
@@ -168,8 +168,8 @@ def test_drift_is_of_each_update_to_the_aggregates(tmp_path, algorithm):
 
 @pytest.mark.parametrize("algorithm", [FedSKC, FedSiamDA, lambda: FedAvg(aggregator=ClassWise())])
 @in_float64
-def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
-    run, arrays, seen = watched(tmp_path, AggregationWeights(), algorithm(), model=SIAMESE, rounds=1)
+def test_aggregation_weights_reproduce_the_shared_model(tmp_path, algorithm):
+    run, arrays, seen = run_and_load(tmp_path, AggregationWeights(), algorithm(), model=SIAMESE, rounds=1)
     clients, weights = run.server.participants(1), torch.from_numpy(arrays["weights"])
     assert arrays["clients"].tolist() == clients
     assert weights.sum(dim=0).numpy() == pytest.approx(1.0)
@@ -180,8 +180,8 @@ def test_aggregation_weights_make_the_shared_model(tmp_path, algorithm):
         torch.testing.assert_close(made, vector(run.state["model"]), rtol=1e-9, atol=1e-9)
 
 
-def test_bytes_by_round_are_the_meters(tmp_path):
-    run, arrays, _ = watched(tmp_path, BytesByRound())
+def test_bytes_by_round_equal_the_communication_meter(tmp_path):
+    run, arrays, _ = run_and_load(tmp_path, BytesByRound())
     assert arrays["up"].tolist() == [row["comm/up_bytes"] for row in run.csv.rows]
     assert arrays["up"].sum() + arrays["down"].sum() == run.csv.rows[-1]["comm/total_bytes"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from commands import TINY, run, tiny
 from fl_lightning.callbacks import KnowledgeMap
-from fl_lightning.callbacks.knowledge_map import MOST_IN_LEGEND, MOST_LABELS, around
+from fl_lightning.callbacks.knowledge_map import MOST_IN_LEGEND, MOST_LABELS, places_around
 from matplotlib.text import Text
 from rich.console import Console
 
@@ -293,7 +293,7 @@ def test_of_very_many_classes_none_is_named():
 
 
 def test_places_about_a_point_come_nearest_first():
-    places = np.array([*around(np.array([3.0, 4.0]), 10.0)])
+    places = np.array([*places_around(np.array([3.0, 4.0]), 10.0)])
     distances = np.linalg.norm(places - [3, 4], axis=1)
     assert np.all(np.diff(distances) > -1e-9)
     assert distances[0] == pytest.approx(10)

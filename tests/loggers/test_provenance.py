@@ -1,4 +1,4 @@
-"""The commit that a checkout stands at is git's own answer."""
+"""The commit of a checkout, compared with git."""
 
 import shutil
 import subprocess
@@ -41,7 +41,7 @@ def test_commit_of_a_branch_a_packed_branch_and_a_detached_head(checkout):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_of_a_further_worktree(checkout, packed):
+def test_commit_of_a_worktree(checkout, packed):
     git(checkout, "worktree", "add", "-q", "-b", "side", "../side", "HEAD~1")
     if packed:
         git(checkout, "pack-refs", "--all")
@@ -49,7 +49,7 @@ def test_of_a_further_worktree(checkout, packed):
     assert commit_of(side) == git(side, "rev-parse", "HEAD") != commit_of(checkout)
 
 
-def test_of_a_submodule(checkout, tmp_path):
+def test_commit_of_a_submodule(checkout, tmp_path):
     outer = tmp_path / "outer"
     outer.mkdir()
     git(outer, "init", "-q")
@@ -57,8 +57,8 @@ def test_of_a_submodule(checkout, tmp_path):
     assert commit_of(outer / "inner") == git(checkout, "rev-parse", "HEAD")
 
 
-def test_there_is_none_without_a_commit_or_a_checkout(checkout, tmp_path):
-    """A folder below a checkout is none: what is installed into a project's environment is no part of the project."""
+def test_no_commit_outside_of_a_checkout(checkout, tmp_path):
+    """A package that is installed inside of a project is not part of it."""
     (checkout / "site-packages").mkdir()
     assert commit_of(checkout / "site-packages") is None
     empty = tmp_path / "empty"
@@ -72,8 +72,8 @@ def test_there_is_none_without_a_commit_or_a_checkout(checkout, tmp_path):
     assert commit_of(checkout) is None
 
 
-def test_of_the_package(checkout, monkeypatch):
-    """It lies in the checkout's own folder, or else in none."""
+def test_source_of_the_package(checkout, monkeypatch):
+    """The package is part of a checkout only if it is at its top."""
     for place, commit in (("fl_lightning", {"commit": git(checkout, "rev-parse", "HEAD")}), ("lib/fl_lightning", {})):
         monkeypatch.setattr(fl_lightning, "__file__", str(checkout / place / "__init__.py"))
         assert source() == {"version": fl_lightning.__version__} | commit

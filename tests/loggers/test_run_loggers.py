@@ -1,4 +1,4 @@
-"""A run's loggers: several, none, and Lightning's own, which leave their files in the run's folder and go on there."""
+"""Loggers of a run: when they are called, their files, and resuming."""
 
 import csv
 import importlib.util
@@ -29,50 +29,50 @@ COUNTS = np.ones((3, 2), dtype=int)
 
 
 class Recording(DummyLogger):
-    """Keeps what it is told."""
+    """Record the calls."""
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.calls = []
 
     def log_hyperparams(self, params, *rest):
-        self.told.append("config")
+        self.calls.append("config")
 
     def log_metrics(self, metrics, step=None):
-        self.told.append((step, metrics))
+        self.calls.append((step, metrics))
 
     def save(self):
-        self.told.append("save")
+        self.calls.append("save")
 
     def finalize(self, status):
-        self.told.append(status)
+        self.calls.append(status)
 
 
-class Knowing(Recording, RoundLogger):
-    """Keeps what it is told of a run's moments, too."""
+class RecordingRounds(Recording, RoundLogger):
+    """Record also the calls that only round loggers get."""
 
     def check(self, run_dir=None):
-        self.told.append("check")
+        self.calls.append("check")
 
     def begin(self, run):
-        self.told.append(("begin", run.round, run.labels.tags))
+        self.calls.append(("begin", run.round, run.labels.tags))
 
     def log_summary(self, summary):
-        self.told.append(("summary", summary["rounds"]))
+        self.calls.append(("summary", summary["rounds"]))
 
     def log_files(self):
-        self.told.append("files")
+        self.calls.append("files")
 
 
 class Failing(Recording, RoundLogger):
-    """Cannot begin."""
+    """Fail to begin."""
 
     def begin(self, *given, **options):
         raise RuntimeError("no room")
 
 
 class Beside(RoundCallback):
-    """Logs by itself."""
+    """Log a metric from a callback."""
 
     def on_round_end(self, run, metrics):
         run.logger.log_metrics({"beside": 7.0}, step=run.round)
@@ -84,7 +84,7 @@ def lines(path):
 
 
 def series(run_dir):
-    """What metrics.csv and clients.csv say, by round, as loggers are told it."""
+    """Return the metrics by round from metrics.csv and clients.csv."""
     found = {int(row["round"]): {k: float(v) for k, v in row.items() if v and k != "round"} for row in rows(run_dir)}
     for row in rows(run_dir, "clients.csv"):
         own = {k: float(v) for k, v in row.items() if v and k not in ("round", "client")}
@@ -93,9 +93,9 @@ def series(run_dir):
 
 
 def csv_logs(run_dir, place="csv_logs/metrics.csv"):
-    told = lines(run_dir / place)
-    assert len({row["step"] for row in told}) == len(told)
-    return {int(row["step"]): {k: float(v) for k, v in row.items() if v and k != "step"} for row in told}
+    calls = lines(run_dir / place)
+    assert len({row["step"] for row in calls}) == len(calls)
+    return {int(row["step"]): {k: float(v) for k, v in row.items() if v and k != "step"} for row in calls}
 
 
 def event_accumulator(folder):
@@ -114,7 +114,7 @@ def events(folder):
     return found
 
 
-def close(found, expected):
+def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for step, row in expected.items():
         assert found[step] == pytest.approx(row, rel=1e-6, nan_ok=True)
@@ -124,21 +124,21 @@ def close(found, expected):
 
 
 def test_loggers_are_called_at_each_stage_of_a_run(tmp_path):
-    one, other, knowing = Recording(), Recording(), Knowing()
+    one, other, knowing = Recording(), Recording(), RecordingRounds()
     experiment(tmp_path, rounds=2, logger=[one, other, knowing], callbacks=[Beside()]).fit(config={"seed": 0})
-    assert one.told == other.told
-    steps = [told[0] for told in one.told if isinstance(told, tuple)]
-    assert (one.told[0], steps, one.told[-1]) == ("config", [1, 1, 2, 2], "success")
-    moments = [len(told[1]) if isinstance(told[0], int) else told for told in knowing.told]
+    assert one.calls == other.calls
+    steps = [calls[0] for calls in one.calls if isinstance(calls, tuple)]
+    assert (one.calls[0], steps, one.calls[-1]) == ("config", [1, 1, 2, 2], "success")
+    moments = [len(calls[1]) if isinstance(calls[0], int) else calls for calls in knowing.calls]
     (row,) = {count for count in moments if isinstance(count, int) and count > 1}
     a_round = lambda n: [row, 1, "save", ("summary", n)]  # noqa: E731
     begin = ("begin", 0, ["FedAvg", "Digits", "Dirichlet"])
     assert moments == ["check", begin, *a_round(1), *a_round(2), "files", "success"]
-    assert (2, {"beside": 7.0}) in knowing.told
+    assert (2, {"beside": 7.0}) in knowing.calls
 
 
 @pytest.mark.parametrize("given", [False, []])
-def test_there_need_be_none(tmp_path, given):
+def test_run_without_loggers(tmp_path, given):
     run = experiment(tmp_path, rounds=1, logger=given)
     run.fit()
     assert not run.logger
@@ -151,35 +151,35 @@ def test_there_need_be_none(tmp_path, given):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "calls"),
     [
         (True, "True is not a Lightning logger. Give one, a list of them, or false."),
         ([Recording(), "CSVLogger"], "'CSVLogger' is not a Lightning logger"),
         ([CSVLogger(), Recording(), CSVLogger(prefix="x")], "CSVLogger is listed twice"),
     ],
 )
-def test_what_is_no_logger_is_refused(tmp_path, given, told):
-    with pytest.raises(ConfigError, match=f"^logger: {told}"):
+def test_invalid_loggers_are_refused(tmp_path, given, calls):
+    with pytest.raises(ConfigError, match=f"^logger: {calls}"):
         experiment(tmp_path, logger=given)
     assert len(Loggers([Recording(), Recording()])) == 2
 
 
-def test_where_one_cannot_begin_the_others_are_closed(tmp_path):
+def test_loggers_are_closed_if_one_cannot_begin(tmp_path):
     first, last = Recording(), Recording()
     with pytest.raises(ConfigError, match=r"^logger: no room$"):
         experiment(tmp_path / "run", logger=[first, Failing(), last]).fit(config={"seed": 0})
-    assert (first.told, last.told) == (["config", "failed"], [])
+    assert (first.calls, last.calls) == (["config", "failed"], [])
     assert not (tmp_path / "run").exists()
 
 
-def test_pictures_go_to_those_that_take_them(tmp_path):
+def test_images_go_to_loggers_that_support_them(tmp_path):
     class Pictures(Recording):
         def log_image(self, key, images, step=None, caption=None):
-            self.told.append((key, images, step, caption))
+            self.calls.append((key, images, step, caption))
 
     plain, taking = Recording(), Pictures()
     Loggers([plain, taking]).log_image("figures/x", ["a.png"], step=3, caption=["round 3"])
-    assert (plain.told, taking.told) == ([], [("figures/x", ["a.png"], 3, ["round 3"])])
+    assert (plain.calls, taking.calls) == ([], [("figures/x", ["a.png"], 3, ["round 3"])])
 
 
 # --- In the run's folder, whole and after a kill ---
@@ -187,14 +187,14 @@ def test_pictures_go_to_those_that_take_them(tmp_path):
 LOCAL = ["CSVLogger", "TensorBoardLogger"]
 
 
-def test_files_lie_in_the_runs_folder_and_hold_its_rows(tmp_path):
+def test_loggers_write_the_metrics_to_the_run_folder(tmp_path):
     pytest.importorskip("tensorboard")
     drift = "[{class_path: ClientDrift, init_args: {every: 3}}]"
     tiny(tmp_path / "run", "--logger", f"[{', '.join(LOCAL)}]", "--callbacks", drift)
-    close(csv_logs(tmp_path / "run"), series(tmp_path / "run"))
-    told = events(tmp_path / "run" / "tensorboard")
-    assert told.pop(0) == {"hp_metric": -1.0}
-    close(told, series(tmp_path / "run"))
+    assert_close(csv_logs(tmp_path / "run"), series(tmp_path / "run"))
+    calls = events(tmp_path / "run" / "tensorboard")
+    assert calls.pop(0) == {"hp_metric": -1.0}
+    assert_close(calls, series(tmp_path / "run"))
     accumulator = event_accumulator(tmp_path / "run" / "tensorboard")
     (image,) = accumulator.Images("figures/drift")
     assert image.step == 3
@@ -206,7 +206,7 @@ def test_files_lie_in_the_runs_folder_and_hold_its_rows(tmp_path):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("harm", ["later rows", "cut short", "new column"])
-def test_a_resumed_run_goes_on_in_its_files(tmp_path, harm):
+def test_resumed_run_continues_the_files_of_loggers(tmp_path, harm):
     pytest.importorskip("tensorboard")
     run_dir = tmp_path / "run"
     tiny(run_dir, "--logger", f"[{', '.join(LOCAL)}]")
@@ -226,14 +226,14 @@ def test_a_resumed_run_goes_on_in_its_files(tmp_path, harm):
         warnings.simplefilter("error")
         outcome = run("fit", "--resume", run_dir, "--rounds", "5", *callbacks)
     assert outcome.code == 0, outcome.err
-    close(csv_logs(run_dir), series(run_dir))
-    told = events(run_dir / "tensorboard")
-    told.pop(0)
-    close(told, series(run_dir))
+    assert_close(csv_logs(run_dir), series(run_dir))
+    calls = events(run_dir / "tensorboard")
+    calls.pop(0)
+    assert_close(calls, series(run_dir))
     assert set(csv_logs(run_dir)) == {1, 2, 3, 4, 5}
 
 
-def test_a_resume_to_before_the_first_row_begins_the_file_anew(tmp_path):
+def test_resume_before_the_first_row_begins_a_new_file(tmp_path):
     logger = CSVLogger()
     logger.begin(Beginning(tmp_path, {}, LABELS, 0))
     logger.log_metrics({"a": 1.0}, step=1)
@@ -246,9 +246,9 @@ def test_a_resume_to_before_the_first_row_begins_the_file_anew(tmp_path):
     assert csv_logs(tmp_path) == {1: {"mine-b": 2.0}}
 
 
-def test_a_folder_of_its_own_is_lightnings(tmp_path):
+def test_save_dir_has_the_layout_of_lightning(tmp_path):
     tiny(tmp_path / "run", "--logger=CSVLogger", f"--logger.save_dir={tmp_path / 'logs'}", "--logger.name=mine")
-    close(csv_logs(tmp_path / "logs", "mine/version_0/metrics.csv"), series(tmp_path / "run"))
+    assert_close(csv_logs(tmp_path / "logs", "mine/version_0/metrics.csv"), series(tmp_path / "run"))
     outcome = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
     assert outcome.code == 0, outcome.err
     assert set(csv_logs(tmp_path / "logs", "mine/version_1/metrics.csv")) == {4}
@@ -261,7 +261,7 @@ mlflow_as_it_is = pytest.mark.filterwarnings("ignore:The ``noload``", "ignore::D
 
 
 def metrics_of(run_dir):
-    """The MLflow runs of a run's folder: their metrics by step, parameters, tags and status."""
+    """Return metrics by step, parameters, tags and status of the MLflow runs."""
     mlflow = pytest.importorskip("mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{run_dir}/mlflow/mlflow.db")
     found = []
@@ -277,7 +277,7 @@ def metrics_of(run_dir):
 
 
 @mlflow_as_it_is
-def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
+def test_mlflow_database_in_the_run_folder_is_continued(tmp_path):
     pytest.importorskip("mlflow")
     run_dir = tmp_path / "run"
     tiny(run_dir, "--rounds", "2", "--logger", "MLFlowLogger", "--callbacks+=Checkpointing", "--callbacks.every=5")
@@ -285,7 +285,7 @@ def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
     outcome = run("fit", "--resume", run_dir, "--rounds", "4")
     assert outcome.code == 0, outcome.err
     ((steps, parameters, tags, status),) = metrics_of(run_dir)
-    close(steps, series(run_dir))
+    assert_close(steps, series(run_dir))
     assert parameters["algorithm/class_path"].endswith("FedSKC")
     assert (tags["algorithm"], tags["dataset"], tags["partition"]) == ("FedSKC", "Digits", "Dirichlet")
     assert tags["mlflow.runName"] == "run-rounds=2-seed0"
@@ -293,15 +293,15 @@ def test_mlflow_has_a_database_in_the_runs_folder_and_goes_on_there(tmp_path):
 
 
 @mlflow_as_it_is
-def test_rounds_that_mlflow_holds_are_not_sent_again(tmp_path):
+def test_mlflow_rounds_are_not_logged_twice(tmp_path):
     pytest.importorskip("mlflow")
-    told = os.environ.get("MLFLOW_TRACKING_URI")
+    calls = os.environ.get("MLFLOW_TRACKING_URI")
     first = MLFlowLogger()
     first.begin(Beginning(tmp_path, {"seed": 0}, LABELS, 0))
     for step in (1, 2, 3):
         first.log_metrics({"time/round_s": 1.0, "a": step}, step=step)
     first.finalize("failed")
-    assert os.environ.get("MLFLOW_TRACKING_URI") == told
+    assert os.environ.get("MLFLOW_TRACKING_URI") == calls
     again = MLFlowLogger()
     again.check(tmp_path)
     again.begin(Beginning(tmp_path, {"seed": 1}, LABELS, 2))
@@ -313,7 +313,7 @@ def test_rounds_that_mlflow_holds_are_not_sent_again(tmp_path):
     assert (parameters, status) == ({"seed": "0"}, "FINISHED")
 
 
-def test_a_note_of_mlflow_that_is_none_is_refused(tmp_path):
+def test_damaged_mlflow_run_id_is_refused(tmp_path):
     pytest.importorskip("mlflow")
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "run_id").write_text("../../x")
@@ -336,7 +336,7 @@ def here(tmp_path, monkeypatch):
 FIT = ["fit", "--config", "tiny.yaml", "--rounds", "1", "--run_dir", "run"]
 
 
-def test_one_more_comes_to_the_default(here):
+def test_logger_is_added_to_the_default(here):
     assert run(*FIT, "--logger+=CSVLogger").code == 0
     assert (here / "run" / "wandb" / "run.json").is_file()
     assert set(csv_logs(here / "run")) == {1}
@@ -345,7 +345,7 @@ def test_one_more_comes_to_the_default(here):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("word", ["false", "[]"])
-def test_none_is_said_in_many_words(here, word):
+def test_false_and_empty_list_give_no_logger(here, word):
     code, _, err = run(*FIT, "--logger", word)
     assert code == 0, err
     assert not (here / "run" / "wandb").exists()
@@ -354,15 +354,15 @@ def test_none_is_said_in_many_words(here, word):
 
 
 @pytest.mark.parametrize(("name", "package"), [("TensorBoardLogger", "tensorboard"), ("MLFlowLogger", "mlflow")])
-def test_a_package_that_is_missing_is_named_with_its_command(here, name, package, monkeypatch):
+def test_missing_package_is_named_with_the_install_command(here, name, package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(file_loggers, "find_spec", lambda wanted: None if wanted == package else find(wanted))
     code, _, err = run(*FIT, "--logger", name)
-    told = f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'"
-    assert (code, err) == (2, f"fl-lightning: error: {told}\n")
+    calls = f"logger: {package} is not installed. Run: pip install 'fl-lightning[{package}]'"
+    assert (code, err) == (2, f"fl-lightning: error: {calls}\n")
     assert not Path("run").exists()
 
 
-def test_all_that_write_to_the_runs_folder_are_named():
+def test_logger_names_are_listed():
     assert names("logger") == ["CSVLogger", "MLFlowLogger", "TensorBoardLogger", "WandbRoundLogger"]
     assert issubclass(TensorBoardLogger, lightnings.TensorBoardLogger)

@@ -1,4 +1,4 @@
-"""What a W&B run holds, read back from its file."""
+"""W&B runs, read from their files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import fl_lightning
 from fl_lightning.algorithms import Local
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers.collection import Loggers, WandbRoundLogger
-from fl_lightning.loggers.wandb import Labels, grouped
+from fl_lightning.loggers.wandb import Labels, group_config
 
 WANDB = ["--logger", "WandbRoundLogger"]
 DRAWN = ["--callbacks", "[{class_path: ClassRelations, init_args: {every: 1}}, BytesByRound]"]
@@ -40,18 +40,18 @@ class Diverging(FedAvg):
 
 
 def history(found):
-    """One dict a logged row."""
+    """Return one mapping per logged row."""
     return [values(record.item) for record in of_kind(found, "history")]
 
 
 def metrics(row):
-    """What of a row is in metrics.csv and clients.csv."""
+    """Return the part of a row that is in metrics.csv and clients.csv."""
     apart = ("_", "partition.", *PICTURES)
     return {name: value for name, value in row.items() if not name.startswith(apart)}
 
 
 def config_of(found):
-    """The config that a run shows."""
+    """Return the config of a W&B run."""
     config = values(of_kind(found, "run")[0].config.update)
     for record in of_kind(found, "config"):
         config |= values(record.update)
@@ -60,7 +60,7 @@ def config_of(found):
 
 @pytest.fixture(scope="module", autouse=True)
 def wandb_at(tmp_path_factory):
-    """W&B's own folders out of the way, and no word of it in the environment."""
+    """Move W&B's folders, and remove its environment variables."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
             patch.delenv(name)
@@ -71,7 +71,7 @@ def wandb_at(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """Two rounds, logged to W&B."""
+    """Return a run of two rounds, and the outcome of the command."""
     run_dir = tmp_path_factory.mktemp("logged") / "tiny"
     outcome = tiny(run_dir, "--rounds", "2", "--logger.notes", "a try", "--logger.tags", "[mine, FedSKC]", *WANDB)
     return Logged(run_dir), outcome
@@ -79,7 +79,7 @@ def logged(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The same with pictures, and a third round in a second sitting; the folder was moved in between."""
+    """Return a run with figures that was moved and resumed for a third round."""
     run_dir = tmp_path_factory.mktemp("resumed") / "tiny"
     tiny(run_dir, "--rounds", "2", *WANDB, *DRAWN)
     Logged(run_dir)
@@ -89,7 +89,7 @@ def resumed(tmp_path_factory):
 
 
 class Online:
-    """Takes the place of W&B's run, with a server that remembers one run."""
+    """A fake W&B run and server."""
 
     def __init__(self, monkeypatch, **summary) -> None:
         self.given, self.rows, self.closed = [], [], 0
@@ -112,7 +112,7 @@ class Online:
 # --- What is in a run ------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_found_again_by_their_folder_and_never_mixed_up(logged, resumed):
+def test_run_folder_keeps_its_wandb_run(logged, resumed):
     (first,), (before, after) = ([of_kind(part, "run")[0] for part in one.parts] for one in (logged[0], resumed))
     assert before.run_id == after.run_id != first.run_id  # whose folders had one name, and one was moved
     assert all(one.project == "fl-lightning" and one.resume for one in (first, before, after))
@@ -120,7 +120,7 @@ def test_runs_are_found_again_by_their_folder_and_never_mixed_up(logged, resumed
     assert ended.exit_code == 0
 
 
-def test_it_is_called_after_its_config_and_what_it_is(logged, resumed):
+def test_name_group_and_tags_come_from_the_config(logged, resumed):
     (one,) = of_kind(logged[0].records, "run")
     assert one.display_name == "tiny-rounds=2-seed0"
     assert one.run_group.startswith("tiny-rounds=2-")
@@ -142,11 +142,11 @@ def test_round_is_the_step_of_every_metric(logged):
     assert b"global_step" not in logged[0].paths[0].read_bytes()
 
 
-def test_a_round_is_one_row_pictures_included(logged, resumed):
-    """The partition is of before the first round."""
+def test_each_round_is_one_row_with_its_images(logged, resumed):
+    """The partition is logged before the first round."""
     for found, rounds in ((logged[0].records, [0, 1, 2]), (resumed.records, [0, 1, 2, 3])):
-        told = history(found)
-        assert [row["round"] for row in told] == [row["_step"] for row in told] == rounds
+        actual = history(found)
+        assert [row["round"] for row in actual] == [row["_step"] for row in actual] == rounds
         steps = [record.step.num for record in of_kind(found, "history")]
         assert steps == rounds
     captions = [row.get("figures/class_relations.captions") for row in history(resumed.records)]
@@ -159,20 +159,20 @@ def test_a_round_is_one_row_pictures_included(logged, resumed):
     ]
 
 
-def test_the_history_is_metrics_csv_and_clients_csv(logged):
-    told = history(logged[0].records)[1:]
+def test_history_equals_metrics_csv_and_clients_csv(logged):
+    actual = history(logged[0].records)[1:]
     written = rows(logged[0].run_dir)
-    for row, expected in zip(told, written, strict=True):
+    for row, expected in zip(actual, written, strict=True):
         series = client_series(logged[0].run_dir, row["round"])
         assert metrics(row) == {name: float(text) for name, text in expected.items() if text} | series
-    names = told[0].keys()
+    names = actual[0].keys()
     assert {"global/acc", "global/loss", "client/acc_mean", "client/acc_std", "client/train_loss"} <= names
     assert {"comm/up_bytes", "comm/down_bytes", "comm/total_bytes"} <= names
     assert {f"client_{k}/{what}" for k in range(4) for what in ("acc", "train_loss")} <= names
 
 
-def test_the_config_is_in_the_run_as_filters_want_it(logged):
-    """Each value of config.yaml below its dotted key, and a class's name with it; nothing of `class_path` is left."""
+def test_config_is_logged_with_keys_to_filter_by(logged):
+    """Each value of config.yaml is logged; `class_path` becomes `name`."""
     config = config_of(logged[0].records)
     assert config["algorithm"]["name"] == "FedSKC"
     assert config["algorithm"]["tau"] == 0.08
@@ -188,26 +188,30 @@ def test_the_config_is_in_the_run_as_filters_want_it(logged):
     assert len(config["fl_lightning"].get("commit", 40 * "0")) == 40
 
 
-def test_a_config_is_grouped():
+def test_group_config_replaces_class_paths_by_names():
     def one(name, /, **arguments):
         return {"class_path": f"some.where.{name}", "init_args": arguments}
 
-    assert grouped({"terms": [one("A", mu=1), one("B"), one("A", inner=one("C", x=[1, 2]))]}) == {
+    assert group_config({"terms": [one("A", mu=1), one("B"), one("A", inner=one("C", x=[1, 2]))]}) == {
         "terms": {
             "A": {"name": "A", "mu": 1},
             "B": {"name": "B"},
             "A-2": {"name": "A", "inner": {"name": "C", "x": [1, 2]}},
         }
     }
-    assert grouped({"class_path": "Bare"}) == {"name": "Bare"}
-    assert grouped(one("A", name="mine", size=3)) == {"name": "A", "size": 3, "init_args": {"name": "mine"}}
-    assert grouped({"class_path": "A", "init_args": {"x": 1}, "dict_kwargs": {"y": 2}}) == {"name": "A", "x": 1, "y": 2}
-    assert grouped([]) == []
-    assert grouped([one("A"), 1]) == [{"name": "A"}, 1]
-    assert grouped([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
+    assert group_config({"class_path": "Bare"}) == {"name": "Bare"}
+    assert group_config(one("A", name="mine", size=3)) == {"name": "A", "size": 3, "init_args": {"name": "mine"}}
+    assert group_config({"class_path": "A", "init_args": {"x": 1}, "dict_kwargs": {"y": 2}}) == {
+        "name": "A",
+        "x": 1,
+        "y": 2,
+    }
+    assert group_config([]) == []
+    assert group_config([one("A"), 1]) == [{"name": "A"}, 1]
+    assert group_config([{"a": one("A")}, 1]) == [{"a": {"name": "A"}}, 1]
 
 
-def test_the_partition_is_in_the_run(logged, resumed):
+def test_partition_is_logged_as_a_table(logged, resumed):
     (reference,) = [row["partition.path"] for row in history(logged[0].records) if "partition.path" in row]
     table = json.loads((logged[0].paths[0].parent / "files" / reference).read_text())
     assert table["columns"] == ["client", *(f"class {label}" for label in range(10))]
@@ -216,49 +220,42 @@ def test_the_partition_is_in_the_run(logged, resumed):
     assert sum("partition.path" in row for row in history(resumed.records)) == 1
 
 
-def test_the_summary_is_the_runs_figures(logged, resumed):
-    """All rounds' figures, of a second sitting as well, and each metric's last value as a number."""
+def test_summary_equals_the_summary_of_the_run(logged, resumed):
+    """It covers the rounds before a resume too, and has each metric's last value."""
     for one in (logged[0], resumed):
-        told, figures, written = summary_of(one.parts[-1]), summary(one.run_dir), rows(one.run_dir)
+        actual, figures, written = summary_of(one.parts[-1]), summary(one.run_dir), rows(one.run_dir)
         reached = {name: value for name, value in figures.items() if value is not None}
-        assert {name: told[name] for name in reached} == reached
-        assert "R_0.9" not in told
+        assert {name: actual[name] for name in reached} == reached
+        assert "R_0.9" not in actual
         for name in ("global/acc", "client/acc_mean", "global/loss"):
-            assert told[name] == float(written[-1][name])
+            assert actual[name] == float(written[-1][name])
         for name in ("global/loss", "client/loss_mean", "client/train_loss"):
-            assert told[f"{name}_best"] == min(float(row[name]) for row in written)
+            assert actual[f"{name}_best"] == min(float(row[name]) for row in written)
 
 
-def test_nothing_but_our_own_lines_is_printed(logged):
+def test_wandb_prints_nothing(logged):
     _, (code, out, err) = logged
     assert (code, err) == (0, "")
     assert out.startswith("round 1/2")
+    assert "WANDB_MODE" not in os.environ
+    assert wandb.run is None
+    assert [one for one in of_kind(logged[0].records, "artifact") if one.type == "model"] == []
     assert "wandb" not in out.replace(str(logged[0].run_dir), "").lower()
     assert "lightning" not in out.lower()
 
 
-def test_a_resumed_run_goes_on(resumed):
-    told = history(resumed.records)
-    assert told[3]["global/acc"] == float(rows(resumed.run_dir)[2]["global/acc"])
-    assert told[3]["comm/total_bytes"] == 3 * told[1]["comm/total_bytes"]
+def test_resumed_run_continues_the_wandb_run(resumed):
+    actual = history(resumed.records)
+    assert any(name.startswith("client_") for name in actual[2])
+    assert not any(name.startswith("client_") for name in actual[3])  # resumed with log_clients: false
+    assert actual[3]["global/acc"] == float(rows(resumed.run_dir)[2]["global/acc"])
+    assert actual[3]["comm/total_bytes"] == 3 * actual[1]["comm/total_bytes"]
     assert config_of(resumed.parts[1])["rounds"] == 3
     assert [metric.step_metric for metric in of_kind(resumed.parts[1], "metric")] == ["", "round"]
 
 
-def test_without_log_clients_no_client_has_a_series(resumed):
-    before, after = history(resumed.parts[0])[1], history(resumed.parts[1])[0]
-    assert [name for name in before if name.startswith("client_")]
-    assert [name for name in after if name.startswith("client_")] == []
-    assert "client/acc_mean" in after
-
-
-def test_offline_is_a_setting_of_the_run_not_of_the_process(logged):
-    assert "WANDB_MODE" not in os.environ
-    assert wandb.run is None
-
-
-def test_a_failed_run_is_a_failed_run_there(tmp_path, monkeypatch):
-    """What it came to until then is in its summary."""
+def test_failed_run_is_marked_as_failed(tmp_path, monkeypatch):
+    """Its summary covers the rounds before the failure."""
     (tmp_path / "diverging.py").write_text(DIVERGING)
     (tmp_path / "own.yaml").write_text(TINY)
     monkeypatch.syspath_prepend(tmp_path)
@@ -269,25 +266,25 @@ def test_a_failed_run_is_a_failed_run_there(tmp_path, monkeypatch):
     logged = Logged(tmp_path / "run")
     (ended,) = of_kind(logged.records, "exit")
     assert ended.exit_code == 1
-    told = history(logged.records)
-    assert [row["round"] for row in told] == [0, 1]
-    assert summary_of(logged.records)["global/acc_best"] == told[1]["global/acc"]
+    actual = history(logged.records)
+    assert [row["round"] for row in actual] == [0, 1]
+    assert summary_of(logged.records)["global/acc_best"] == actual[1]["global/acc"]
     assert of_kind(logged.records, "run")[0].display_name == "own-algorithm=Diverging-seed0"
 
 
 # --- Steps -----------------------------------------------------------------------------------------------------------
 
 
-def attached(run_dir, **options):
+def attach_logger(run_dir, **options):
     logger = WandbRoundLogger(**options)
     run_dir.mkdir(exist_ok=True)
     logger.attach(run_dir, {}, LABELS)
     return logger
 
 
-def test_what_others_log_in_between_costs_no_round(tmp_path):
-    """W&B drops rows behind its step, and a callback may log to W&B's run directly."""
-    logger = attached(tmp_path)
+def test_other_calls_of_log_lose_no_round(tmp_path):
+    """W&B drops rows behind its step, and callbacks may log to the W&B run directly."""
+    logger = attach_logger(tmp_path)
     for n in (1, 2, 3):
         logger.log_metrics({"a": n}, step=n)
         if n == 1:
@@ -300,27 +297,27 @@ def test_what_others_log_in_between_costs_no_round(tmp_path):
         logger.save()
         logger.save()
     logger.finalize("success")
-    told = history(Logged(tmp_path).records)
-    assert [row["a"] for row in told if "a" in row] == [1, 2, 3]
-    assert [row["round"] for row in told if "a" in row] == [row["a"] for row in told if "a" in row]
-    assert [(row["b"], row["round"]) for row in told if "b" in row] == [(2, 2), (3, 3)]
-    assert told[0]["beside"] == 1
-    assert told[0]["figures/x._type"] == "images/separated"
-    assert [row["_step"] for row in told] == list(range(1, len(told) + 1))
+    actual = history(Logged(tmp_path).records)
+    assert [row["a"] for row in actual if "a" in row] == [1, 2, 3]
+    assert [row["round"] for row in actual if "a" in row] == [row["a"] for row in actual if "a" in row]
+    assert [(row["b"], row["round"]) for row in actual if "b" in row] == [(2, 2), (3, 3)]
+    assert actual[0]["beside"] == 1
+    assert actual[0]["figures/x._type"] == "images/separated"
+    assert [row["_step"] for row in actual] == list(range(1, len(actual) + 1))
 
 
-def test_rounds_that_the_server_holds_are_not_sent_again(tmp_path, monkeypatch):
-    """But for those of another folder, whose W&B run somebody goes on with by its id."""
+def test_wandb_rounds_are_not_logged_twice(tmp_path, monkeypatch):
+    """A new folder that continues a W&B run by its id logs all rounds."""
     online = Online(monkeypatch, round=2)
     online.step = 3
-    for told in ([(3, 1), (3, 2), (3, 3)], [(3, 3)]):
-        logger = attached(tmp_path, offline=False)
+    for actual in ([(3, 1), (3, 2), (3, 3)], [(3, 3)]):
+        logger = attach_logger(tmp_path, offline=False)
         for n in (1, 2, 3):
             logger.log_metrics({"a": n}, step=n)
             logger.save()
             logger.save()  # of nothing new
-        assert online.rows == [(step, {"a": n, "round": n}) for step, n in told]
-        assert online.closed == len(told)
+        assert online.rows == [(step, {"a": n, "round": n}) for step, n in actual]
+        assert online.closed == len(actual)
         online.rows, online.closed = [], 0
 
 
@@ -328,13 +325,13 @@ def test_a_shared_run_has_no_step(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "shared")
     online = Online(monkeypatch)
     del online.step  # W&B raises
-    logger = attached(tmp_path)
+    logger = attach_logger(tmp_path)
     logger.log_metrics({"a": 1}, step=1)
     logger.save()
     assert online.rows == [(None, {"a": 1, "round": 1})]
 
 
-def test_the_partition_of_many_clients_is_no_table(tmp_path, monkeypatch):
+def test_partition_of_many_clients_is_not_logged(tmp_path, monkeypatch):
     online = Online(monkeypatch)
     for clients, tables in ((1000, 1), (1001, 0)):
         online.rows.clear()
@@ -358,14 +355,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_goes_before_the_environment_and_that_before_the_default(option, tmp_path, monkeypatch):
+def test_option_takes_precedence_over_environment_and_default(option, tmp_path, monkeypatch):
     online, (variable, default) = Online(monkeypatch), OPTIONS[option]
-    attached(tmp_path)
+    attach_logger(tmp_path)
     monkeypatch.setenv(variable, "")
-    attached(tmp_path / "empty")
+    attach_logger(tmp_path / "empty")
     monkeypatch.setenv(variable, "from outside")
-    attached(tmp_path / "outside")
-    attached(tmp_path / "told", **{option: "told"})
+    attach_logger(tmp_path / "outside")
+    attach_logger(tmp_path / "told", **{option: "told"})
     assert [given[option] for given in online.given] == [default, default, "from outside", "told"]
 
 
@@ -378,7 +375,7 @@ def test_an_option_goes_before_the_environment_and_that_before_the_default(optio
         (False, "disabled", "online"),
     ],
 )
-def test_the_mode(option, outside, mode, monkeypatch):
+def test_mode_from_option_and_environment(option, outside, mode, monkeypatch):
     if outside:
         monkeypatch.setenv("WANDB_MODE", outside)
     given = WandbRoundLogger(offline=option)._wandb_init
@@ -396,30 +393,18 @@ def test_the_mode(option, outside, mode, monkeypatch):
         ([], "a", []),
     ],
 )
-def test_tags_are_added_to_ones_own(option, outside, tags, tmp_path, monkeypatch):
+def test_default_tags_are_added_to_the_users_tags(option, outside, tags, tmp_path, monkeypatch):
     if outside:
         monkeypatch.setenv("WANDB_TAGS", outside)
     online = Online(monkeypatch)
-    attached(tmp_path, tags=option)
+    attach_logger(tmp_path, tags=option)
     assert online.given[0]["tags"] == list(dict.fromkeys([*tags, *LABELS.tags]))
-
-
-def test_the_environment_reaches_the_run(tmp_path, monkeypatch):
-    told = {"PROJECT": "thesis", "ENTITY": "us", "NAME": "one", "RUN_GROUP": "many", "TAGS": "x,y", "RUN_ID": "id7"}
-    for name, text in told.items():
-        monkeypatch.setenv(f"WANDB_{name}", text)
-    attached(tmp_path).finalize("success")
-    (found,) = of_kind(Logged(tmp_path).records, "run")
-    assert [found.project, found.entity, found.display_name, found.run_group, found.run_id] == [
-        told[name] for name in ("PROJECT", "ENTITY", "NAME", "RUN_GROUP", "RUN_ID")
-    ]
-    assert list(found.tags) == ["x", "y", *LABELS.tags]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_launch_is_asked_only_where_it_was_imported(launched, tmp_path):
-    """W&B imports all of it otherwise, at each run's start."""
+def test_launch_is_used_only_if_it_was_imported(launched, tmp_path):
+    """Otherwise W&B imports Launch at the start of each run."""
     source = f"""
 import sys
 from pathlib import Path
@@ -440,7 +425,7 @@ print("wandb.sdk.launch" in sys.modules)
     assert (done.stdout.split(), done.returncode) == (["applied", "True"] if launched else ["False"], 0), done.stderr
 
 
-def test_disabled_writes_nothing(tmp_path, monkeypatch):
+def test_disabled_mode_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     words = ["--rounds", "1", *WANDB, *DRAWN, "--logger.log_model", "all"]
     outcome = tiny(tmp_path / "run", *words)
@@ -449,49 +434,37 @@ def test_disabled_writes_nothing(tmp_path, monkeypatch):
     assert len(rows(tmp_path / "run")) == 1
 
 
-def test_in_a_sweep_the_run_is_the_agents(tmp_path, monkeypatch):
-    """W&B warns of a project or an id that is given to a run of a sweep."""
+def test_wandb_sweep_sets_the_run(tmp_path, monkeypatch):
+    """W&B warns if a project or an id is given to a run of a sweep."""
     for name, text in {"SWEEP_ID": "s", "RUN_ID": "r", "PROJECT": "p", "ENTITY": "e"}.items():
         monkeypatch.setenv(f"WANDB_{name}", text)
     online = Online(monkeypatch)
-    attached(tmp_path)
-    attached(tmp_path)
+    attach_logger(tmp_path)
+    attach_logger(tmp_path)
     assert [[given[key] for key in ("id", "project", "entity")] for given in online.given] == [[None] * 3] * 2
     assert online.given[0]["name"] == LABELS.name
     for name in ("SWEEP_ID", "RUN_ID", "PROJECT", "ENTITY"):
         monkeypatch.delenv(f"WANDB_{name}")
-    attached(tmp_path)  # resumed without the agent
+    attach_logger(tmp_path)  # resumed without the agent
     assert [online.given[2][key] for key in ("id", "project", "entity")] == ["id1", "p", "e"]
 
 
-def test_lightning_is_told_where_it_lies(tmp_path, monkeypatch):
-    Online(monkeypatch)
-    logger = attached(tmp_path)
-    assert (logger.name, logger.save_dir, logger.version) == ("fl-lightning", str(tmp_path), "id1")
-
-
-def test_names_given_on_the_server_are_left_alone(tmp_path, monkeypatch):
-    """A run that was online is resumed without names, but for those that the config says."""
+def test_names_edited_online_are_kept(tmp_path, monkeypatch):
+    """A run that was online is resumed only with the names in the config."""
     online = Online(monkeypatch)
-    for options in ({"offline": False}, {"offline": True}, {"offline": False, "name": "mine", "tags": ["x"]}):
-        attached(tmp_path, **options)
-    told = [[given[key] for key in ("id", "name", "group", "tags")] for given in online.given]
-    assert told == [
+    for options in ({}, {"offline": False}, {"offline": True}, {"offline": False, "name": "mine", "tags": ["x"]}):
+        logger = attach_logger(tmp_path, **options)
+    assert (logger.name, logger.save_dir, logger.version) == ("p", str(tmp_path), "id1")
+    actual = [[given[key] for key in ("id", "name", "group", "tags")] for given in online.given]
+    assert actual == [
         [None, LABELS.name, LABELS.group, LABELS.tags],
+        ["id1", LABELS.name, LABELS.group, LABELS.tags],
         ["id1", None, None, []],
         ["id1", "mine", None, ["x", *LABELS.tags]],
     ]
 
 
-def test_a_run_that_goes_online_later_brings_its_names(tmp_path, monkeypatch):
-    online = Online(monkeypatch)
-    attached(tmp_path)
-    WandbRoundLogger(offline=False).attach(tmp_path, {}, Labels(None, None, LABELS.tags))
-    told = [[given[key] for key in ("name", "group", "tags", "mode")] for given in online.given]
-    assert told == [[LABELS.name, LABELS.group, LABELS.tags, mode] for mode in ("offline", "online")]
-
-
-def test_what_wandb_refuses_is_one_line(tmp_path):
+def test_option_refused_by_wandb_gives_one_line(tmp_path):
     words = [*WANDB, "--run_dir", tmp_path / "run", "--logger.tags", json.dumps(["x" * 65])]
     (tmp_path / "own.yaml").write_text(TINY)
     code, _, err = run("fit", "--config", tmp_path / "own.yaml", *words)
@@ -505,14 +478,14 @@ def test_what_wandb_refuses_is_one_line(tmp_path):
 
 
 def files_of(artifact, folder):
-    """An artifact's files, put where whoever fetches it finds them."""
+    """Copy an artifact's files to a folder, and return their content by path."""
     for one in artifact.manifest.contents:
         (folder / one.path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(one.local_path, folder / one.path)
     return {path: content for path, content in contents(folder).items() if content is not None}
 
 
-def test_log_model_leaves_the_model_and_all_a_run_to_go_on_with(tmp_path):
+def test_log_model_all_logs_the_model_and_the_checkpoints(tmp_path):
     run_dir = tmp_path / "run"
     tiny(run_dir, "--rounds", "2", *WANDB, "--logger.log_model", "all")
     logged = Logged(run_dir)
@@ -531,12 +504,8 @@ def test_log_model_leaves_the_model_and_all_a_run_to_go_on_with(tmp_path):
     assert run("fit", "--resume", tmp_path / "fetched", "--rounds", "3", "--logger", "null").code == 0
 
 
-def test_without_it_there_is_no_artifact(logged):
-    assert [one for one in of_kind(logged[0].records, "artifact") if one.type == "model"] == []
-
-
 @pytest.mark.thorough
-def test_a_method_without_a_model_says_so(tmp_path):
+def test_log_model_without_a_global_model_is_warned_of(tmp_path):
     with pytest.warns(
         UserWarning, match=r"logger.log_model: this method has no global model, hence no final/model.pt. Use `all`"
     ):
@@ -550,8 +519,8 @@ def test_log_model_is_true_false_or_all():
 
 
 @pytest.mark.thorough
-def test_a_run_without_it_neither_imports_it_nor_leaves_temporary_files(tmp_path):
-    """Importing wandb makes two temporary folders, which a run that is killed would leave."""
+def test_run_without_wandb_does_not_import_it(tmp_path):
+    """Importing wandb creates two temporary folders, which a killed run would leave."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     code = "import sys; from fl_lightning.cli.main import main; sys.exit(main(sys.argv[1:]) or 'wandb' in sys.modules)"

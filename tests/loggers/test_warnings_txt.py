@@ -1,4 +1,4 @@
-"""`warnings.txt`: what a run warned of, where `fl-lightning watch` finds it."""
+"""`warnings.txt`, the file with the warnings of a run."""
 
 import errno
 import warnings
@@ -17,7 +17,7 @@ from fl_lightning.runs.folder import refuse_existing_run
 
 
 class Warner(RoundCallback):
-    """Warns at the end of each round, and when the run begins and ends."""
+    """Warn at the end of each round, and when the run begins and ends."""
 
     def on_fit_start(self, run):
         warnings.warn("begins", stacklevel=2)
@@ -30,7 +30,7 @@ class Warner(RoundCallback):
 
 
 class Breaks(RoundCallback):
-    """Ends the run with an error after a round."""
+    """End the run with an error after a round."""
 
     def __init__(self, after):
         self.after = after
@@ -42,7 +42,7 @@ class Breaks(RoundCallback):
 
 @pytest.fixture
 def shown():
-    """What is shown of warnings, each of them; as on the command line, they are no errors."""
+    """Return the list of the warnings that are shown. As on the command line, they are no errors."""
     texts = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -54,7 +54,7 @@ def lines(folder: Path) -> list[str]:
     return (folder / "warnings.txt").read_text(encoding="utf-8").splitlines()
 
 
-def test_what_a_run_warns_of_is_noted_with_the_round_under_way_and_shown_as_ever(tmp_path, shown):
+def test_warnings_are_recorded_with_their_round_and_shown(tmp_path, shown):
     before = warnings.showwarning
     for name, callbacks in (("quiet", []), ("warned", [Warner()])):
         experiment(tmp_path / name, rounds=2, callbacks=callbacks).fit()
@@ -69,7 +69,7 @@ def test_what_a_run_warns_of_is_noted_with_the_round_under_way_and_shown_as_ever
     assert shown == ["begins", "after 1:\nµ is\tlow", "after 2:\nµ is\tlow", "ends"]
 
 
-def test_a_run_cut_short_and_resumed_has_noted_what_an_unbroken_one_has(tmp_path, shown):
+def test_resumed_run_records_the_same_warnings(tmp_path, shown):
     class Once(Warner):
         def on_fit_start(self, run):
             pass
@@ -87,19 +87,19 @@ def test_a_run_cut_short_and_resumed_has_noted_what_an_unbroken_one_has(tmp_path
     ) as file:  # of a round that will be computed again, and half a line
         file.write(b"round 4: of a round that is not over\nsomething else\nround 2: cut sh")
     experiment(tmp_path / "cut", rounds=4, callbacks=[Once()]).fit(resume=True)
-    # What was warned of when round 2 had ended was noted as of round 3, which is computed again.
+    # What was warned of when round 2 had ended was record_warnings as of round 3, which is computed again.
     expected = [line for line in lines(tmp_path / "whole") if not line.startswith("round 3")]
     assert lines(tmp_path / "cut") == expected
 
 
-def test_what_is_warned_of_before_there_is_a_folder_is_noted_in_it(tmp_path, shown, monkeypatch):
+def test_warnings_before_the_folder_exists_are_recorded(tmp_path, shown, monkeypatch):
     monkeypatch.setattr(loggers, "FEW_CLIENTS", 5)
     experiment(tmp_path / "run", rounds=1).fit()
     (line,) = lines(tmp_path / "run")
     assert line.startswith("round 1: log_clients: metrics of single clients")
 
 
-def test_a_damaged_checkpoint_is_noted_as_of_the_round_that_is_resumed(tmp_path, shown):
+def test_damaged_checkpoint_is_recorded_in_the_resumed_round(tmp_path, shown):
     experiment(tmp_path, rounds=3).fit()
     (tmp_path / "checkpoints" / "round-000003" / "state.pt").write_bytes(b"")
     experiment(tmp_path, rounds=3).fit(resume=True)
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_noted_as_of_the_round_that_is_resumed(tmp_path,
     assert "round-000003" in line
 
 
-def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, shown, monkeypatch):
+def test_refused_run_records_no_warnings_in_another_run(tmp_path, shown, monkeypatch):
     experiment(tmp_path, rounds=1).fit()
     before = contents(tmp_path)
     refused = experiment(tmp_path)
@@ -125,7 +125,7 @@ def test_a_refused_experiment_leaves_nothing_in_the_folder_of_another(tmp_path, 
 
 
 @pytest.mark.parametrize("failing", ["open", "exists"])
-def test_a_disk_that_refuses_ends_no_run(failing, tmp_path, shown, monkeypatch):
+def test_full_disk_for_warnings_does_not_end_the_run(failing, tmp_path, shown, monkeypatch):
     works = getattr(Path, failing)
 
     def refuses(self, *args, **kwargs):
@@ -139,8 +139,8 @@ def test_a_disk_that_refuses_ends_no_run(failing, tmp_path, shown, monkeypatch):
     assert len(shown) == 4
 
 
-def noted(path: Path, texts: list[str], round: int = 0) -> WarningsTxt:
-    """A file in which these were noted, one a round from `round` + 1 on."""
+def record_warnings(path: Path, texts: list[str], round: int = 0) -> WarningsTxt:
+    """Return a file with these warnings, one per round from `round` + 1 on."""
     now = round
     file = WarningsTxt(path, lambda: now)
     with file:
@@ -150,24 +150,19 @@ def noted(path: Path, texts: list[str], round: int = 0) -> WarningsTxt:
     return file
 
 
-def test_the_file_holds_the_newest_thousand_and_never_more_than_twice_as_many(tmp_path, shown):
+def test_file_holds_the_newest_thousand_warnings(tmp_path, shown):
     path = tmp_path / "warnings.txt"
-    noted(path, [f"text {i}" for i in range(1, 2001)])
+    record_warnings(path, [f"text {i}" for i in range(1, 2001)])
     assert path.read_text() == "".join(f"round {i}: text {i}\n" for i in range(1, 2001))
-    noted(path, ["one more"], round=2000)
+    record_warnings(path, ["one more"], round=2000)
     assert path.read_text() == "".join(f"round {i}: text {i}\n" for i in range(1002, 2001)) + "round 2001: one more\n"
-    noted(path, [f"text {i}" for i in range(2002, 3002)], round=2001)
+    record_warnings(path, [f"text {i}" for i in range(2002, 3002)], round=2001)
     assert len(path.read_text().splitlines()) == 2000
 
 
-def test_a_long_warning_is_cut_and_what_is_no_text_is_replaced(tmp_path, shown):
+def test_long_warning_is_cut_and_invalid_text_replaced(tmp_path, shown):
     path = tmp_path / "warnings.txt"
-    noted(path, ["x" * 10_000, "a file \udcff"])
+    record_warnings(path, ["x" * 10_000, "a file \udcff"])
     assert path.read_bytes() == b"round 1: " + b"x" * 500 + "\nround 2: a file \N{REPLACEMENT CHARACTER}\n".encode()
-
-
-def test_rewinding_to_the_start_leaves_no_file(tmp_path, shown):
-    path = tmp_path / "warnings.txt"
-    noted(path, ["text"])
     WarningsTxt(path, lambda: 1).rewind(0)
     assert not path.exists()

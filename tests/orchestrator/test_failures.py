@@ -1,4 +1,4 @@
-"""What happens when a client fails."""
+"""Failing clients."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ from fl_lightning.engines import SequentialEngine, StackedEngine
 
 
 class Trouble(LossTerm):
-    """NaN, or an exception, in round 2."""
+    """Return NaN or raise an exception in round 2."""
 
     def __init__(self, kind="nan"):
         super().__init__()
@@ -34,7 +34,7 @@ class Trouble(LossTerm):
 
 
 class BadUpload(FedAvg):
-    """One client's upload holds Inf."""
+    """Upload Inf for one client."""
 
     def upload(self, module, batches, n_samples, num_classes):
         message = super().upload(module, batches, n_samples, num_classes)
@@ -44,9 +44,10 @@ class BadUpload(FedAvg):
 
 
 def test_a_nan_loss_names_client_round_and_term(tmp_path):
-    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]))
+    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]), checkpoint_every=3)
     with pytest.raises(ClientFailure, match=r"client \d, round 2: loss term 'trouble' is NaN or Inf"):
         run.fit()
+    assert run.checkpoints.rounds() == [1, 0]
 
 
 def test_an_exception_names_client_and_round_on_one_line(tmp_path):
@@ -54,16 +55,6 @@ def test_an_exception_names_client_and_round_on_one_line(tmp_path):
     with pytest.raises(ClientFailure, match=r"client \d, round 2: RuntimeError: the disk is on fire$") as caught:
         run.fit()
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_finished_rounds_are_on_disk_after_a_failure(tmp_path):
-    run = experiment(tmp_path, FedAvg(loss_terms=[Trouble()]), checkpoint_every=3)
-    with pytest.raises(ClientFailure):
-        run.fit()
-    assert run.checkpoints.rounds() == [1, 0]
-    again = experiment(tmp_path)
-    again.load()
-    assert again.round == 1
 
 
 def run_with_bad_upload(tmp_path, **options):
@@ -83,7 +74,7 @@ def test_an_upload_that_is_not_finite_is_refused(tmp_path):
         run.fit()
 
 
-def test_dropping_goes_on_without_the_client(tmp_path):
+def test_dropped_client_has_no_influence(tmp_path):
     run, victim = run_with_bad_upload(tmp_path / "drop", on_client_failure="drop")
     with pytest.warns(UserWarning, match=rf"client {victim}, round 1: .*; dropped from this round"):
         run.fit()
@@ -102,7 +93,7 @@ def test_dropping_goes_on_without_the_client(tmp_path):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:StackedEngine")
 @pytest.mark.parametrize("engine", ["relay", "alone", "stacked", "processes"])
-def test_each_engine_drops_some_clients_and_goes_on_with_the_others(tmp_path, engine, processes):
+def test_each_engine_continues_without_dropped_clients(tmp_path, engine, processes):
     engine = processes if engine == "processes" else ENGINES[engine]()
     sizes = [len(shard.train) for shard in digits().build(0).shards]
     failing = {1, 4}
@@ -135,7 +126,7 @@ def test_too_few_clients_end_the_run(tmp_path):
 
 
 class Sizes(Partition):
-    """Clients with the numbers of samples one asks for."""
+    """A partition with given numbers of samples."""
 
     def __init__(self, *sizes):
         self.sizes = sizes
@@ -151,7 +142,7 @@ def arrays(tmp_path, *sizes):
     return Scenario(Arrays(str(tmp_path / "data.npz")), Sizes(*sizes), len(sizes), local_test=0.0)
 
 
-def test_a_last_batch_of_one_is_left_out_before_batchnorm(tmp_path):
+def test_last_batch_of_one_is_left_out_with_batchnorm(tmp_path):
     run = experiment(
         tmp_path / "run", scenario=arrays(tmp_path, 9, 8), model=NormMLP, clients_per_round=None, batch_size=4, rounds=1
     )
@@ -213,7 +204,7 @@ class Strange(Exception):
 
 
 class Raising(LossTerm):
-    """Raises one of `ODD` in round 2, in its first step or where a fit begins."""
+    """Raise one of `ODD` in round 2, in the first step or when the fit begins."""
 
     def __init__(self, error, early=False):
         super().__init__()
@@ -246,7 +237,7 @@ ODD = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("message", list(ODD)[:-1])
-def test_whatever_a_clients_code_raises_is_that_clients_failure(tmp_path, engine, early, message):
+def test_every_exception_in_a_clients_code_is_a_failure_of_the_client(tmp_path, engine, early, message):
     term = Raising(message, early)
     with pytest.raises(ClientFailure, match=rf"^client \d, round 2: {message}$"):
         experiment(tmp_path, FedAvg(loss_terms=[term]), engine=ENGINES[engine]()).fit()
@@ -257,14 +248,14 @@ def test_whatever_a_clients_code_raises_is_that_clients_failure(tmp_path, engine
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("early", [False, True])
 def test_ctrl_c_in_a_fit_ends_the_run(tmp_path, engine, early):
-    """Lightning makes a `SystemExit(1)` of it, where it is in a fit."""
+    """Within a fit, Lightning turns it into `SystemExit(1)`."""
     term = Raising("Ctrl-C", early)
     with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
         experiment(tmp_path, FedAvg(loss_terms=[term]), engine=ENGINES[engine]()).fit()
     assert isinstance(end.value, KeyboardInterrupt) or end.value.code == 1
 
 
-def test_a_client_that_would_exit_is_dropped_like_any_other(tmp_path):
+def test_client_that_exits_is_dropped(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Raising("SystemExit: 0")]), on_client_failure="drop")
     with pytest.raises(TooFewClients), pytest.warns(UserWarning, match="round 2: SystemExit: 0"):
         run.fit()

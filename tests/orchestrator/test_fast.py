@@ -1,4 +1,4 @@
-"""`fit --fast`: everything is tried once, and nothing is left."""
+"""Dry runs (`fit --fast`)."""
 
 import os
 import re
@@ -32,7 +32,7 @@ FAST = ("fit", "--config", "tiny.yaml", "--fast")
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """An empty working folder with a config, and one for temporary files that is empty again in the end."""
+    """Return a working folder with a config. The folder for temporary files must be empty in the end."""
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
@@ -45,14 +45,14 @@ def folders(tmp_path, monkeypatch):
 
 
 class Loud(DummyLogger):
-    """A logger that is not to be used."""
+    """A logger that must not be called."""
 
     def log_metrics(self, *args, **kwargs):
         raise AssertionError("logged")
 
 
 class Watch(RoundCallback):
-    """Notes what happens, and what lies in the folder in the end."""
+    """Record the events and the files at the end."""
 
     def __init__(self, act=None):
         self.seen, self.left, self.act = [], {}, act
@@ -74,7 +74,7 @@ class Watch(RoundCallback):
 
 
 class Steps(LossTerm):
-    """Counts the steps of a fit, and the samples of each."""
+    """Record the batch size of each step."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ class Steps(LossTerm):
 
 
 class Counting(nn.Module):
-    """A network that counts the samples it is asked about where it is not trained."""
+    """A network that counts the samples it evaluates."""
 
     seen = 0
 
@@ -104,11 +104,12 @@ class Counting(nn.Module):
 # --- The command ---
 
 
-def test_all_is_well(folders):
+def test_dry_run_passes(folders):
     before = contents(folders)
-    outcome = run(*FAST)
+    outcome = run(*FAST, "--callbacks", "[RowNorms, Checkpointing]")
     assert outcome.code == 0, outcome.err
     assert not outcome.err
+    assert " resume, RowNorms, CommunicationMeter, RoundProgress, final model" in outcome.out
     *_, line = outcome.out.splitlines()
     start = r"dry run passed in [\d.]+ s: FedSKC on Digits, 2 rounds with 2 of 4 clients and up to 2 batches each: "
     assert re.match(start, line)
@@ -116,21 +117,11 @@ def test_all_is_well(folders):
     assert contents(folders) == before
 
 
-def test_the_callbacks_that_were_tried_are_named():
-    outcome = run(*FAST, "--callbacks", "[RowNorms, Checkpointing]")
-    assert " resume, RowNorms, CommunicationMeter, RoundProgress, final model" in outcome.out
-
-
-def test_a_folder_that_is_there_is_left_alone(folders):
+def test_dry_run_leaves_runs_alone_and_cannot_resume(folders):
     tiny(folders / "run", "--rounds", "1")
     before = contents(folders)
     assert run(*FAST, "--run_dir", folders / "run").code == 0
     assert contents(folders) == before
-
-
-def test_it_is_no_way_to_go_on(folders):
-    tiny(folders / "run", "--rounds", "1")
-    before = contents(folders)
     outcome = run("fit", "--resume", folders / "run", "--fast")
     assert outcome.code == 2
     assert outcome.err == (
@@ -141,7 +132,7 @@ def test_it_is_no_way_to_go_on(folders):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--callbacks", "[{class_path: EarlyStopping, init_args: {monitor: globl/acc}}]"], "globl/acc"),
         (["--logger", "WandbRoundLogger", "--logger.name", "x" * 129], "128"),
@@ -153,17 +144,17 @@ def test_it_is_no_way_to_go_on(folders):
     ],
     ids=lambda each: each[1] if isinstance(each, list) else "",
 )  # fmt: skip
-def test_what_a_run_would_refuse_is_refused(folders, words, told):
-    """As it would be: what only shows over all rounds, all epochs or all of the data, too."""
+def test_dry_run_refuses_what_a_run_refuses(folders, words, expected):
+    """The message is the same, also for errors that depend on all rounds, epochs or data."""
     before = contents(folders)
     real, fast = run("fit", "--config", "tiny.yaml", *words), run(*FAST, *words)
     assert fast.code == 2
     assert fast.err == real.err
-    assert told in fast.err
+    assert expected in fast.err
     assert contents(folders) == before
 
 
-def test_what_would_go_wrong_in_a_round_goes_wrong(folders):
+def test_dry_run_finds_a_failing_client(folders):
     before = contents(folders)
     outcome = run(*FAST, "--optimizer.lr", "1e30", "--on_client_failure", "drop")
     assert outcome.code == 1
@@ -173,7 +164,7 @@ def test_what_would_go_wrong_in_a_round_goes_wrong(folders):
     assert contents(folders) == before
 
 
-def test_nothing_is_signed(folders, tmp_path, monkeypatch):
+def test_dry_run_signs_nothing(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (folders / "ours_fast.py").write_text("from fl_lightning import FedAvg\nclass Ours(FedAvg):\n    pass\n")
     assert run(*FAST, "--algorithm", "ours_fast.Ours").code == 0
@@ -186,7 +177,7 @@ def test_nothing_is_signed(folders, tmp_path, monkeypatch):
 # --- What is tried ---
 
 
-def test_it_goes_through_everything(tmp_path):
+def test_dry_run_calls_every_part_of_a_run(tmp_path):
     watch, term = Watch(), Steps()
     algorithm = FedAvg(loss_terms=[term])
     made = experiment(
@@ -212,7 +203,7 @@ def test_it_goes_through_everything(tmp_path):
 
 
 class Fails(LossTerm):
-    """Fails once there is shared knowledge, as a typo in the code that reads it would."""
+    """Fail once there is shared knowledge."""
 
     def __init__(self):
         super().__init__()
@@ -228,14 +219,14 @@ class Fails(LossTerm):
         return step.logits.sum() * 0.0
 
 
-def test_what_fails_in_round_two_alone_is_found(tmp_path):
+def test_dry_run_finds_a_failure_in_round_two(tmp_path):
     with pytest.raises(ClientFailure, match="in round 2"):
         experiment(tmp_path / "run", FedAvg(loss_terms=[Fails()])).fit(fast=True)
 
 
-def test_a_state_that_no_checkpoint_brings_back_is_found(tmp_path):
+def test_dry_run_finds_a_state_that_cannot_be_saved(tmp_path):
     class Listing(FedAvg):
-        """Keeps what a resume does not give back: a tensor of its own beside the state."""
+        """Add an object to the state that cannot be saved."""
 
         def aggregate(self, state, uploads):
             after = super().aggregate(state, uploads)
@@ -245,7 +236,7 @@ def test_a_state_that_no_checkpoint_brings_back_is_found(tmp_path):
         experiment(tmp_path / "run", Listing()).fit(fast=True)
 
 
-def test_a_client_trains_on_two_batches(tmp_path):
+def test_dry_run_trains_each_client_on_two_batches(tmp_path):
     sizes = []
 
     class Noting(FedAvg):
@@ -257,7 +248,7 @@ def test_a_client_trains_on_two_batches(tmp_path):
     assert sizes == [[32, 32]] * 4  # two clients in each of two rounds
 
 
-def test_of_the_data_a_little_is_looked_at(tmp_path):
+def test_dry_run_uses_a_small_part_of_the_data(tmp_path):
     Counting.seen = 0
     scenario = Scenario(Digits(), Dirichlet(0.3, min_samples=10), 40)
     options = {"model": Counting, "evaluation": Evaluation("received"), "clients_per_round": None}
@@ -268,7 +259,7 @@ def test_of_the_data_a_little_is_looked_at(tmp_path):
     assert 256 <= Counting.seen <= 2 * 128 + 2 * (256 + 2 * 40)
 
 
-def test_a_sorted_test_set_keeps_its_classes():
+def test_truncated_sorted_test_set_keeps_its_classes():
     loaded = Digits().load()
     order = loaded.y_test.argsort()
     loaded = replace(loaded, x_test=loaded.x_test[order], y_test=loaded.y_test[order])
@@ -287,7 +278,7 @@ def test_a_sorted_test_set_keeps_its_classes():
     assert cut.data.x_train is loaded.x_train
 
 
-def test_batches_and_scores_of_ones_own_get_all_the_data():
+def test_datasets_with_their_own_batches_are_not_truncated():
     data = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 3).build(0)
     cut = truncate_dataset(data, 4)
     assert [len(shard.train) for shard in cut.shards] == [len(shard.train) for shard in data.shards]
@@ -295,7 +286,7 @@ def test_batches_and_scores_of_ones_own_get_all_the_data():
 
 
 @pytest.mark.parametrize(("batch_size", "validation", "samples"), [(32, 0.0, 64), (10, 0.2, 25)])
-def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, samples):
+def test_validation_split_leaves_two_batches(batch_size, validation, samples):
     assert dry_run.train_samples(batch_size, validation) == samples
     assert samples - round(samples * validation) >= 2 * batch_size
 
@@ -304,7 +295,7 @@ def test_a_share_that_is_held_back_leaves_two_batches(batch_size, validation, sa
     ("given", "epochs", "steps"),
     [({}, 1, 2), ({"max_steps": 1}, None, 1), ({"max_epochs": 3, "max_steps": -1}, 3, 2), ({"max_steps": 9}, None, 2)],
 )
-def test_epochs_stay_and_steps_are_two(given, epochs, steps):
+def test_shortened_fit_keeps_epochs_and_has_two_steps(given, epochs, steps):
     short = dry_run.shorten_fit({"precision": "32", "limit_train_batches": 0.5, **given})
     assert short == {"precision": "32", "max_epochs": epochs, "max_steps": steps, "limit_train_batches": 2}
 
@@ -315,7 +306,7 @@ QUICK = ("UAPDFL", "FedProto", "SCAFFOLD")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 )
-def test_every_method_can_be_tried(name, tmp_path):
+def test_dry_run_works_with_every_method(name, tmp_path):
     method, options = METHODS[name]
     watch = Watch()
     options = {"rounds": 30, "callbacks": [watch], **options}
@@ -324,7 +315,7 @@ def test_every_method_can_be_tried(name, tmp_path):
     assert watch.left
 
 
-def test_epochs_that_a_method_goes_by_are_no_obstacle(tmp_path):
+def test_dry_run_keeps_epochs_that_a_method_needs(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 3}
     assert experiment(tmp_path, FedRep(head_epochs=2), trainer=trainer).fit(fast=True).finished
     assert trainer == {"accelerator": "cpu", "max_epochs": 3}  # the given options are not changed
@@ -332,18 +323,13 @@ def test_epochs_that_a_method_goes_by_are_no_obstacle(tmp_path):
         experiment(tmp_path, FedRep(head_epochs=3), trainer=trainer).fit(fast=True)
 
 
-@pytest.mark.parametrize("engine", ["auto", "stacked", pytest.param("processes", marks=pytest.mark.slow)])
-def test_every_engine_can_be_tried(engine, tmp_path):
-    assert experiment(tmp_path, engine=engine).fit(fast=True).finished
-
-
-def test_what_an_engine_cannot_carry_out_is_refused(tmp_path):
+def test_dry_run_refuses_what_the_engine_refuses(tmp_path):
     trainer = {"accelerator": "cpu", "limit_train_batches": 0.5}  # of which a trial would make a number
     with pytest.raises(ConfigError, match="cannot stack"):
         experiment(tmp_path, engine=StackedEngine(), batch_size=2, trainer=trainer).fit(fast=True)
 
 
-def test_clients_kept_on_disk_leave_nothing(tmp_path, folders):
+def test_dry_run_with_client_state_on_disk_leaves_nothing(tmp_path, folders):
     watch = Watch()
     run = experiment(tmp_path / "run", UAPDFL(n_com=2), client_store="disk", callbacks=[watch])
     run.fit(fast=True)
@@ -355,7 +341,7 @@ def test_clients_kept_on_disk_leave_nothing(tmp_path, folders):
 
 
 class Breaks(RoundFigure):
-    """A figure whose picture cannot be drawn."""
+    """A figure that cannot be drawn."""
 
     name = "breaks"
 
@@ -366,7 +352,7 @@ class Breaks(RoundFigure):
         raise ZeroDivisionError("no picture")
 
 
-def test_a_figure_that_cannot_be_drawn_is_found_out(tmp_path):
+def test_dry_run_finds_a_figure_that_cannot_be_drawn(tmp_path):
     with pytest.raises(ZeroDivisionError, match="no picture"):
         experiment(tmp_path, callbacks=[Breaks()], rounds=100).fit(fast=True)
 
@@ -376,12 +362,12 @@ class Failing(LossTerm):
         raise RuntimeError("no loss")
 
 
-def test_a_client_that_fails_is_not_dropped(tmp_path):
+def test_dry_run_drops_no_clients(tmp_path):
     with pytest.raises(ClientFailure, match="no loss"):
         experiment(tmp_path, FedAvg(loss_terms=[Failing()]), on_client_failure="drop").fit(fast=True)
 
 
-def test_what_was_tried_is_spent(tmp_path):
+def test_orchestrator_cannot_be_used_after_a_dry_run(tmp_path):
     made = experiment(tmp_path / "run")
     made.fit(fast=True)
     for options in ({}, {"fast": True}, {"resume": True}):
@@ -392,7 +378,7 @@ def test_what_was_tried_is_spent(tmp_path):
         experiment(tmp_path / "run").fit(resume=True, fast=True)
 
 
-def test_a_trial_that_is_stopped_does_not_say_how_to_go_on(tmp_path):
+def test_interrupted_dry_run_suggests_no_resume(tmp_path):
     watch = Watch(lambda: os.kill(os.getpid(), 2))
     with pytest.raises(Interrupted, match=r"stopped by SIGINT after round 0 of 2; nothing is kept$"):
         experiment(tmp_path / "run", callbacks=[watch]).fit(fast=True)

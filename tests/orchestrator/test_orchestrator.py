@@ -1,4 +1,4 @@
-"""The round loop: participants, schedules, evaluation, precision, what is logged."""
+"""The round loop: participants, schedules, evaluation, precision and logging."""
 
 import json
 import warnings
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from experiments import NormMLP, client_series, experiment, same_bytes, untimed
-from fl_lightning.callbacks import ClientDrift
 from torch.nn import functional as F
 
 from fl_lightning import orchestrator
@@ -24,7 +23,7 @@ def accuracy_and_loss(module, x, y):
     return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
 
 
-def test_participants_are_a_uniform_draw_without_replacement(tmp_path):
+def test_participants_are_sampled_uniformly_without_replacement(tmp_path):
     run = experiment(tmp_path, clients_per_round=2)
     run.load()
     drawn = [run.server.participants(round) for round in range(1, 3001)]
@@ -49,7 +48,7 @@ def test_schedule_over_rounds_is_the_torch_schedule():
 
 
 def test_schedule_over_rounds_reaches_the_clients(tmp_path):
-    """A rate that falls to zero after round 1 leaves the weights of round 1."""
+    """A learning rate of zero after round 1 leaves the weights of round 1."""
     options = {"optimizer": partial(torch.optim.SGD, lr=0.1)}
     step = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.0)
     falling = experiment(tmp_path / "falling", round_lr_scheduler=step, rounds=3, **options)
@@ -101,7 +100,7 @@ def test_a_bounded_evaluation_scores_the_same_few_clients_in_every_round(tmp_pat
     assert {name for name in few[3].test() if name.startswith("client_")} == scores.keys()
 
 
-def test_trained_models_are_the_participants_own(tmp_path):
+def test_trained_models_are_evaluated_on_their_own_clients(tmp_path):
     run = experiment(tmp_path, evaluation=Evaluation(personal_on_global=True), clients_per_round=2, rounds=1)
     trained = {}
     upload = run.algorithm.upload
@@ -125,7 +124,7 @@ def test_trained_models_are_the_participants_own(tmp_path):
     assert row["personal_on_global/acc_mean"] == pytest.approx(np.mean([both for _, both in trained.values()]))
 
 
-def test_evaluation_is_thinned_and_the_last_round_always_has_one(tmp_path):
+def test_evaluation_every_few_rounds_and_after_the_last(tmp_path):
     run = experiment(tmp_path, rounds=5, evaluate_every=2)
     run.fit()
     assert [row["round"] for row in run.csv.rows if "global/acc" in row] == [2, 4, 5]
@@ -135,7 +134,7 @@ def test_evaluation_is_thinned_and_the_last_round_always_has_one(tmp_path):
     assert same_bytes(run.state["model"], often.state["model"])
 
 
-def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
+def test_test_evaluates_every_client_at_any_checkpoint(tmp_path):
     run = experiment(tmp_path, rounds=4, evaluate_every=4, keep_checkpoints=9)
     run.fit()
     again = experiment(tmp_path, rounds=4, evaluate_every=4)
@@ -147,30 +146,22 @@ def test_testing_scores_every_client_whatever_round_it_is(tmp_path):
     assert tested["global/acc"] == accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)[0]
 
 
-def test_client_series_can_be_turned_off(tmp_path):
-    run = experiment(tmp_path, log_clients=False, rounds=1, callbacks=[ClientDrift()])
-    run.fit()
-    assert not [name for name in run.csv.rows[0] if name.startswith("client_")]
-    assert not (tmp_path / "clients.csv").exists()
-
-
-@pytest.mark.parametrize(("few", "told", "series"), [(6, 0, True), (5, 1, False)])
-def test_client_series_are_off_by_themselves_where_clients_are_many(tmp_path, monkeypatch, few, told, series):
+@pytest.mark.parametrize(("few", "warned", "series"), [(6, 0, True), (5, 1, False)])
+def test_metrics_of_clients_are_not_logged_if_there_are_many(tmp_path, monkeypatch, few, warned, series):
     monkeypatch.setattr(loggers, "FEW_CLIENTS", few)
     run = experiment(tmp_path, rounds=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit()
     message = "log_clients: metrics of single clients are not logged (6 clients). Set log_clients: true to log them."
-    assert [str(one.message) for one in caught] == [message] * told
+    assert [str(one.message) for one in caught] == [message] * warned
     assert (tmp_path / "clients.csv").exists() == series
-    wanted = experiment(tmp_path / "wanted", rounds=1, log_clients=True)
-    wanted.fit()
-    assert len(client_series(tmp_path / "wanted", 1)) == 2 * 4
+    experiment(tmp_path / "wanted", rounds=1, log_clients=not series).fit()
+    assert (tmp_path / "wanted" / "clients.csv").exists() != series
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-true", 5e-2), ("64-true", 1e-3)])
-def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, precision, tolerance):
+def test_messages_have_full_precision_in_every_trainer_precision(tmp_path, precision, tolerance):
     options = {"rounds": 2, "optimizer": partial(torch.optim.SGD, lr=0.05)}
     runs = []
     for name in (precision, "32-true"):
@@ -186,7 +177,7 @@ def test_what_travels_is_full_precision_and_near_the_float32_run(tmp_path, preci
     assert not same_bytes({n: v.float() for n, v in run.state["model"].items()}, full.state["model"])
 
 
-def test_summary_holds_the_figures_of_the_rounds(tmp_path):
+def test_summary_equals_the_figures_of_the_rounds(tmp_path):
     run = experiment(tmp_path, rounds=4, evaluation=Evaluation(target_accuracies=[0.2, 1.0]))
     summary = run.fit().summary
     acc = [row["global/acc"] for row in run.csv.rows]
@@ -206,7 +197,7 @@ def test_final_weights_are_a_plain_state_dict(tmp_path):
     assert same_bytes(weights, run.state["model"])
 
 
-def test_the_global_random_state_of_the_caller_does_not_matter(tmp_path):
+def test_global_random_state_does_not_matter(tmp_path):
     rows = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -218,7 +209,7 @@ def test_the_global_random_state_of_the_caller_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", [CwFedAvg, lambda: UAPDFL(n_com=2)])
-def test_a_clients_module_is_what_a_test_of_the_run_scores(tmp_path, algorithm):
+def test_client_module_is_the_one_that_test_evaluates(tmp_path, algorithm):
     run = experiment(tmp_path, algorithm(), rounds=2)
     run.fit()
     found = run.test()
@@ -230,7 +221,7 @@ def test_a_clients_module_is_what_a_test_of_the_run_scores(tmp_path, algorithm):
         assert module.class_counts.tolist() == run.data.class_counts()[client].tolist()
 
 
-def test_what_clients_sent_and_keep_is_not_held_until_the_rounds_end(tmp_path, monkeypatch):
+def test_uploads_and_client_states_are_released_during_the_round(tmp_path, monkeypatch):
     held = []
     monkeypatch.setattr(orchestrator, "train_metrics", lambda results: held.extend(results) or {})
     experiment(tmp_path, FedPer(), rounds=1).fit()

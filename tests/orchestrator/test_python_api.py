@@ -1,4 +1,4 @@
-"""What Python users import, and what `fit` gives them."""
+"""The public names of the package, and the run that `fit` returns."""
 
 import ast
 import inspect
@@ -30,7 +30,7 @@ def test_listed_classes_can_be_imported_from_the_package():
         assert getattr(fl_lightning, cls.__name__) is cls
 
 
-def test_the_names_are_those_of_the_packages():
+def test_names_are_those_of_the_packages():
     for home in PACKAGES:
         found = {name for name, there in HOMES.items() if there == home}
         assert found - {"RoundFigure"} == set(import_module(f"fl_lightning.{home}").__all__)  # it is not listed
@@ -50,7 +50,7 @@ def test_type_checkers_see_the_same_names():
 
 
 def imported(code):
-    """Names that code imports from the package or from a module that has public names."""
+    """Yield the names that code imports from the package and its public modules."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module:
             root, _, home = node.module.partition(".")
@@ -58,7 +58,7 @@ def imported(code):
                 yield from (each.name for each in node.names)
 
 
-def test_docs_and_examples_import_nothing_that_the_top_has_not():
+def test_docs_and_examples_import_only_public_names():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     codes = [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
@@ -72,7 +72,7 @@ def in_a_new_python(code):
 
 
 @pytest.mark.thorough
-def test_torch_comes_with_the_first_name_that_needs_it():
+def test_torch_is_imported_with_the_first_name_that_needs_it():
     code = (
         "import sys, fl_lightning; dir(fl_lightning); fl_lightning.ConfigError; fl_lightning.Run; fl_lightning.runs;"
         "from fl_lightning import open_run as _; print('torch' in sys.modules)"
@@ -91,15 +91,15 @@ def test_everything_can_be_imported_at_once():
     assert set(fl_lightning.__all__) <= set(dir(fl_lightning))
 
 
-def test_a_name_that_is_none_is_an_attribute_error():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'FedSCK'"):
         fl_lightning.FedSCK  # noqa: B018
     with pytest.raises(ImportError, match="FedSCK"):
         from fl_lightning import FedSCK  # noqa: F401
 
 
-def test_configs_note_classes_as_they_always_have(tmp_path):
-    """A run from before still resumes, and shares its group with new ones: their names are digests of these paths."""
+def test_configs_record_classes_under_stable_paths(tmp_path):
+    """Old runs resume and share their group with new ones only if these paths stay the same."""
     tiny(tmp_path / "run", "--algorithm", "MOON", "--rounds", "1", "--callbacks", "[EarlyStopping]")
     config = open_run_folder(tmp_path / "run").config
     assert config["algorithm"]["class_path"] == "fl_lightning.algorithms.MOON"
@@ -123,7 +123,7 @@ def done(tmp_path_factory):
     ), run_dir
 
 
-def test_a_fit_gives_the_run(done):
+def test_fit_returns_the_run(done):
     run, run_dir = done
     assert isinstance(run, Run)
     opened = open_run_folder(run_dir)
@@ -144,7 +144,7 @@ def test_the_history_is_a_table_by_round(done):
     assert Run(run_dir, {}, []).history.index.name == "round"
 
 
-def test_the_run_is_shown_in_a_few_lines(done):
+def test_repr_of_a_run_has_a_few_lines(done):
     run, run_dir = done
     first, *figures = repr(run).splitlines()
     assert first == f"run {run_dir}: 3 rounds"
@@ -155,17 +155,13 @@ def test_the_run_is_shown_in_a_few_lines(done):
     assert repr(Run(run_dir, {}, run.rounds, {"x_best_round": 1})) == first  # a file that somebody edited
 
 
-def test_the_run_holds_the_config_that_was_given(tmp_path):
-    run = experiment(tmp_path / "run", rounds=1).fit(config={"algorithm": "FedAvg", "seed": 3})
+def test_fit_and_resume_return_the_whole_run(tmp_path):
+    run = experiment(str(tmp_path / "run"), rounds=1).fit(config={"algorithm": "FedAvg", "seed": 3})
     assert run.setting("seed") == 3
     assert run.settings == open_run_folder(tmp_path / "run").settings
-
-
-def test_a_resumed_fit_gives_the_whole_run(tmp_path):
-    experiment(tmp_path, rounds=1).fit()
-    run = experiment(tmp_path, rounds=2).fit(resume=True)
+    run = experiment(tmp_path / "run", rounds=2).fit(resume=True)
     assert run.history.index.tolist() == [1, 2]
-    assert len(rows(tmp_path)) == 2
+    assert run.run_dir == tmp_path / "run"
 
 
 def test_without_a_folder_each_run_has_a_new_one(tmp_path, monkeypatch):
@@ -182,11 +178,6 @@ def test_without_a_folder_each_run_has_a_new_one(tmp_path, monkeypatch):
         made[1].fit()
 
 
-def test_a_folder_may_be_a_path_or_text(tmp_path):
-    for folder in (tmp_path / "own", str(tmp_path / "text")):
-        assert experiment(folder, rounds=1).fit().run_dir == Path(folder)
-
-
 def test_a_client_that_does_not_exist_has_no_module(tmp_path):
     run = experiment(tmp_path, UAPDFL(), rounds=1)
     run.fit()
@@ -196,7 +187,7 @@ def test_a_client_that_does_not_exist_has_no_module(tmp_path):
             run.client_module(client)
 
 
-def test_every_public_thing_says_what_it_is_for():
+def test_every_public_object_has_a_docstring():
     for name in HOMES:
         thing = getattr(fl_lightning, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):

@@ -5,8 +5,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,7 +33,7 @@ def fail(message: str) -> None:
 
 
 def flatten(value: Any) -> Any:
-    """Something that `==` compares by type and by every bit."""
+    """Return a value that `==` compares by type and every bit."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -55,20 +53,20 @@ def three(path: Path) -> CheckpointFolder:
 # --- Sound ---
 
 
-def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_checkpoint_is_restored_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
     folder = checkpoints.write(3, STATE)
     assert folder == tmp_path / "run" / "checkpoints" / "round-000003"
     assert flatten(checkpoints.read(3).state) == flatten(STATE)
-    newest = checkpoints.newest(fail)
+    newest = checkpoints.read_newest(fail)
     assert newest
     assert (newest.round, flatten(newest.state)) == (3, flatten(STATE))
 
 
-def test_files_are_on_disk_before_the_folder_is_renamed_and_the_name_after(
+def test_files_are_flushed_before_and_the_parent_folder_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut keeps what was flushed: content and entries first, then the entry of the folder itself."""
+    """After a power cut, only flushed content remains."""
     steps: list[tuple[str, str]] = []
     rename = Path.rename
 
@@ -87,7 +85,7 @@ def test_files_are_on_disk_before_the_folder_is_renamed_and_the_name_after(
     assert steps[place + 1 :] == [("flush", "checkpoints")]
 
 
-def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> None:
+def test_manifest_holds_round_and_sha256_of_each_file(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path).write(12, STATE)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.pt"]
     digest = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
@@ -102,37 +100,38 @@ def test_the_manifest_names_the_round_and_each_files_sha256(tmp_path: Path) -> N
     assert own == f"sha256:{hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}"
 
 
-def test_rounds_are_listed_newest_first_by_number(tmp_path: Path) -> None:
+def test_rounds_are_sorted_numerically_newest_first(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     for round in (9, 1_000_000, 10, 999_999):
         checkpoints.write(round, {})
     assert checkpoints.rounds() == [1_000_000, 999_999, 10, 9]
 
 
-def test_a_round_written_again_is_replaced(tmp_path: Path) -> None:
+def test_second_write_of_a_round_replaces_the_first(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     checkpoints.write(2, {"again": 1})
     assert checkpoints.read(2).state == {"again": 1}
     assert checkpoints.rounds() == [3, 2, 1]
 
 
-def test_where_nothing_was_written_there_is_nothing(tmp_path: Path) -> None:
+def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "none")
     assert checkpoints.rounds() == []
-    assert checkpoints.newest(fail) is None
+    assert checkpoints.read_newest(fail) is None
     checkpoints.prune(set())
 
 
-def test_a_folder_of_another_name_is_no_checkpoint_and_survives_pruning(tmp_path: Path) -> None:
+def test_folder_with_another_name_is_ignored_and_not_pruned(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     shutil.copytree(tmp_path / "round-000003", tmp_path / "round-000003.bak")
     assert checkpoints.rounds() == [3, 2, 1]
+    (tmp_path / ".writing-x" / "round-000004").mkdir(parents=True)  # as a killed process leaves it
     checkpoints.prune({2})
     assert sorted(os.listdir(tmp_path)) == ["round-000002", "round-000003.bak"]
 
 
 @pytest.mark.parametrize("keep", [set(), {3, 77}])
-def test_prune_keeps_the_rounds_it_is_given(keep: set[int], tmp_path: Path) -> None:
+def test_prune_keeps_the_given_rounds(keep: set[int], tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     checkpoints.prune(keep)
     assert set(checkpoints.rounds()) == keep & {1, 2, 3}
@@ -147,7 +146,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def test_any_flipped_bit_of_the_state_is_found(tmp_path: Path) -> None:
+def test_each_flipped_bit_of_the_state_is_detected(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     path = checkpoints.write(1, STATE) / "state.pt"
     size = path.stat().st_size
@@ -159,8 +158,8 @@ def test_any_flipped_bit_of_the_state_is_found(tmp_path: Path) -> None:
     assert flatten(checkpoints.read(1).state) == flatten(STATE)
 
 
-def test_a_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
-    """All but one of the white space between its words."""
+def test_each_flipped_bit_of_the_manifest_is_detected(tmp_path: Path) -> None:
+    """A flip of white space changes nothing."""
     checkpoints = CheckpointFolder(tmp_path)
     fingerprint = Fingerprint({"rounds": 3, "optimizer.lr": 0.5}, {"x_train": "sha256:0"}, {"metrics.csv": "sha256:1"})
     path = checkpoints.write(1, STATE, {}, fingerprint) / "manifest.json"
@@ -203,7 +202,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(damag
     checkpoints = three(tmp_path)
     DAMAGES[damage](tmp_path / "round-000003")
     reports: list[str] = []
-    found = checkpoints.newest(reports.append)
+    found = checkpoints.read_newest(reports.append)
     assert found is not None
     assert found.round == found.state["round"] == 2
     (line,) = reports
@@ -219,14 +218,14 @@ def test_a_run_without_valid_checkpoints_cannot_be_resumed(tmp_path: Path) -> No
     fix = "Restore the changed files, or start the run again."
     message = rf"^checkpoint .*round-000003 is damaged: .*. No earlier checkpoint is valid either. {fix}$"
     with pytest.raises(CheckpointError, match=message):
-        checkpoints.newest(fail)
+        checkpoints.read_newest(fail)
 
 
-def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     for round in (2, 3):
         (tmp_path / f"round-00000{round}" / "state.pt").unlink()
-    found = checkpoints.newest(lambda _: None)
+    found = checkpoints.read_newest(lambda _: None)
     assert found
     assert found.round == 1
     assert checkpoints.rounds() == [1]
@@ -239,31 +238,31 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002"]
 
 
-def test_what_does_not_fit_a_checkpoint_makes_the_one_before_it_count(tmp_path: Path) -> None:
+def test_checkpoint_that_does_not_fit_the_metrics_is_skipped(tmp_path: Path) -> None:
     def fits(found: Checkpoint) -> None:
         if found.round > 1:
             raise Damaged(f"metrics.csv holds 1 of rounds 1 to {found.round}")
 
     reports: list[str] = []
-    found = three(tmp_path).newest(reports.append, fits)
+    found = three(tmp_path).read_newest(reports.append, fits)
     assert found
     assert found.round == 1
     assert reports == [f"metrics.csv holds 1 of rounds 1 to {r}; resuming from round 1's" for r in (3, 2)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_checkpoint_that_may_not_be_read_is_not_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_without_read_permission_is_an_error(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     (tmp_path / "round-000003" / "state.pt").chmod(0)
     with pytest.raises(CheckpointError, match=r"round-000003 cannot be read: .*Permission denied"):
-        checkpoints.newest(fail)
+        checkpoints.read_newest(fail)
 
 
 @pytest.mark.parametrize(
     "name",
     ["/dev/zero", "{}", "../outside", "clients/../../outside", "pipe", "link", "link/file", "clients", "", ".", "a\0b"],
 )
-def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+def test_manifest_cannot_name_files_outside_the_run_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     checkpoints = CheckpointFolder(folder / "checkpoints")
     (tmp_path / "outside").write_text("")
@@ -277,14 +276,14 @@ def test_a_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
         checkpoints.read(1)
 
 
-def test_a_checkpoint_is_of_the_round_that_it_says(tmp_path: Path) -> None:
+def test_checkpoint_of_another_round_is_damaged(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     (tmp_path / "round-000003").rename(tmp_path / "round-000009")
     with pytest.raises(CheckpointError, match=r"round-000009 is damaged"):
         checkpoints.read(9)
 
 
-def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path) -> None:
+def test_invalid_folder_names_and_links_are_no_checkpoints(tmp_path: Path) -> None:
     checkpoints = three(tmp_path / "run")
     for name in ("round-1", "round-\N{SUPERSCRIPT TWO}", "round-0000007", "round-x"):
         (tmp_path / "run" / name).mkdir()
@@ -294,7 +293,7 @@ def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path) -> Non
     assert checkpoints.rounds() == [3, 1]
 
 
-def test_a_round_that_was_never_written_is_an_error(tmp_path: Path) -> None:
+def test_reading_a_missing_round_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="round-000009"):
         three(tmp_path).read(9)
 
@@ -308,7 +307,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("dump", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(dump: Any, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_refused_and_not_executed(dump: Any, tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     folder = tmp_path / "round-000003"
     dump({"round": 3, "w": Trap(tmp_path / "sprung")}, folder / "state.pt")
@@ -319,89 +318,7 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(dump: Any, tmp_path: P
     assert not (tmp_path / "sprung").exists()
 
 
-# --- Killed and out of space ---
-
-KILLED_AT_EVERY_STEP = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from fl_lightning.runs.checkpoint import CheckpointFolder
-
-steps = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
-armed, left = False, 0
-
-def count_down(event, args):
-    global left
-    if armed and event in steps:
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-class Fatal:
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def survives(folder, action, step):
-    global armed, left
-    checkpoints = CheckpointFolder(folder)
-    for round in (1, 2):
-        checkpoints.write(round, {"round": round, "w": torch.zeros(4)})
-    child = os.fork()
-    if child == 0:
-        armed, left = True, step
-        action(checkpoints)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
-
-state = {"round": 9, "w": torch.ones(4)}
-actions = {
-    "new": lambda c: c.write(3, state),
-    "again": lambda c: c.write(2, state),
-    "prune": lambda c: c.prune({2}),
-}
-sys.addaudithook(count_down)
-root = Path(sys.argv[1])
-for name, action in actions.items():
-    step = 0
-    while not survives(root / f"{name}-{step:03d}", action, step):
-        step += 1
-survives(root / "new-in-save", lambda c: c.write(3, {"w": torch.zeros(9), "x": Fatal()}), 10**9)
-"""
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for each step of each action at which its process was killed."""
-    root = tmp_path_factory.mktemp("killed")
-    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(root)], check=True)
-    return root
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    ("action", "outcomes"), [("new", {2, 9}), ("again", {1, 2, 9}), ("prune", {2})], ids=["new", "again", "prune"]
-)
-def test_a_kill_anywhere_leaves_only_whole_checkpoints(action: str, outcomes: set[int], killed: Path) -> None:
-    folders = sorted(killed.glob(f"{action}-*"))
-    assert len(folders) > 4
-    seen = set()
-    for folder in folders:
-        checkpoints = CheckpointFolder(folder)
-        found = checkpoints.newest(fail)
-        assert found is not None
-        seen.add(found.state["round"])
-        for round in checkpoints.rounds():
-            checkpoints.read(round)
-    assert {2, max(outcomes)} <= seen <= outcomes
-
-
-def test_what_a_killed_writer_left_is_cleared_away(killed: Path) -> None:
-    folders = list(killed.glob("new-*"))
-    littered = [folder for folder in folders if any(name.startswith(".") for name in os.listdir(folder))]
-    assert killed / "new-in-save" in littered
-    for folder in littered:
-        CheckpointFolder(folder).prune({1, 2, 3})
-        assert {"round-000001", "round-000002"} <= set(os.listdir(folder)) <= {f"round-00000{k}" for k in (1, 2, 3)}
+# --- Out of space ---
 
 
 @contextmanager
@@ -414,7 +331,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_refuses_gives_one_line_and_spoils_nothing(tmp_path: Path) -> None:
+def test_full_disk_gives_one_line_and_damages_nothing(tmp_path: Path) -> None:
     checkpoints = three(tmp_path)
     with (
         files_no_larger_than(20_000),
@@ -425,7 +342,7 @@ def test_a_disk_that_refuses_gives_one_line_and_spoils_nothing(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["round-000001", "round-000002", "round-000003"]
 
 
-def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"^cannot write checkpoint .*round-000001: "):
         CheckpointFolder(tmp_path / "file" / "checkpoints").write(1, {})
@@ -435,7 +352,7 @@ def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "expected"), [("µ\n1", "µ\n1".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")])
-def test_a_file_is_written_whole_and_alone(content: str | bytes, expected: bytes, tmp_path: Path) -> None:
+def test_write_atomically_leaves_only_the_complete_file(content: str | bytes, expected: bytes, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "file.txt"
     write_atomically(path, "something longer that was there before")
     write_atomically(path, content)
@@ -443,7 +360,7 @@ def test_a_file_is_written_whole_and_alone(content: str | bytes, expected: bytes
     assert os.listdir(path.parent) == ["file.txt"]
 
 
-def test_who_reads_during_a_write_sees_the_old_content(tmp_path: Path) -> None:
+def test_open_reader_sees_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_atomically(path, "old content")
     with path.open() as reader:
@@ -451,7 +368,7 @@ def test_who_reads_during_a_write_sees_the_old_content(tmp_path: Path) -> None:
         assert reader.read() == "old content"
 
 
-def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_atomically(path, "old")
     with files_no_larger_than(1000), pytest.raises(OSError, match="too large"):
@@ -466,7 +383,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_noted_and_a_second_one_acts(number: signal.Signals) -> None:
+def test_first_signal_is_recorded_and_the_second_one_raises(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with DeferredSignals() as signals:
         assert signals.received is None
@@ -478,7 +395,7 @@ def test_a_signal_is_noted_and_a_second_one_acts(number: signal.Signals) -> None
     assert signal.getsignal(number) is before
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_signals_are_not_handled_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     inside = []
 

@@ -1,4 +1,4 @@
-"""Somebody else's run folder, opened by every command: none of its code runs, and nothing is written outside it."""
+"""Hostile run folders: no command executes their code or writes outside of them."""
 
 import os
 import re
@@ -121,7 +121,7 @@ CASES |= {
 
 
 def text_arguments():
-    """Yield every argument that takes text, of every class that a config can name, with hostile text in it."""
+    """Yield hostile text for each text argument of each class that a config can name."""
     for kind, (_, _, key) in catalogue.BASES.items():
         place = re.sub(r"(?<=algorithm)\.", ".init_args.", key)
         place += ".0" if kind in ("loss_terms", "callbacks") else ""
@@ -145,7 +145,7 @@ WATCHING: list[Path] = []
 
 
 def watch(event, args):
-    """Note what a command does that is no business of a run's; Python calls this for every such event."""
+    """Record forbidden events. Python calls this for every audit event."""
     if not WATCHING:
         return
     if event in RUNS_CODE or (event == "import" and args[0].startswith("evil")):
@@ -181,7 +181,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def theirs(finished, tmp_path, monkeypatch):
-    """Somebody else's run, with modules and files that lie in wait, and a seal that fits whatever its config says."""
+    """Return another user's run beside planted modules and files. Its fingerprint accepts any config."""
     here = tmp_path / "here"
     shutil.copytree(finished, here / "theirs")
     (here / "theirs" / ".signature").write_text("0" * 64 + "\n")
@@ -208,8 +208,8 @@ def theirs(finished, tmp_path, monkeypatch):
     _typehints._cached_class_parsers.clear()
 
 
-def with_settings(run_dir, settings):
-    """Put values into a run's config, by dotted keys; a number is a place in a list."""
+def change_settings(run_dir, settings):
+    """Set values in a run's config by dotted keys; a number is an index of a list."""
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     for key, value in settings.items():
         *way, last = key.split(".")
@@ -243,11 +243,11 @@ OPENERS = {
 
 
 def check_harmless(opener, settings, run_dir):
-    """Open a run with these settings, and see that nothing ran and nothing outside changed."""
-    with_settings(run_dir, settings)
+    """Open a run with these settings, and check that no code ran and nothing outside changed."""
+    change_settings(run_dir, settings)
     here = run_dir.parent
     (here / "out").mkdir(exist_ok=True)
-    before = around(here.parent)
+    before = surrounding_files(here.parent)
     WATCHING[:] = [run_dir, here / "out"]
     words = OPENERS[opener]
     code = 0 if words is None else run(*words).code
@@ -256,13 +256,13 @@ def check_harmless(opener, settings, run_dir):
     WATCHING.clear()
     assert code in (0, 1, 2)
     assert EVENTS == []
-    assert around(here.parent) == before
+    assert surrounding_files(here.parent) == before
     assert not {"evil", "hubconf"} & sys.modules.keys()
     assert not gate.is_untrusted()
 
 
-def around(root):
-    """Everything around the run, by path; pipes are not read."""
+def surrounding_files(root):
+    """Return the content of all files surrounding_files the run by path, without reading pipes."""
     kept = ("here/theirs/", "here/out/", "config/")
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
@@ -278,14 +278,14 @@ SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare
 
 @pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(("opener", "case"), SAMPLE)
-def test_a_hostile_run_is_harmless(opener, case, theirs):
+def test_hostile_run_is_harmless(opener, case, theirs):
     check_harmless(opener, CASES[case], theirs)
 
 
 @pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("place", ["model.init_args.module", *CLASS_PLACES])
-def test_the_gate_sees_every_class_path(place, theirs, monkeypatch):
-    """A jsonargparse that imports in another way is noticed here."""
+def test_gate_checks_every_class_path(place, theirs, monkeypatch):
+    """This fails if a new version of jsonargparse imports in another way."""
     seen = []
     monkeypatch.setattr(gate.Untrusted, "refuse", lambda self, value, key=None: seen.append(value) or FLError(value))
     settings = {place: spec("evil.Net")}
@@ -293,14 +293,14 @@ def test_the_gate_sees_every_class_path(place, theirs, monkeypatch):
         settings = {"model": from_module("evil.Net")}
     if place == "algorithm.init_args.graph":
         settings = {"algorithm": spec("DFedAvgM", graph=spec("evil.Net"))}
-    with_settings(theirs, settings)
+    change_settings(theirs, settings)
     assert run(*OPENERS["resume"]).code != 0
     assert "evil.Net" in seen
     assert "evil" not in sys.modules
 
 
 @pytest.mark.parametrize(("path", "inside"), [("theirs/x/y.npy", True), ("theirs/link/y.npy", False), ("y.npy", False)])
-def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs):
+def test_untrusted_config_writes_only_to_its_own_folder(path, inside, theirs):
     with gate.untrusted(gate.Untrusted({}, "", "", theirs)):
         if inside:
             gate.check_writable("cache", Path(path))
@@ -311,13 +311,13 @@ def test_an_untrusted_config_writes_to_its_own_folder_only(path, inside, theirs)
 
 
 def test_a_cache_outside_the_run_folder_is_refused(theirs):
-    with_settings(theirs, CASES["cache link"])
+    change_settings(theirs, CASES["cache link"])
     assert "scenario.dataset.cache: " in (line := run(*OPENERS["test"]).err)
     assert "--trust" in line
 
 
-def test_a_trusted_run_may_write_anywhere(theirs):
-    with_settings(theirs, {"logger": spec("CSVLogger", save_dir="outside")})
+def test_trusted_run_may_write_anywhere(theirs):
+    change_settings(theirs, {"logger": spec("CSVLogger", save_dir="outside")})
     assert run(*OPENERS["resume"]).code == 2
     assert run(*OPENERS["resume"], "--trust").code == 0
     assert list(Path("outside").rglob("metrics.csv"))

@@ -1,4 +1,4 @@
-"""A run is killed, or its disk is full, at each thing that it does to a file: what is left can be gone on with."""
+"""A run that is killed, or whose disk is full, at any file operation can be resumed."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ NEVER = 10**9
 
 
 class Harm:
-    """Counts what this process does to files; at one of these it is killed, or from there on the disk is full."""
+    """Count the file operations of this process, and kill it or fill the disk at one of them."""
 
     changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
     takes_room = ("open", "os.mkdir", "fsync")
@@ -68,8 +68,8 @@ class Harm:
 HARM = []
 
 
-def harmed(words, at, how):
-    """A command in a copy of this process: None if it was killed; else its code, its stderr, and what it counted."""
+def run_harmed(words, at, how):
+    """Run a command in a fork. Return None if it was killed, otherwise its exit code, stderr and count."""
     HARM[:] = HARM or [Harm()]
     ours, theirs = os.pipe()
     child = os.fork()
@@ -90,13 +90,13 @@ def harmed(words, at, how):
 
 @cache
 def count(root, method, start):
-    """How many things a command does to files."""
-    with begun(root / method, f"counted by {os.getpid()}", start):
-        return harmed(command(method, start), NEVER, "")[2]
+    """Return the number of file operations of a command."""
+    with work_folder(root / method, f"counted by {os.getpid()}", start):
+        return run_harmed(command(method, start), NEVER, "")[2]
 
 
 def case(root, method, start, how, at):
-    """Harm a command, and go on with it; what is wrong with that, if anything.
+    """Harm a command, continue it, and describe what is wrong; empty if nothing is.
 
     Args:
         root: The folder below which each method's `half` and `whole` are.
@@ -106,14 +106,14 @@ def case(root, method, start, how, at):
         at: The number of what it does to a file, from 0; or which part of all of that it has done, below 1.
     """
     at = int(at * count(root, method, start)) if isinstance(at, float) else at
-    with begun(root / method, f"{start}, {how} at {at}", start) as name:
-        wrong = _wrong(harmed(command(method, start), at, how), how)
-        wrong = wrong or _gone_on_with(command(method, start), root / method / "whole")
+    with work_folder(root / method, f"{start}, {how} at {at}", start) as name:
+        wrong = _check_end(run_harmed(command(method, start), at, how), how)
+        wrong = wrong or _check_resumed(command(method, start), root / method / "whole")
         return wrong and f"{method}: {name}: {wrong}"
 
 
-def _wrong(ended, how):
-    """What is wrong with how a command came to its end: a kill has none, a full disk one line."""
+def _check_end(ended, how):
+    """Describe what is wrong with the end of a harmed command."""
     if not ended:
         return ""
     code, err, _ = ended
@@ -128,8 +128,8 @@ def command(method, start):
 
 
 @contextmanager
-def begun(folder, name, start):
-    """Work where a run is to begin, or the half of one to be gone on with."""
+def work_folder(folder, name, start):
+    """Change to a folder for a new run, or with a copy of the half-finished one."""
     place = folder / name
     if start == "resume":
         shutil.copytree(folder / "half", place)
@@ -142,23 +142,23 @@ def begun(folder, name, start):
     shutil.rmtree(place)
 
 
-def _gone_on_with(words, whole):
-    """The same command works, or `--resume` does; what is wrong with where that leads."""
-    told = ""
+def _check_resumed(words, whole):
+    """Repeat or resume a command, and describe what is wrong with its result."""
+    message = ""
     again = run(*words)
     if again.code and words != RESUME:
-        told = f"{again.err}, then: "
+        message = f"{again.err}, then: "
         if again.code != 2 or len(again.err.splitlines()) != 1:
             return f"the same command: {again.code}: {again.err}"
         again = run(*RESUME)
     if again.code:
-        return f"{told}{again.err}"
+        return f"{message}{again.err}"
     if left(Path("run")) != left(whole):
-        return f"{told}another end"
+        return f"{message}another end"
     if untimed_rows(Path("run")) != untimed_rows(whole):
-        return f"{told}other metrics"
+        return f"{message}other metrics"
     litter = [path.name for path in Path("run").rglob("*writing*")]
-    return f"{told}left behind: {litter}" if litter else ""
+    return f"{message}left behind: {litter}" if litter else ""
 
 
 # --- This end ---
@@ -166,7 +166,7 @@ def _gone_on_with(words, whole):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """For each method, a run that nothing happened to, and the half of one."""
+    """Return a folder with a complete and a half-finished run of each method."""
     root = tmp_path_factory.mktemp("killed")
     for method, words in METHODS.items():
         tiny(root / method / "whole", *words, text=CONFIG)
@@ -178,7 +178,7 @@ EACH = list(product(METHODS, ("fit", "resume"), ("kill", "disk full")))
 
 
 @pytest.mark.thorough
-def test_some_of_what_is_done_to_files(root):
+def test_run_survives_a_kill_or_full_disk_at_some_file_operations(root):
     chance = random.Random(0)
     cases = [(root, *each, (k + chance.random()) / 2) for each in EACH for k in range(2)]
     assert [wrong for wrong in each_apart(case, cases, 2) if wrong != ""] == []
@@ -186,7 +186,7 @@ def test_some_of_what_is_done_to_files(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "start", "how"), EACH)
-def test_each_thing_that_is_done_to_files(method, start, how, root):
+def test_run_survives_a_kill_or_full_disk_at_each_file_operation(method, start, how, root):
     (steps,) = each_apart(count, [(root, method, start)], 1)
     assert steps > 30
     cases = [(root, method, start, how, at) for at in range(steps)]

@@ -1,4 +1,4 @@
-"""Kill it anywhere, resume, same bytes."""
+"""Runs that are interrupted or killed resume to the same bytes."""
 
 import shutil
 import signal
@@ -41,7 +41,7 @@ def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, method):
 
 
 @pytest.mark.filterwarnings("ignore:callbacks. EarlyStopping.mode")  # the worst for the best, on purpose: it stops soon
-def test_early_stopping_keeps_its_patience_over_a_resume(tmp_path):
+def test_early_stopping_state_survives_a_resume(tmp_path):
     def callbacks():
         return [EarlyStopping(monitor="global/loss", mode="max", patience=4)]
 
@@ -70,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
 
 
 class Interrupter(Engine):
-    """Sends this process a signal in the middle of a round."""
+    """Send this process a signal in the middle of a round."""
 
     def __init__(self, round, signum):
         self.round, self.signum = round, signum
@@ -86,7 +86,7 @@ class Interrupter(Engine):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_the_client_and_it_goes_on_from_there(tmp_path, signum):
+def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, signum):
     whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
     whole.fit()
     handler = signal.getsignal(signum)
@@ -111,7 +111,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [method for method in FIVE if method != "fedsiam_da"])  # which cannot be stacked
-def test_a_killed_run_of_stacked_clients_resumes_to_its_own_bytes(tmp_path, method):
+def test_killed_stacked_run_resumes_to_the_same_bytes(tmp_path, method):
     survive_kills([*command_line(method), "--engine", "stacked"], tmp_path, 1)
 
 
@@ -124,7 +124,7 @@ def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path, method)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_every_method_survives_a_kill(tmp_path, name):
-    """Each on its own digits config."""
+    """Each method uses its own digits config."""
     own = {}
     for config in shipped("configs"):
         if config.startswith("digits_"):

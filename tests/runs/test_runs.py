@@ -1,4 +1,4 @@
-"""Run folders as data: what is read, what is left out, and what hostile ones cannot do."""
+"""Reading run folders as tables, also damaged and hostile ones."""
 
 import contextlib
 import os
@@ -20,8 +20,8 @@ from fl_lightning.runs.reader import DamagedRun, conditions, find, load, open_ru
 
 
 @contextlib.contextmanager
-def told():
-    """The warnings that are given inside."""
+def caught_warnings():
+    """Yield a list that contains the warnings in the end."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lines = []
@@ -32,7 +32,7 @@ def told():
 # --- One run ---
 
 
-def test_a_run_is_its_config_its_rounds_and_its_summary(tmp_path):
+def test_run_has_config_rounds_and_summary(tmp_path):
     run = open_run_folder(write_run(tmp_path / "run"))
     assert run.config == CONFIG
     assert run.rounds == ROUNDS
@@ -42,7 +42,7 @@ def test_a_run_is_its_config_its_rounds_and_its_summary(tmp_path):
     assert run.summary["R_0.8"] is None
 
 
-def test_settings_have_the_command_lines_keys_and_class_names(tmp_path):
+def test_settings_have_keys_and_class_names_of_the_command_line(tmp_path):
     settings = open_run_folder(write_run(tmp_path / "run")).settings
     assert settings["scenario.partition"] == "Dirichlet"
     assert settings["scenario.partition.alpha"] == 0.1
@@ -51,8 +51,8 @@ def test_settings_have_the_command_lines_keys_and_class_names(tmp_path):
     assert {key for key in settings if "class_path" in key or "init_args" in key} == set()
 
 
-def test_a_class_of_ones_own_keeps_its_path(tmp_path):
-    """A FedAvg of one's own is not the shipped one."""
+def test_users_own_class_keeps_its_path(tmp_path):
+    """A user's FedAvg is not the one of the package."""
     run = open_run_folder(write_run(tmp_path / "run", changed(algorithm="mine.FedAvg")))
     assert run.settings["algorithm"] == "mine.FedAvg"
 
@@ -68,7 +68,7 @@ def test_a_setting_is_found_by_its_key_or_the_end_of_it(tmp_path):
         run.key("clients")
 
 
-def test_a_run_that_has_not_ended_has_the_figures_of_its_rounds(tmp_path):
+def test_unfinished_run_has_a_summary_of_its_rounds(tmp_path):
     folder = write_run(tmp_path / "run", rounds=ROUNDS[:2], finished=False)
     with (folder / "metrics.csv").open("a") as file:
         file.write("3,0.5")  # as a killed process leaves it
@@ -78,13 +78,13 @@ def test_a_run_that_has_not_ended_has_the_figures_of_its_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("targets", ["abc", ["x", 0.5]])
-def test_targets_of_any_kind_do_no_harm(targets, tmp_path):
+def test_invalid_target_accuracies_are_ignored(targets, tmp_path):
     config = CONFIG | {"evaluation": {"target_accuracies": targets}}
     run = open_run_folder(write_run(tmp_path / "run", config, finished=False))
     assert run.summary == summarize(ROUNDS, [0.5] if targets == ["x", 0.5] else [])
 
 
-def test_a_run_that_was_resumed_beyond_its_end_has_not_ended(tmp_path):
+def test_run_resumed_with_more_rounds_is_not_finished(tmp_path):
     folder = write_run(tmp_path / "run", rounds=ROUNDS[:2])
     write_csv(folder / "metrics.csv", ROUNDS)
     run = open_run_folder(folder)
@@ -128,7 +128,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_cannot_be_read_says_why_at_once(name, tmp_path):
+def test_unreadable_config_gives_the_reason(name, tmp_path):
     text, why = CONFIGS[name]
     folder = write_run(tmp_path / "run")
     (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -139,7 +139,7 @@ def test_a_config_that_cannot_be_read_says_why_at_once(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_config_may_share_parts_and_hold_numbers_of_any_kind(tmp_path):
+def test_config_may_have_aliases_and_numbers_of_any_kind(tmp_path):
     folder = write_run(tmp_path / "run")
     shared = [1, 2]
     config = {"a": shared, "b": shared, "c": float("inf"), "d": 10**200, "e": {"x": [[1] * 300] * 300}}
@@ -166,7 +166,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_that_cannot_be_read_say_why(name, tmp_path):
+def test_unreadable_metrics_give_the_reason(name, tmp_path):
     text, why = METRICS[name]
     folder = write_run(tmp_path / "run", finished=False)
     (folder / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -177,7 +177,7 @@ def test_metrics_that_cannot_be_read_say_why(name, tmp_path):
         open_run_folder(folder)
 
 
-def test_numbers_that_no_float_holds_and_nan_do_no_harm(tmp_path):
+def test_huge_numbers_and_nan_are_read(tmp_path):
     folder = write_run(tmp_path / "run", finished=False)
     (folder / "metrics.csv").write_text(f"round,a,b,c,d,run\n1,nan,-inf,{'9' * 400},{2**70},7\n")
     row = open_run_folder(folder).rounds[0]
@@ -200,7 +200,7 @@ SUMMARIES = {
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_a_summary_that_cannot_be_read_says_why(name, tmp_path):
+def test_unreadable_summary_gives_the_reason(name, tmp_path):
     text, why = SUMMARIES[name]
     folder = write_run(tmp_path / "run")
     (folder / "final" / "summary.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -208,7 +208,7 @@ def test_a_summary_that_cannot_be_read_says_why(name, tmp_path):
         open_run_folder(folder)
 
 
-def test_metrics_that_lost_rounds_since_the_run_ended_are_damaged(tmp_path):
+def test_finished_run_with_missing_rounds_is_damaged(tmp_path):
     folder = write_run(tmp_path / "run")
     write_csv(folder / "metrics.csv", ROUNDS[:2])
     with pytest.raises(DamagedRun, match=r"it had 3 rounds, metrics.csv has 2"):
@@ -217,8 +217,8 @@ def test_metrics_that_lost_rounds_since_the_run_ended_are_damaged(tmp_path):
 
 @pytest.mark.parametrize("name", ["final/summary.json", "clients.csv"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to itself", "unreadable"])
-def test_what_is_no_file_is_not_read(name, kind, tmp_path):
-    """Reading a pipe would wait for ever, `/dev/zero` would fill the memory."""
+def test_special_files_are_not_read(name, kind, tmp_path):
+    """Reading a pipe would block, and `/dev/zero` would fill the memory."""
     folder = write_run(tmp_path / "run")
     path = folder / name
     path.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def test_what_is_no_file_is_not_read(name, kind, tmp_path):
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
     write_run(tmp_path / "sound")
-    with told() as lines:
+    with caught_warnings() as lines:
         tables = load(tmp_path)
     kept = ["run", "sound"] if name == "clients.csv" else ["sound"]
     assert [Path(run).name for run in tables.runs.run] == kept
@@ -253,7 +253,7 @@ def test_a_million_rounds_are_read(tmp_path):
 # --- Many runs ---
 
 
-def test_runs_are_found_below_folders_each_once_and_by_name(tmp_path, monkeypatch):
+def test_find_returns_each_run_once_sorted_by_name(tmp_path, monkeypatch):
     for name in ("b/2", "b/1", "a", "c/deep/er"):
         write_run(tmp_path / name)
     write_run(tmp_path / "a" / "inside")  # a run holds no runs
@@ -271,22 +271,22 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
             open_runs([tmp_path / name])
 
 
-def test_no_run_at_all_is_one_error(tmp_path):
+def test_no_run_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
-    with told() as lines, pytest.raises(ConfigError, match=r"empty: no run there$") as error:
+    with caught_warnings() as lines, pytest.raises(ConfigError, match=r"empty: no run there$") as error:
         load(tmp_path / "empty")
     assert error.value.exit_code == 2
     assert lines == []
 
 
-def test_each_folder_that_is_no_run_is_told_of_and_left_out(tmp_path):
+def test_folders_that_are_no_runs_are_left_out_with_a_warning(tmp_path):
     sound = write_run(tmp_path / "runs" / "sound")
     write_run(tmp_path / "runs" / "damaged").joinpath("config.yaml").write_text("a: [")
     begun = tmp_path / "runs" / "begun"
     begun.mkdir()
     (begun / "config.yaml").write_text("a: 1")
     (tmp_path / "foreign").mkdir()
-    with told() as lines:
+    with caught_warnings() as lines:
         opened = open_runs([tmp_path / "runs", tmp_path / "foreign"])
     assert [run.run_dir for run in opened] == [sound]
     assert [line.partition(": ")[0] for line in lines] == [
@@ -299,15 +299,15 @@ def test_each_folder_that_is_no_run_is_told_of_and_left_out(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_looked_into_is_told_of(tmp_path):
+def test_unreadable_folder_is_left_out_with_a_warning(tmp_path):
     write_run(tmp_path / "sound")
     (tmp_path / "closed").mkdir(mode=0)
-    with told() as lines:
+    with caught_warnings() as lines:
         assert len(open_runs(tmp_path)) == 1
     assert lines == [f"{tmp_path / 'closed'}: Permission denied; left out"]
 
 
-def test_where_takes_keys_their_ends_and_several_values(tmp_path):
+def test_where_accepts_keys_ends_of_keys_and_lists(tmp_path):
     for tau in (0.08, 0.001):
         for seed in (0, 1, 2):
             write_run(tmp_path / f"{tau}-{seed}", changed(tau=tau, seed=seed))
@@ -337,20 +337,20 @@ def test_where_takes_keys_their_ends_and_several_values(tmp_path):
         (["seed=["], r"where: '\[' is no value"),
     ],
 )
-def test_a_where_that_cannot_be_is_named(where, why, tmp_path):
+def test_invalid_where_is_refused(where, why, tmp_path):
     write_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=why):
         open_runs(tmp_path, where)
 
 
-def test_an_end_that_means_another_key_in_another_run_is_refused(tmp_path):
+def test_ambiguous_end_of_a_key_is_refused(tmp_path):
     write_run(tmp_path / "a", {"algorithm": {"mu": 1}})
     write_run(tmp_path / "b", {"model": {"mu": 1}})
     with pytest.raises(ConfigError, match=r"where: mu may be algorithm.mu or model.mu. Give the whole key"):
         open_runs(tmp_path, ["mu=1"])
 
 
-def test_conditions_are_values_of_yaml():
+def test_conditions_are_parsed_as_yaml():
     words = ["a=1", "b=x=y", "c=null", "d=[1, a]", "e=true", "f=1e3", "g="]
     assert conditions(words) == {"a": 1, "b": "x=y", "c": None, "d": [1, "a"], "e": True, "f": 1000.0, "g": None}
 
@@ -408,10 +408,10 @@ def test_load_gives_a_row_a_run_a_round_and_a_client(tmp_path):
         ("round,client,acc\n1e30,1,0\n", "a round is no whole number"),
     ],
 )
-def test_clients_that_cannot_be_read_are_left_out_with_a_line(text, why, tmp_path):
+def test_unreadable_clients_csv_is_left_out_with_a_warning(text, why, tmp_path):
     folder = write_run(tmp_path / "run")
     (folder / "clients.csv").write_text(text)
-    with told() as lines:
+    with caught_warnings() as lines:
         tables = load(tmp_path)
     assert (len(tables.runs), len(tables.rounds), len(tables.clients)) == (1, 3, 0)
     assert len(lines) == 1
@@ -427,13 +427,13 @@ def test_clients_csv_with_odd_columns_is_read(tmp_path):
     assert clients.acc.tolist()[1] == float("inf")
 
 
-def test_a_config_cannot_pose_as_the_tables_own_columns(tmp_path):
+def test_config_cannot_replace_columns_of_the_tables(tmp_path):
     folder = write_run(tmp_path / "run", {"run": "x", "finished": "x", "global/acc_last": 9, "rounds": 70})
     runs = load(tmp_path).runs
     assert runs.loc[0, ["run", "finished", "global/acc_last", "rounds"]].tolist() == [str(folder), True, 0.75, 3]
 
 
-def test_a_runs_own_files_are_read(tmp_path):
+def test_files_of_a_real_run_are_read(tmp_path):
     from experiments import experiment
 
     run = experiment(tmp_path / "run")
@@ -445,7 +445,7 @@ def test_a_runs_own_files_are_read(tmp_path):
     assert clients.groupby("round").size().to_dict() == {1: 4, 2: 4, 3: 4}
 
 
-def test_runs_come_with_the_package_and_bring_neither_torch_nor_pandas(tmp_path):
+def test_reading_runs_imports_neither_torch_nor_pandas(tmp_path):
     write_run(tmp_path / "run")
     code = (
         "import sys, fl_lightning; opened = fl_lightning.runs.open_runs(sys.argv[1]);"

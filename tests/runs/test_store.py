@@ -1,8 +1,7 @@
-"""What clients keep: the same from memory and from disk, seen a round late, written once, and safe from kills."""
+"""Client state in memory and on disk, the background writer, and kills while writing."""
 
 import hashlib
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -13,13 +12,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, untimed
+from experiments import NormMLP, experiment, untimed
 from fl_lightning.callbacks import Checkpointing, RoundCallback
 from test_checkpoint import files_no_larger_than, flatten
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
-from fl_lightning.core.errors import CheckpointError, ClientFailure, ConfigError
-from fl_lightning.engines import Engine
+from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.models import MLP, Head
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.store import ClientStore
@@ -40,22 +38,22 @@ MEMORY = {
 }
 
 
-def ordered(memory):
+def sorted_state(memory):
     return flatten({name: dict(sorted(tensors.items())) for name, tensors in sorted(memory.items())})
 
 
-def store(folder, where):
+def new_store(folder, where):
     return ClientStore(folder, where, Writer())
 
 
-def saved(kept):
-    """Everything written, as a checkpoint would name it."""
+def write_all(kept):
+    """Write all states, and return the files as a checkpoint names them."""
     kept.writer.wait()
     return kept.write(kept.snapshot())
 
 
-def filled(folder, where, clients=4):
-    kept = store(folder, where)
+def store_of_clients(folder, where, clients=4):
+    kept = new_store(folder, where)
     for client in range(clients):
         kept.put(client, 1, {"own": {"w": torch.full((3,), float(client))}})
     kept.end_round()
@@ -67,25 +65,25 @@ def filled(folder, where, clients=4):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_memory_comes_back_bit_for_bit(tmp_path, where):
-    kept = store(tmp_path, where)
+def test_client_state_is_restored_bit_for_bit(tmp_path, where):
+    kept = new_store(tmp_path, where)
     kept.put(3, 12, MEMORY)
     kept.end_round()
     kept.writer.wait()
-    assert ordered(kept[3]) == flatten(kept[3]) == ordered(MEMORY)
-    again = store(tmp_path, where)
-    again.load(saved(kept))
+    assert sorted_state(kept[3]) == flatten(kept[3]) == sorted_state(MEMORY)
+    again = new_store(tmp_path, where)
+    again.load(write_all(kept))
     assert flatten(again[3]) == flatten(kept[3])
     assert list(again) == [3]
 
 
-def test_memory_and_disk_write_the_same_bytes_under_the_same_names(tmp_path):
+def test_memory_and_disk_write_the_same_files(tmp_path):
     files = []
     for where in PLACES:
-        kept = store(tmp_path / where, where)
+        kept = new_store(tmp_path / where, where)
         kept.put(3, 12, MEMORY)
         kept.end_round()
-        files.append(saved(kept))
+        files.append(write_all(kept))
     assert files[0] == files[1]
     ((file, checksum),) = files[0].items()
     assert file == "clients/client-000003-round-000012.safetensors"
@@ -95,8 +93,8 @@ def test_memory_and_disk_write_the_same_bytes_under_the_same_names(tmp_path):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_what_is_put_is_a_copy_seen_after_the_round(tmp_path, where):
-    kept, tensor = store(tmp_path, where), torch.zeros(2, 3).t()
+def test_put_stores_a_copy_that_is_visible_after_the_round(tmp_path, where):
+    kept, tensor = new_store(tmp_path, where), torch.zeros(2, 3).t()
     kept.put(0, 1, {"own": {"w": tensor, "same": tensor}})
     assert len(kept) == 0
     kept.end_round()
@@ -111,12 +109,12 @@ def test_what_is_put_is_a_copy_seen_after_the_round(tmp_path, where):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("nothing", [{}, {"own": {}}])
-def test_who_keeps_nothing_has_no_file_and_no_place(tmp_path, where, nothing):
-    kept = store(tmp_path, where)
+def test_empty_client_state_has_no_file(tmp_path, where, nothing):
+    kept = new_store(tmp_path, where)
     kept.put(0, 1, nothing)
     kept.end_round()
     assert len(kept) == 0
-    assert saved(kept) == {}
+    assert write_all(kept) == {}
     assert os.listdir(tmp_path) == []
     kept.put(0, 2, {"own": {"w": torch.ones(1)}})
     kept.end_round()
@@ -126,53 +124,44 @@ def test_who_keeps_nothing_has_no_file_and_no_place(tmp_path, where, nothing):
     assert 0 not in kept
 
 
-def test_on_disk_nothing_is_held_and_what_is_read_lies_in_the_file(tmp_path):
-    kept = filled(tmp_path, "disk")
+def test_disk_store_keeps_nothing_in_memory(tmp_path):
+    kept = store_of_clients(tmp_path, "disk")
     assert all(one.memory is None for one in kept.snapshot())
     value = kept[2]["own"]["w"]
     assert f"{tmp_path}/clients/client-000002-round-000001.safetensors" in Path("/proc/self/maps").read_text()
     value += 1  # whoever writes into it writes into a page of this process
-    assert store_again(kept)[2]["own"]["w"].tolist() == [2, 2, 2]
+    assert reload_store(kept)[2]["own"]["w"].tolist() == [2, 2, 2]
 
 
-def store_again(kept, where="disk"):
-    again = store(kept.run_dir, where)
-    again.load(saved(kept))
+def reload_store(kept, where="disk"):
+    again = new_store(kept.run_dir, where)
+    again.load(write_all(kept))
     return again
 
 
-def test_what_is_read_from_disk_travels_small(tmp_path):
-    kept = store(tmp_path, "disk")
-    kept.put(0, 1, {"large": {"w": torch.zeros(10_000)}, "small": {"w": torch.zeros(10)}})
-    kept.end_round()
-    kept.writer.wait()
-    assert len(pickle.dumps(kept[0]["small"])) < 1000
-    assert same_bytes(pickle.loads(pickle.dumps(kept[0]))["large"], kept[0]["large"])
-
-
-def test_a_section_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="a client's memory: section 'term_a/b' has a / in its name"):
-        store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
+def test_section_with_a_slash_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^client state: section 'term_a/b' contains a slash\. Rename it\.$"):
+        new_store(tmp_path, "memory").put(0, 1, {"term_a/b": {"w": torch.ones(1)}})
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_taking_up_a_checkpoint_forgets_everything_else(tmp_path, where):
-    kept = filled(tmp_path, where, clients=3)
+def test_load_replaces_all_states(tmp_path, where):
+    kept = store_of_clients(tmp_path, where, clients=3)
     assert kept[0]["own"]["w"].tolist() == [0, 0, 0]
     kept.put(1, 2, {"own": {"w": torch.full((3,), 9.0)}})
-    first = {file: checksum for file, checksum in saved(kept).items() if "client-000001" in file}
-    again = store(tmp_path, "memory")  # the run done again: the same names
+    first = {file: checksum for file, checksum in write_all(kept).items() if "client-000001" in file}
+    again = new_store(tmp_path, "memory")  # the run done again: the same names
     again.put(0, 1, {"own": {"w": torch.full((3,), 7.0)}})
     again.end_round()
-    kept.load(saved(again) | first)
+    kept.load(write_all(again) | first)
     kept.end_round()
     assert {client: memory["own"]["w"].tolist() for client, memory in kept.items()} == {0: [7] * 3, 1: [1] * 3}
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut"])
-def test_a_file_that_is_gone_when_it_is_needed_is_named(tmp_path, harm):
-    kept = filled(tmp_path, "disk")
-    harmed(tmp_path / "clients" / "client-000002-round-000001.safetensors", harm)
+def test_missing_client_file_is_named(tmp_path, harm):
+    kept = store_of_clients(tmp_path, "disk")
+    damage(tmp_path / "clients" / "client-000002-round-000001.safetensors", harm)
     with pytest.raises(CheckpointError, match=r"^cannot read .*client-000002-round-000001.safetensors: ") as caught:
         kept[2]
     assert "\n" not in str(caught.value)
@@ -182,8 +171,8 @@ def test_a_file_that_is_gone_when_it_is_needed_is_named(tmp_path, harm):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
-    kept = store(tmp_path, where)
+def test_peers_see_only_the_public_section(tmp_path, where):
+    kept = new_store(tmp_path, where)
     for client in (1, 12):
         kept.put(client, 1, {"laid_out": {"w": torch.tensor(client)}, "secret": {"w": torch.tensor(-client)}})
     kept.end_round()
@@ -199,7 +188,7 @@ def test_peers_see_the_public_section_and_nothing_else(tmp_path, where):
     assert kept.with_peers(state, None) is state
 
 
-def test_a_run_s_state_holds_no_publications(tmp_path):
+def test_shared_state_does_not_contain_public_sections(tmp_path):
     run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1)
     run.fit()
     assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
@@ -210,7 +199,7 @@ def test_a_run_s_state_holds_no_publications(tmp_path):
 # --- The writer ---
 
 
-def test_jobs_are_done_in_their_order_by_one_other_thread():
+def test_writer_runs_jobs_in_order_in_one_thread():
     writer, done = Writer(), []
     for number in range(20):
         writer.submit(lambda number=number: done.append((number, threading.get_ident())))
@@ -228,7 +217,7 @@ def fail():
 
 
 @pytest.mark.parametrize("call", [Writer.wait, Writer.check, lambda writer: writer.submit(int)])
-def test_what_goes_wrong_is_raised_once_in_the_callers_thread(call):
+def test_error_in_a_job_is_raised_once_in_the_callers_thread(call):
     writer, gate, done = Writer(), threading.Event(), threading.Event()
     writer.submit(lambda: gate.wait(10) and fail())
     writer.submit(done.set)
@@ -242,7 +231,7 @@ def test_what_goes_wrong_is_raised_once_in_the_callers_thread(call):
     writer.check()
 
 
-def test_no_more_jobs_wait_than_there_is_room_for():
+def test_submit_waits_if_too_many_jobs_are_pending():
     writer, gate, begun = Writer(), threading.Event(), []
     for _ in range(MAX_JOBS):
         writer.submit(gate.wait)
@@ -256,7 +245,7 @@ def test_no_more_jobs_wait_than_there_is_room_for():
 
 
 @pytest.mark.thorough
-def test_a_run_is_never_more_than_one_checkpoint_ahead_and_waits_for_the_last(tmp_path):
+def test_run_is_at_most_one_checkpoint_ahead(tmp_path):
     run, ahead = experiment(tmp_path, rounds=6), []
     write = run.checkpoints.write
 
@@ -274,7 +263,7 @@ def test_a_run_is_never_more_than_one_checkpoint_ahead_and_waits_for_the_last(tm
 
 
 @pytest.mark.parametrize("bad", [2, 3])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_be_it_the_last(tmp_path, bad):
+def test_failed_checkpoint_ends_the_run(tmp_path, bad):
     run = experiment(tmp_path, rounds=3)
     write = run.checkpoints.write
     run.checkpoints.write = lambda round, *args: fail() if round == bad else write(round, *args)
@@ -284,7 +273,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_be_it_the_last(tmp_pat
     assert not (tmp_path / "final").exists()
 
 
-def test_the_best_checkpoint_stays_until_a_better_one_is_on_disk():
+def test_best_checkpoint_is_kept_until_a_better_one_is_on_disk():
     class Run:
         round, is_over = 0, False
         keeps: ClassVar[list] = []
@@ -308,7 +297,7 @@ METHODS = {
 }
 
 
-def small(folder, method="ua_pdfl", **options):
+def small_run(folder, method="ua_pdfl", **options):
     model = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16)) if method == "fedsiam_da" else NormMLP
     settings = {"model": model, "trainer": {"accelerator": "cpu", "max_epochs": 1}, "clients_per_round": 3}
     return experiment(folder, METHODS[method](), **settings | options)
@@ -319,25 +308,25 @@ def same_run(one, other):
         untimed(one.csv.rows) == untimed(other.csv.rows)
         and flatten({k: one.memory[k] for k in sorted(one.memory)})
         == flatten({k: other.memory[k] for k in sorted(other.memory)})
-        and ordered(one.state) == ordered(other.state)
+        and sorted_state(one.state) == sorted_state(other.state)
     )
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_and_disk_give_the_same_run_and_go_on_from_each_other(tmp_path, method):
-    runs = [small(tmp_path / where, method, client_store=where) for where in PLACES]
+def test_memory_and_disk_give_the_same_run_and_resume_each_other(tmp_path, method):
+    runs = [small_run(tmp_path / where, method, client_store=where) for where in PLACES]
     for run in runs:
         run.fit()
     assert len(runs[0].memory) > 0
     assert same_run(*runs)
     for rounds, where in enumerate(["memory", "disk", "memory"], start=1):
-        part = small(tmp_path / "parts", method, client_store=where, rounds=rounds)
+        part = small_run(tmp_path / "parts", method, client_store=where, rounds=rounds)
         part.fit(resume=rounds > 1)
     assert same_run(part, runs[0])
 
 
-def test_a_checkpoint_writes_what_its_participants_keep(tmp_path):
+def test_checkpoint_writes_only_the_states_of_its_participants(tmp_path):
     class Files(RoundCallback):
         def __init__(self):
             self.seen = []
@@ -347,7 +336,7 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path):
             self.seen.append({path.name: path.stat().st_ino for path in (tmp_path / "clients").glob("*")})
 
     files = Files()
-    run = small(tmp_path, rounds=5, callbacks=[files], keep_checkpoints=1)
+    run = small_run(tmp_path, rounds=5, callbacks=[files], keep_checkpoints=1)
     run.fit()
     for round in (2, 3, 4):
         before, after = files.seen[round - 1 : round + 1]
@@ -357,12 +346,14 @@ def test_a_checkpoint_writes_what_its_participants_keep(tmp_path):
         assert all(before[name] == after[name] for name in before if name in after)  # not one is written again
 
 
-def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path):
-    run = small(tmp_path, rounds=6)
+def test_client_files_are_those_named_by_checkpoints(tmp_path):
+    run = small_run(tmp_path, rounds=6)
     run.fit()
     there = {f"clients/{name}" for name in os.listdir(tmp_path / "clients")}
     assert (
-        there == run.checkpoints.named() == set().union(*(run.checkpoints.files(r) for r in run.checkpoints.rounds()))
+        there
+        == run.checkpoints.named_files()
+        == set().union(*(run.checkpoints.files(r) for r in run.checkpoints.rounds()))
     )
     latest = {k: max(r for r in range(7) if r == 0 or k in run.server.participants(r)) for k in range(6)}
     names = {f"clients/client-{k:06d}-round-{r:06d}.safetensors" for k, r in latest.items()}
@@ -370,7 +361,7 @@ def test_there_are_the_files_that_checkpoints_name_and_no_others(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_state_on_its_way_to_disk_is_never_written_into(tmp_path):
+def test_state_tensors_are_never_changed_in_place(tmp_path):
     class Versions(RoundCallback):
         def on_round_end(self, run, metrics):
             seen.append([(tensor, tensor._version) for part in run.state.values() for tensor in part.values()])
@@ -386,7 +377,7 @@ def test_a_state_on_its_way_to_disk_is_never_written_into(tmp_path):
 # --- Damage ---
 
 
-def harmed(path, harm):
+def damage(path, harm):
     if harm == "missing":
         path.unlink()
     elif harm == "cut":
@@ -400,20 +391,20 @@ def harmed(path, harm):
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
-def test_a_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, where, harm):
-    run = small(tmp_path, client_store=where)
+def test_damaged_client_file_damages_the_checkpoints_that_name_it(tmp_path, where, harm):
+    run = small_run(tmp_path, client_store=where)
     run.fit()
     fresh = sorted(set(run.checkpoints.files(3)) - set(run.checkpoints.files(2)))
     for file in fresh:
         content = (tmp_path / file).read_bytes()
-        harmed(tmp_path / file, harm)
-        again = small(tmp_path, client_store=where)
+        damage(tmp_path / file, harm)
+        again = small_run(tmp_path, client_store=where)
         with pytest.warns(UserWarning, match=rf"round-000003 is damaged: .*{Path(file).name}.*; resuming from round 2"):
             again.load()
         assert again.round == 2
         (tmp_path / file).write_bytes(content)
-    harmed(tmp_path / fresh[0], harm)
-    again = small(tmp_path, client_store=where)
+    damage(tmp_path / fresh[0], harm)
+    again = small_run(tmp_path, client_store=where)
     with pytest.warns(UserWarning, match="damaged"):
         again.fit(resume=True)
     assert same_run(run, again)
@@ -427,24 +418,24 @@ def test_checkpoints_of_an_earlier_version_are_named(tmp_path):
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match=r"round-000001 .* by an earlier version .* cannot be read$"):
         checkpoints.read(1)
-    assert checkpoints.named() == set()
+    assert checkpoints.named_files() == set()
 
 
-def test_pruning_leaves_what_is_named_and_what_is_not_its_own(tmp_path):
-    kept = filled(tmp_path, "disk")
-    names = sorted(saved(kept))
+def test_prune_removes_only_unnamed_client_files(tmp_path):
+    kept = store_of_clients(tmp_path, "disk")
+    names = sorted(write_all(kept))
     for stray in ("notes.txt", ".client-000009-round-000001.safetensors.writing", ".client-000002-round.writing"):
         (tmp_path / "clients" / stray).touch()
     kept.prune(set(names[1:3]))
     assert sorted(os.listdir(tmp_path / "clients")) == [*(Path(name).name for name in names[1:3]), "notes.txt"]
-    store(tmp_path / "none", "disk").prune(set())
+    new_store(tmp_path / "none", "disk").prune(set())
 
 
 # --- A full disk ---
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, where):
+def test_full_disk_gives_one_line_and_loses_nothing(tmp_path, where):
     class Full(RoundCallback):
         def on_round_start(self, run, participants):
             run.record.writer.wait()
@@ -452,39 +443,16 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, where):
                 limit.__enter__()
 
     limit = files_no_larger_than(3000)
-    run = small(tmp_path, rounds=4, client_store=where, callbacks=[Full()])
+    run = small_run(tmp_path, rounds=4, client_store=where, callbacks=[Full()])
     try:
         with pytest.raises(CheckpointError, match=r"^cannot write .*: \[Errno 27\] File too large") as caught:
             run.fit()
     finally:
         limit.__exit__(None, None, None)
     assert "\n" not in str(caught.value)
-    rest, whole = small(tmp_path, rounds=4, client_store=where), small(tmp_path / "whole", rounds=4)
+    rest, whole = small_run(tmp_path, rounds=4, client_store=where), small_run(tmp_path / "whole", rounds=4)
     rest.load()
     assert rest.round == 2
-    rest.fit(resume=True)
-    whole.fit()
-    assert same_run(rest, whole)
-
-
-class Failing(Engine):
-    """Fails at the last client of a round."""
-
-    def run(self, worker, tasks):
-        for number, task in enumerate(tasks):
-            result = worker.run(task)
-            if task.round == 2 and task.fit and number == 2:
-                raise ClientFailure(task.client, 2, "gone")
-            yield result
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("where", PLACES)
-def test_a_round_broken_off_leaves_no_trace(tmp_path, where):
-    with pytest.raises(ClientFailure):
-        small(tmp_path, client_store=where, engine=Failing(), checkpoint_every=2).fit()
-    assert CheckpointFolder(tmp_path / "checkpoints").rounds() == [1, 0]
-    rest, whole = small(tmp_path, client_store=where, checkpoint_every=2), small(tmp_path / "whole")
     rest.fit(resume=True)
     whole.fit()
     assert same_run(rest, whole)
@@ -529,7 +497,7 @@ def save(store, checkpoints, round, clients):
     store.end_round()
     checkpoints.write(round, {"round": round}, store.write(store.snapshot()))
     checkpoints.prune({round, round - 1})
-    store.prune(checkpoints.named())
+    store.prune(checkpoints.named_files())
 
 def survives(folder, where, step):
     global armed, left
@@ -540,6 +508,7 @@ def survives(folder, where, step):
     if child == 0:
         armed, left = True, step
         save(store, checkpoints, 3, (1, 2))
+        checkpoints.write(3, {"round": 3}, store.write(store.snapshot()))  # replaces the first one
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
@@ -552,7 +521,7 @@ AFTER = {2: {0: 2, 1: 2, 2: 1}, 3: {0: 2, 1: 3, 2: 3}}  # the round that each cl
 
 
 @pytest.mark.thorough
-def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
+def test_kill_at_each_step_leaves_a_complete_checkpoint(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)], check=True)
     littered = 0
     for where in PLACES:
@@ -560,8 +529,8 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
         assert len(folders) > 25
         seen = set()
         for folder in folders:
-            checkpoints, kept = CheckpointFolder(folder / "checkpoints"), store(folder, where)
-            newest = checkpoints.newest(report=pytest.fail)
+            checkpoints, kept = CheckpointFolder(folder / "checkpoints"), new_store(folder, where)
+            newest = checkpoints.read_newest(report=pytest.fail)
             assert newest is not None
             round = newest.round
             seen.add(round)
@@ -571,8 +540,8 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint_and_is_swept(tmp_path):
                 checkpoints.read(other)
             littered += any(name.startswith(".") for name in os.listdir(folder / "clients"))
             checkpoints.prune({2, 3})
-            kept.prune(checkpoints.named())
-            assert {f"clients/{name}" for name in os.listdir(folder / "clients")} == checkpoints.named()
+            kept.prune(checkpoints.named_files())
+            assert {f"clients/{name}" for name in os.listdir(folder / "clients")} == checkpoints.named_files()
             assert {"round-000002"} <= set(os.listdir(folder / "checkpoints")) <= {"round-000002", "round-000003"}
         assert seen == {2, 3}
     assert littered

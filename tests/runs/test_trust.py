@@ -1,4 +1,4 @@
-"""A run's folder chooses no code, unless it is the user's own or the user says so."""
+"""The config of a run folder chooses no code unless it is signed or trusted."""
 
 import copy
 import gc
@@ -44,14 +44,14 @@ class Watcher(RoundCallback):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished run that names no code of its own, and so is nobody's in particular."""
+    """Return the folder of a finished run that names no classes of the user."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     tiny(run_dir)
     return run_dir
 
 
-def forget(here):
-    """What another process would not know yet."""
+def forget_modules(here):
+    """Forget imported modules, as a new process would."""
     sys.path[:] = [place for place in sys.path if place != str(here)]
     for name in [name for name in sys.modules if name.startswith(("own", "evil"))]:
         del sys.modules[name]
@@ -61,7 +61,7 @@ def forget(here):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty working folder, which modules are not looked for in, and a user without a key."""
+    """Change to an empty working folder that is not in `sys.path`, as a user without a key."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -71,12 +71,12 @@ def here(tmp_path, monkeypatch):
     passing = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
     monkeypatch.setattr(trainer, "gc", passing)  # classes of modules that are gone must be gone
     yield folder
-    forget(folder)
+    forget_modules(folder)
 
 
 @pytest.fixture
 def theirs(finished, here, tmp_path, monkeypatch):
-    """Somebody else's run, `theirs`; modules `evil` wait in it and beside it, `evil_installed` where Python looks."""
+    """Return another user's run; modules `evil` are in and beside it, `evil_installed` is in `sys.path`."""
     shutil.copytree(finished, here / "theirs")
     mark = MARK.format(mark=str(tmp_path / "mark"))
     installed = tmp_path / "installed"
@@ -89,16 +89,16 @@ def theirs(finished, here, tmp_path, monkeypatch):
     return here / "theirs"
 
 
-def with_config(run_dir, change):
-    """Have a run's config changed by a function, and return what it then is."""
+def change_config(run_dir, change):
+    """Change a run's config by a function, and return it."""
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     change(config)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return config
 
 
-def put(key, value):
-    """A change of a config: a value under a dotted key, which begins at the top."""
+def set_key(key, value):
+    """Return a function that sets a dotted key of a config."""
 
     def change(config):
         *way, last = key.split(".")
@@ -165,8 +165,8 @@ ONLY_IN_FIT = [
 KEYS = ["config", "run_dir", "trust", "model.class_path", "__path__"]
 
 
-def refused(*words):
-    """The one line that a command says; it ends with 2, and leaves all as it was."""
+def run_refused(*words):
+    """Run a command that is refused, and return its one line. Nothing may change."""
     before = contents(Path())
     code, out, err = run(*words)
     assert (code, out) == (2, ""), out + err
@@ -175,8 +175,8 @@ def refused(*words):
     return err
 
 
-def check_refused(told, words, tmp_path):
-    assert told in refused(*words)
+def check_is_refused(message, words, tmp_path):
+    assert message in run_refused(*words)
     assert not (tmp_path / "mark").exists()
     assert not {"evil", "evil_installed"} & sys.modules.keys()
 
@@ -185,16 +185,18 @@ def check_refused(told, words, tmp_path):
 @pytest.mark.parametrize("words", [["test", "theirs"], ["fit", "--resume", "theirs"]], ids=["test", "resume"])
 @pytest.mark.parametrize("path", PATHS)
 def test_an_untrusted_run_names_only_known_objects(path, words, theirs, tmp_path):
-    with_config(theirs, put("model.class_path", path))
-    told = f"theirs/config.yaml: model: {path} is not allowed in a file that is not known to be yours. The run is not"
-    check_refused(told, words, tmp_path)
+    change_config(theirs, set_key("model.class_path", path))
+    message = (
+        f"theirs/config.yaml: model: {path} is not allowed in a file that is not known to be yours. The run is not"
+    )
+    check_is_refused(message, words, tmp_path)
 
 
 @pytest.mark.fast_cases(8)
 @pytest.mark.parametrize(("place", "value"), PLACES)
 def test_an_untrusted_run_names_code_in_no_place(place, value, theirs, tmp_path):
-    with_config(theirs, put(place, value))
-    check_refused("", ["test", "theirs"], tmp_path)
+    change_config(theirs, set_key(place, value))
+    check_is_refused("", ["test", "theirs"], tmp_path)
     with pytest.raises(ConfigError):
         open_run(theirs)
     assert not gate.is_untrusted()
@@ -203,50 +205,50 @@ def test_an_untrusted_run_names_code_in_no_place(place, value, theirs, tmp_path)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("place", "value"), [PLACES[0], *ONLY_IN_FIT])
 def test_an_untrusted_run_names_code_in_no_place_of_a_resumed_fit(place, value, theirs, tmp_path):
-    with_config(theirs, put(place, value))
-    check_refused("", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
+    change_config(theirs, set_key(place, value))
+    check_is_refused("", ["fit", "--resume=theirs", "--rounds", "4"], tmp_path)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_run_holds_no_other_keys(key, theirs, tmp_path):
-    with_config(theirs, lambda config: config.update({key: "file.yaml"}))
+def test_untrusted_run_with_unknown_keys_is_refused(key, theirs, tmp_path):
+    change_config(theirs, lambda config: config.update({key: "file.yaml"}))
     for words in (["test", "theirs"], ["fit", "--resume", "theirs"]):
-        check_refused(f"theirs/config.yaml: {key}: a key that no run writes is not allowed", words, tmp_path)
+        check_is_refused(f"theirs/config.yaml: {key}: a key that no run writes is not allowed", words, tmp_path)
 
 
-def test_a_config_swapped_while_it_is_read_is_not_parsed(theirs, tmp_path, monkeypatch):
-    verified = trust._why_not_own
+def test_config_replaced_during_verification_is_not_parsed(theirs, tmp_path, monkeypatch):
+    verified = trust._reason_not_own
 
     def swap(run_dir, content, config):
-        with_config(theirs, put("model.class_path", "evil_installed.Net"))
+        change_config(theirs, set_key("model.class_path", "evil_installed.Net"))
         return verified(run_dir, content, config)
 
-    monkeypatch.setattr(trust, "_why_not_own", swap)
+    monkeypatch.setattr(trust, "_reason_not_own", swap)
     assert run("test", "theirs").code == 0
     assert not (tmp_path / "mark").exists()
 
 
-def test_text_of_a_config_is_no_file(theirs):
-    """Its author may have named a file like it."""
+def test_text_of_a_config_is_never_taken_as_a_path(theirs):
+    """Another user may have created a file with this name."""
     (theirs / "config.yaml").write_text("rounds: 3\n")
     Path("rounds: 3\n").write_text("model: evil_installed.Net\n")
     with pytest.raises(OSError, match="too long"):
         os.stat(copy_context().run(trust.run_config, theirs, run_keys(), dict))
 
 
-def test_what_the_words_replace_is_in_nobodys_way(theirs, tmp_path):
-    with_config(theirs, put("callbacks", ["evil.Net"]))
-    with_config(theirs, put("logger", "CSVLogger"))
+def test_settings_replaced_on_the_command_line_do_not_matter(theirs, tmp_path):
+    change_config(theirs, set_key("callbacks", ["evil.Net"]))
+    change_config(theirs, set_key("logger", "CSVLogger"))
     code, _, err = run("fit", "--resume", "theirs", "--rounds", "4", "--callbacks", "[EarlyStopping]", "--logger=null")
     assert (code, err.count("warning")) == (0, 0), err
     assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.thorough
-def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
+def test_test_command_ignores_engine_logger_and_callbacks(theirs, tmp_path):
     before = table(run("test", "theirs").out)
     for place, value in ONLY_IN_FIT[:4]:
-        with_config(theirs, put(place, value))
+        change_config(theirs, set_key(place, value))
         code, out, err = run("test", "theirs")
         assert (code, err) == (0, ""), place
         assert table(out) == before
@@ -257,7 +259,7 @@ def test_a_test_needs_neither_engine_nor_logger_nor_callbacks(theirs, tmp_path):
 
 
 def import_paths():
-    """Of every class that a config can name, as a run writes it."""
+    """Yield the import path of every class that a config can name."""
     for kind in catalogue.BASES:
         for cls in catalogue.classes(kind):
             yield f"{cls.__module__}.{cls.__name__}"
@@ -270,7 +272,7 @@ def import_paths():
     yield from (f"lightning.pytorch.callbacks.{name}" for name in allowed_objects.CLIENT_CALLBACKS)
 
 
-def test_all_that_can_be_named_is_known():
+def test_all_listed_classes_are_allowed():
     paths = list(import_paths())
     assert len(paths) > 100
     assert [path for path in paths if path not in allowed_objects.allowed_objects()] == []
@@ -297,7 +299,7 @@ def test_shipped_configs_pass_the_gate(monkeypatch):
 
 @pytest.fixture
 def own(here):
-    """A run that was started here and names a class of a module that lies here."""
+    """Return a run that names a class of a module in the working folder."""
     (here / "own.py").write_text(OWN)
     (here / "own_sibling.py").write_text("")
     Path("tiny.yaml").write_text(TINY)
@@ -310,14 +312,14 @@ def key_of(tmp_path):
     return tmp_path / "config" / "fl-lightning" / "key"
 
 
-def test_the_author_does_not_feel_it(own, here, tmp_path):
-    forget(here)
+def test_own_run_needs_no_trust(own, here, tmp_path):
+    forget_modules(here)
     assert run("test", "run").code == 0
-    forget(here)
+    forget_modules(here)
     code, _, err = run("fit", "--resume", "run", "--rounds", "4", "--callbacks", "[own.Watcher]")
     assert (code, err) == (0, "")
     shutil.move(own, tmp_path / "moved")
-    forget(here)
+    forget_modules(here)
     copy_context().run(trust.run_config, tmp_path / "moved", run_keys(), dict)
     assert str(here) in sys.path
     about = key_of(tmp_path).stat()
@@ -325,15 +327,15 @@ def test_the_author_does_not_feel_it(own, here, tmp_path):
     assert [place.name for place in key_of(tmp_path).parent.iterdir()] == ["key"]
 
 
-def test_a_module_may_lie_below_folders_without_a_file_of_their_own(here):
+def test_own_module_may_be_in_a_namespace_package(here):
     (here / "own").mkdir()
     (here / "own" / "nets.py").write_text("from fl_lightning.models import MLP\n\nclass Net(MLP):\n    pass\n")
     tiny(here / "run", "--model", "own.nets.Net")
-    forget(here)
+    forget_modules(here)
     assert run("test", "run").code == 0
 
 
-def test_a_config_names_what_lies_in_the_working_folder(here):
+def test_config_may_name_modules_in_the_working_folder(here):
     (here / "own.py").write_text(OWN)
     (here / "own_sibling.py").write_text("")
     (here / "configs").mkdir()
@@ -341,71 +343,73 @@ def test_a_config_names_what_lies_in_the_working_folder(here):
     assert run("partition", "--config", "configs/run.yaml").code == 0
 
 
-def test_somebody_elses_run_that_goes_on_is_not_signed(theirs):
+def test_resumed_run_of_another_user_is_not_signed(theirs):
     assert (theirs / ".signature").exists()
     assert run("fit", "--resume", "theirs", "--rounds", "4").code == 0
-    trust._key(make=True)
+    trust._load_key(make=True)
     content = (theirs / "config.yaml").read_bytes()
-    assert "The run was signed by somebody else" in str(trust._why_not_own(theirs, content, yaml.safe_load(content)))
+    assert "The run was signed by somebody else" in str(trust._reason_not_own(theirs, content, yaml.safe_load(content)))
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "change",
     [
-        put("model.class_path", "own_sibling.Net"),
-        put("model.init_args.hidden", [9]),
-        put("callbacks", ["own.Watcher"]),
+        set_key("model.class_path", "own_sibling.Net"),
+        set_key("model.init_args.hidden", [9]),
+        set_key("callbacks", ["own.Watcher"]),
     ],
 )
-def test_a_signature_holds_for_what_was_signed(change, own, here):
-    forget(here)
-    with_config(own, change)
-    assert "The run was signed by somebody else, its config was edited or its modules moved. " in refused("test", "run")
+def test_signature_is_invalid_after_an_edit(change, own, here):
+    forget_modules(here)
+    change_config(own, change)
+    assert "The run was signed by somebody else, its config was edited or its modules moved. " in run_refused(
+        "test", "run"
+    )
     assert "own" not in sys.modules
 
 
-def test_a_signature_holds_for_one_user(own, here, tmp_path, monkeypatch):
-    forget(here)
+def test_signature_is_invalid_for_another_user(own, here, tmp_path, monkeypatch):
+    forget_modules(here)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another's"))
-    line = refused("test", "run")
+    line = run_refused("test", "run")
     assert "run/config.yaml: model: own.Net is not allowed" in line
     assert "The run is not signed as yours" in line
-    trust._key(make=True)
-    assert "signed by somebody else" in refused("test", "run")
+    trust._load_key(make=True)
+    assert "signed by somebody else" in run_refused("test", "run")
     (own / ".signature").unlink()
-    assert "The run is not signed as yours" in refused("test", "run")
+    assert "The run is not signed as yours" in run_refused("test", "run")
     assert "own" not in sys.modules
 
 
-def test_a_signature_holds_for_modules_where_they_were(own, here, tmp_path, monkeypatch):
-    """A run that was published comes back with its signature, and with a module beside it."""
-    forget(here)
+def test_signature_is_invalid_if_modules_moved(own, here, tmp_path, monkeypatch):
+    """A published run may come back with its signature and another module."""
+    forget_modules(here)
     back = tmp_path / "back"
     shutil.copytree(here, back)
     monkeypatch.chdir(back)
-    assert "its modules moved" in refused("test", "run")
+    assert "its modules moved" in run_refused("test", "run")
     assert "own" not in sys.modules
 
 
-def test_whoever_trusts_a_run_makes_it_their_own(own, here):
+def test_resumed_trusted_run_is_signed(own, here):
     (own / ".signature").unlink()
-    forget(here)
+    forget_modules(here)
     before = contents(own)
     assert run("test", "run", "--trust").code == 0
     assert contents(own) == before
-    forget(here)
+    forget_modules(here)
     assert open_run(own, trust=True).round == 3
-    forget(here)
+    forget_modules(here)
     assert run("fit", "--resume", "run", "--trust", "--rounds", "4").code == 0
     assert "trust" not in yaml.safe_load((own / "config.yaml").read_text())
-    forget(here)
+    forget_modules(here)
     assert run("test", "run").code == 0
 
 
-def test_a_config_of_the_users_own_needs_no_signature(own, here):
+def test_config_on_the_command_line_needs_no_signature(own, here):
     (own / ".signature").unlink()
-    forget(here)
+    forget_modules(here)
     Path("mine.yaml").write_text((own / "config.yaml").read_text())
     assert run("fit", "--resume", "run", "--config", "mine.yaml", "--rounds", "4").code == 0
 
@@ -430,7 +434,7 @@ def make_pipe(key):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (make_group_readable, "is accessible to other users. Remove it"),
         (lengthen, "is damaged. Remove it"),
@@ -438,24 +442,24 @@ def make_pipe(key):
         (make_pipe, "is no file"),
     ],
 )
-def test_a_key_that_others_may_know_is_none(spoil, told, own, here, tmp_path):
+def test_exposed_or_damaged_key_is_refused(spoil, message, own, here, tmp_path):
     spoil(key_of(tmp_path))
-    forget(here)
-    line = refused("test", "run")
+    forget_modules(here)
+    line = run_refused("test", "run")
     assert "Whether the run is yours cannot be checked" in line
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [make_link, make_pipe, lengthen])
-def test_a_signature_is_a_small_file(spoil, own, here):
+def test_special_or_large_signature_file_is_refused(spoil, own, here):
     spoil(own / ".signature")
-    forget(here)
-    refused("test", "run")
+    forget_modules(here)
+    run_refused("test", "run")
 
 
 @pytest.mark.filterwarnings("always")
-def test_without_a_home_runs_are_not_signed(here, tmp_path, monkeypatch):
+def test_run_is_not_signed_without_a_home_folder(here, tmp_path, monkeypatch):
     (here / "own.py").write_text(OWN)
     (here / "own_sibling.py").write_text("")
     (tmp_path / "config").write_text("no folder")
@@ -465,14 +469,14 @@ def test_without_a_home_runs_are_not_signed(here, tmp_path, monkeypatch):
     assert "warning: config.yaml cannot be signed as yours" in err
     assert "--trust" in err
     assert not (here / "run" / ".signature").exists()
-    assert "--trust" in refused("test", "run")
+    assert "--trust" in run_refused("test", "run")
     assert run("test", "run", "--trust").code == 0
 
 
-def test_a_key_made_by_many_at_once_is_one(here, tmp_path):
+def test_concurrent_creation_gives_one_key(here, tmp_path):
     for _ in range(20):
         with ThreadPoolExecutor(8) as pool:
-            keys = set(pool.map(lambda _: trust._key(make=True), range(8)))
+            keys = set(pool.map(lambda _: trust._load_key(make=True), range(8)))
         assert len(keys) == 1
         assert [place.name for place in key_of(tmp_path).parent.iterdir()] == ["key"]
         key_of(tmp_path).unlink()
@@ -495,7 +499,7 @@ def test_a_key_made_by_many_at_once_is_one(here, tmp_path):
         (3, False),
     ],
 )
-def test_the_working_folder_is_looked_into_for_what_is_named(value, let, here):
+def test_working_folder_is_searched_only_for_named_modules(value, let, here):
     (here / "own.py").write_text("raise SystemExit")
     (here / "torch.py").write_text("")
     (here / "spread").mkdir()
@@ -523,7 +527,7 @@ for words in {commands}:
 """
 
 
-def plant(folder, mark):
+def plant_modules(folder, mark):
     for name in PLANTED:
         (folder / f"{name}.py").write_text(MARK.format(mark=str(mark)))
 
@@ -536,14 +540,14 @@ def python(*words, cwd):
 
 
 @pytest.mark.thorough
-def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
+def test_planted_modules_are_not_imported(finished, tmp_path):
     here, mark = tmp_path / "here", tmp_path / "mark"
     shutil.copytree(finished, here / "run")
     shutil.copytree(finished, tmp_path / "other")
-    with_config(tmp_path / "other", put("model.class_path", "evil.Net"))
+    change_config(tmp_path / "other", set_key("model.class_path", "evil.Net"))
     (here / "tiny.yaml").write_text(TINY)
-    plant(here, mark)
-    plant(here / "run", mark)
+    plant_modules(here, mark)
+    plant_modules(here / "run", mark)
     commands = [
         ["list"],
         ["test", "run"],
@@ -562,8 +566,8 @@ def test_modules_that_lie_in_wait_are_not_imported(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_do_not_import_what_lies_in_wait(tmp_path):
-    plant(tmp_path, tmp_path / "mark")
+def test_worker_processes_do_not_import_planted_modules(tmp_path):
+    plant_modules(tmp_path, tmp_path / "mark")
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     script = ["-m", "fl_lightning"]
@@ -573,7 +577,7 @@ def test_processes_do_not_import_what_lies_in_wait(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_find_what_the_config_names(tmp_path):
+def test_worker_processes_find_own_modules(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "own_sibling.py").write_text("")
     (tmp_path / "tiny.yaml").write_text(TINY.replace("class_path: MLP", "class_path: own.Net"))
@@ -591,7 +595,7 @@ def test_processes_find_what_the_config_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [
         ("subprocess.Popen", "neither an nn.Module class nor a function"),
         ("os.system", "no function of Python's own"),
@@ -600,27 +604,27 @@ def test_processes_find_what_the_config_names(tmp_path):
         ("os", "os names nothing in a module; give package.module.Class"),
     ],
 )
-def test_what_cannot_make_a_module_is_not_called(module, told, tmp_path):
+def test_objects_that_build_no_module_are_not_called(module, message, tmp_path):
     arguments = {"command": f"touch {tmp_path}/mark", "args": ["touch", f"{tmp_path}/mark"]}
     for given in ({name: value} for name, value in arguments.items()):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             FromModule((1, 8, 8), 10, module, "fc", given)
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_module_is_not_imported_to_be_looked_at(tmp_path, monkeypatch):
+def test_path_without_a_class_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "looked_at.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="looked_at names nothing in a module"):
         FromModule((1, 8, 8), 10, "looked_at", "fc")
 
 
-def test_builders_of_torchvision_need_no_trust(theirs):
+def test_torchvision_models_need_no_trust(theirs):
     model = {
         "class_path": "fl_lightning.models.FromModule",
         "init_args": {"module": "torchvision.models.resnet18", "module_args": {"num_classes": 10}, "head": "fc"},
     }
-    config = copy.deepcopy(with_config(theirs, put("model", model)))
+    config = copy.deepcopy(change_config(theirs, set_key("model", model)))
     with gate.untrusted(gate.Untrusted(config, "", "", allowed=allowed_objects.allowed_objects)):
         FromModule((3, 32, 32), 10, **config["model"]["init_args"])
         with pytest.raises(ConfigError, match=r"model.module_args.weights: DEFAULT is not allowed"):

@@ -30,7 +30,7 @@ from fl_lightning.analysis.comparison import Group, compare, format_setting, spr
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
 from fl_lightning.evaluation.metrics import read_columns
-from fl_lightning.runs.partition import MAX_COLUMNS, binned, read_counts
+from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 
 MARK = b'<meta name="generator" content="fl-lightning report">'
@@ -303,7 +303,7 @@ def partitions(runs: Sequence[Run], names: Sequence[str], left_out: list[str]) -
         if known := found.get(key := (len(counts), counts.tobytes())):
             known["runs"].append(i)
             continue
-        drawn = binned(counts).T if len(counts) > MAX_COLUMNS else counts
+        drawn = group_clients(counts).T if len(counts) > MAX_COLUMNS else counts
         cells += drawn.size
         if cells > MOST_CELLS:
             left_out.append(f"{path}: the page is full of earlier partitions")
