@@ -66,10 +66,10 @@ class FederatedRun(Protocol):
         """Whether all rounds are done, or a callback has stopped the run."""
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's module as the last round left it."""
+        """Return a client's module after the last round."""
 
     def starting_module(self, client: int) -> ClientModule:
-        """Return a client's module, on the CPU, as it starts the round under way."""
+        """Return a client's module on the CPU as it starts the current round."""
 
     def save_checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round."""

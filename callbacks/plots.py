@@ -51,8 +51,8 @@ def write_png(figure: Figure, path: Path) -> None:
 
 def to_png(figure: Figure) -> bytes:
     """Return a figure as PNG data, identical for identical figures."""
-    figure.savefig(picture := BytesIO(), format="png", dpi=120)
-    return picture.getvalue()
+    figure.savefig(image := BytesIO(), format="png", dpi=120)
+    return image.getvalue()
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:

@@ -28,7 +28,7 @@ from fl_lightning.loggers.provenance import source
 OFFLINE = ("offline", "dryrun", "disabled")
 """W&B's modes that send nothing."""
 
-TO_GO_ON = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints", "clients")
+RESUME_FILES = ("config.yaml", "metrics.csv", "clients.csv", "warnings.txt", "checkpoints", "clients")
 """Files of a run folder that testing or resuming the run needs."""
 
 FIELDS = {
@@ -273,7 +273,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
                 f"logger.log_model: this method has no global model, hence no final/model.pt. {fix}", stacklevel=2
             )
         if self.log_model == "all":
-            self._log_artifact("checkpoints", [run_dir / name for name in TO_GO_ON if (run_dir / name).exists()])
+            self._log_artifact("checkpoints", [run_dir / name for name in RESUME_FILES if (run_dir / name).exists()])
 
     @temporary_files()
     def _log_artifact(self, kind: str, paths: Sequence[Path]) -> None:

@@ -44,8 +44,8 @@ class CheckpointFolder:
     """The checkpoints of one run, a folder per round: `round-000012/{state.pt, manifest.json}`.
 
     A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is either complete or absent. The
-    manifest's checksums, including one of itself, detect later damage. What several checkpoints share lies outside, in
-    files that are written once and never changed; the manifest names them.
+    manifest's checksums, including one of itself, detect later damage. Client state is in other files,
+    which are written once and never changed; the manifest names them.
 
     Args:
         path: The folder of the checkpoints; created when the first one is written.

@@ -56,5 +56,5 @@ def read_counts(path: Path, split: str = "train") -> np.ndarray:
         raise ValueError("it does not begin with client, split and a column per class")
     counts = [[int(cell) for cell in cells[2:]] for cells in lines if cells[1:2] == [split]]
     if not counts or any(len(row) != len(header) - 2 or min(row) < 0 for row in counts):
-        raise ValueError(f"it lacks a complete line of the {split} split of each client")
+        raise ValueError(f"it has no complete line for the {split} split of each client")
     return np.array(counts)

@@ -150,11 +150,11 @@ def open_run_folder(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     if not (folder / "metrics.csv").exists():
-        raise DamagedRun(f"{folder}: no run: it holds no metrics.csv")
+        raise DamagedRun(f"{folder}: not a run: metrics.csv not found")
     config = read_config(folder)
     rounds = _read(folder, "metrics.csv", lambda path: complete_rounds(read_rows(path)), [])
     if not rounds:
-        raise DamagedRun(f"{folder}: no round has ended yet")
+        raise DamagedRun(f"{folder}: no round has finished yet")
     final = read_final(folder)
     if final and (final["rounds"] or 0) > len(rounds):
         raise DamagedRun(f"{folder}: it had {final['rounds']} rounds, metrics.csv has {len(rounds)}")
@@ -190,7 +190,7 @@ def complete_rounds(rows: Iterable[Row]) -> list[Row]:
     rounds: list[Row] = []
     for row in filter(None, rows):
         if row.get("round") != len(rounds) + 1:
-            raise ValueError(f"round {len(rounds) + 1} is missing, or out of its place")
+            raise ValueError(f"round {len(rounds) + 1} is missing or out of order")
         rounds.append(row)
     return rounds
 
@@ -207,7 +207,7 @@ def find(paths: Paths) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in _path_list(paths):
         if not path.is_dir():
-            raise ConfigError(f"{path}: no such folder")
+            raise ConfigError(f"{path}: folder not found")
         for folder in _find_run_folders(path):
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
@@ -232,9 +232,9 @@ def open_runs(paths: Paths, where: Where = ()) -> list[Run]:
         except DamagedRun as error:
             warnings.warn(f"{error}; left out", stacklevel=2)
     if not runs:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no run there")
+        raise ConfigError(f"{', '.join(map(str, paths))}: no run found")
     for path in empty:
-        warnings.warn(f"{path}: no run there; left out", stacklevel=2)
+        warnings.warn(f"{path}: no run found; left out", stacklevel=2)
     keys = {known_key(key, runs, "where"): value for key, value in wanted.items()}
     chosen = [run for run in runs if all(has_value(run.settings.get(key), value) for key, value in keys.items())]
     if not chosen:
@@ -278,7 +278,7 @@ def conditions(where: Where) -> dict[str, Any]:
         if not sign or not key:
             raise ConfigError(f"where: {word!r} is not of the form KEY=VALUE")
         if key in wanted:
-            raise ConfigError(f"where: {key} is given twice; {key}=[{wanted[key]}, {text}] takes runs with either")
+            raise ConfigError(f"where: {key} is given twice. Use {key}=[{wanted[key]}, {text}] for runs with either.")
         wanted[key] = _parse_value(text)
     return wanted
 
@@ -301,16 +301,16 @@ def _read(folder: Path, name: str, how: Any, missing: Any) -> Any:
 def _parse_config(path: Path) -> dict[str, Any]:
     config = load_yaml(read_file(path))
     if not isinstance(config, dict):
-        raise ValueError("it holds no mapping of settings")
+        raise ValueError("it is not a mapping of settings")
     return update_config(config)
 
 
 def _parse_summary(path: Path) -> Figures:
     figures = json.loads(read_file(path).decode())
     if not isinstance(figures, dict) or not isinstance(figures.get("rounds"), int):
-        raise ValueError("it holds no figures of a run")
+        raise ValueError("it is not the summary of a run")
     if wrong := [name for name, value in figures.items() if not isinstance(value, float | int | None)]:
-        raise ValueError(f"{wrong[0]} is no number")
+        raise ValueError(f"{wrong[0]} is not a number")
     return figures
 
 
@@ -334,7 +334,7 @@ def _client_columns(path: Path) -> dict[str, np.ndarray]:
     for name in ("round", "client"):
         ids = columns[name]
         if not ((ids >= 0) & (ids < 2**53) & (ids == np.floor(ids))).all():
-            raise ValueError(f"a {name} is no whole number")
+            raise ValueError(f"a {name} is not a whole number")
     return columns
 
 
@@ -368,7 +368,7 @@ def _parse_value(text: str) -> Any:
     except ValueError:
         return value
     except yaml.YAMLError as error:
-        raise ConfigError(f"where: {text!r} is no value: {one_line(error)}") from error
+        raise ConfigError(f"where: {text!r} is not valid YAML: {one_line(error)}") from error
 
 
 def has_value(setting: Any, wanted: Any) -> bool:

@@ -54,44 +54,44 @@ class ClientStore(Mapping[int, State]):
 
     def __init__(self, run_dir: Path, where: Literal["memory", "disk"], writer: Writer) -> None:
         self.run_dir, self.on_disk, self.writer = run_dir, where == "disk", writer
-        self._kept: dict[int, StoredState] = {}
-        self._coming: dict[int, StoredState] = {}
+        self._stored: dict[int, StoredState] = {}
+        self._pending: dict[int, StoredState] = {}
         self._mapped = lru_cache(OPEN_FILES)(self._read)
 
     def __getitem__(self, client: int) -> State:
-        kept = self._kept[client]
-        memory = kept.memory  # read once: the background writer may set it to None
-        return self._mapped(kept.file) if memory is None else memory
+        stored = self._stored[client]
+        memory = stored.memory  # read once: the background writer may set it to None
+        return self._mapped(stored.file) if memory is None else memory
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._kept)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
-    def put(self, client: int, round: int, memory: State) -> None:
+    def put(self, client: int, round: int, state: State) -> None:
         """Store a copy of a client's state after a round. It becomes visible with `end_round`.
 
         Raises:
             CheckpointError: This client's file or an earlier one cannot be written.
             ConfigError: The name of a section contains a slash.
         """
-        for section in memory:
+        for section in state:
             if "/" in section:
                 raise ConfigError(f"client state: section {section!r} contains a slash. Rename it.")
-        kept = StoredState(f"{FOLDER}/client-{client:06d}-round-{round:06d}.safetensors", copy_to_cpu(memory))
-        self._coming[client] = kept
-        if self.on_disk and kept.memory:
-            self.writer.submit(partial(self._write, kept))
+        stored = StoredState(f"{FOLDER}/client-{client:06d}-round-{round:06d}.safetensors", copy_to_cpu(state))
+        self._pending[client] = stored
+        if self.on_disk and stored.memory:
+            self.writer.submit(partial(self._write, stored))
 
     def end_round(self) -> None:
         """Make the states that were stored during the round visible."""
-        for client, kept in self._coming.items():
-            if kept.memory == {}:
-                self._kept.pop(client, None)
+        for client, stored in self._pending.items():
+            if stored.memory == {}:
+                self._stored.pop(client, None)
             else:
-                self._kept[client] = kept
-        self._coming = {}
+                self._stored[client] = stored
+        self._pending = {}
 
     def with_peers(self, state: State, section: str | None) -> State:
         """Return the shared state with one section of each client's state as `peer_<k>`, read on access.
@@ -104,7 +104,7 @@ class ClientStore(Mapping[int, State]):
 
     def snapshot(self) -> list[StoredState]:
         """Return all present states, to be passed to `write`."""
-        return list(self._kept.values())
+        return list(self._stored.values())
 
     def write(self, snapshot: Iterable[StoredState]) -> dict[str, str]:
         """Write the states that have no file yet, and return the checksums of all files. Runs in the writer's thread.
@@ -112,7 +112,7 @@ class ClientStore(Mapping[int, State]):
         Raises:
             CheckpointError: Writing fails.
         """
-        files = {kept.file: self._write(kept) for kept in snapshot}
+        files = {stored.file: self._write(stored) for stored in snapshot}
         if files:
             flush(self.run_dir / FOLDER)
         return files
@@ -120,10 +120,10 @@ class ClientStore(Mapping[int, State]):
     def load(self, files: Mapping[str, str]) -> None:
         """Replace all states by those in the files that a checkpoint names."""
         self._mapped.cache_clear()
-        self._kept, self._coming = {}, {}
+        self._stored, self._pending = {}, {}
         for file, checksum in files.items():
             memory = None if self.on_disk else copy_to_cpu(self._read(file))
-            self._kept[client_id(file)] = StoredState(file, memory, checksum)
+            self._stored[client_id(file)] = StoredState(file, memory, checksum)
 
     def prune(self, named: set[str]) -> None:
         """Remove files that no checkpoint names, and the partial files of killed processes."""
@@ -132,19 +132,19 @@ class ClientStore(Mapping[int, State]):
                 if f"{FOLDER}/{path.name}" not in named:
                     path.unlink()
 
-    def _write(self, kept: StoredState) -> str:
-        if kept.checksum is None:
-            assert kept.memory is not None
-            path = self.run_dir / kept.file
-            content = save({f"{section}/{name}": v for section, ts in kept.memory.items() for name, v in ts.items()})
+    def _write(self, stored: StoredState) -> str:
+        if stored.checksum is None:
+            assert stored.memory is not None
+            path = self.run_dir / stored.file
+            content = save({f"{section}/{name}": v for section, ts in stored.memory.items() for name, v in ts.items()})
             try:
                 write_atomically(path, content)
             except OSError as error:
                 raise CheckpointError(f"cannot write {path}: {error}") from error
-            kept.checksum = f"sha256:{hashlib.sha256(content).hexdigest()}"
+            stored.checksum = f"sha256:{hashlib.sha256(content).hexdigest()}"
         if self.on_disk:
-            kept.memory = None
-        return kept.checksum
+            stored.memory = None
+        return stored.checksum
 
     def _read(self, file: str) -> State:
         state: State = {}
@@ -177,13 +177,13 @@ def client_id(file: str) -> int:
     return int(Path(file).name.split("-")[1])
 
 
-def copy_to_cpu(memory: State) -> State:
+def copy_to_cpu(state: State) -> State:
     """Return a contiguous, sorted copy on the CPU, identical to what a file gives back."""
     return {
         section: {
             name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, value in sorted(memory[section].items())
+            for name, value in sorted(state[section].items())
         }
-        for section in sorted(memory)
-        if memory[section]
+        for section in sorted(state)
+        if state[section]
     }

@@ -607,7 +607,7 @@ def test_one_group_has_no_reference(tmp_path):
     ("words", "why"),
     [
         (["compare"], "runs: not given. Write it after the command; `fl-lightning compare --help` shows how"),
-        (["compare", "nowhere"], "nowhere: no such folder"),
+        (["compare", "nowhere"], "nowhere: folder not found"),
         (["fit", "--resume", "nowhere"], "nowhere: folder not found"),
         (["watch", "{run}", "--every", "nan"], "--every: got 'nan', expected float"),
         (["report", "{run}", "-o", ""], "-o: the name is empty. Name a file, such as report.html"),
@@ -626,7 +626,7 @@ def test_wrong_arguments_of_other_commands_are_one_line(words, why, tmp_path, mo
 def test_damaged_runs_are_left_out(tmp_path):
     assert run("compare").code == 2
     code, _, err = run("compare", tmp_path)
-    assert (code, err) == (2, f"fl-lightning: error: {tmp_path}: no run there\n")
+    assert (code, err) == (2, f"fl-lightning: error: {tmp_path}: no run found\n")
     write(tmp_path)
     damaged = write(tmp_path, seed=1)
     (damaged / "config.yaml").write_text("a: [")

@@ -527,7 +527,7 @@ def test_damaged_folders_are_skipped_with_a_line_each(folder, tmp_path):
 def test_an_empty_folder_is_one_clear_error(tmp_path):
     outcome = command("report", tmp_path, "-o", tmp_path / "page.html")
     assert outcome.code == 2
-    assert outcome.err == f"fl-lightning: error: {tmp_path}: no run there\n"
+    assert outcome.err == f"fl-lightning: error: {tmp_path}: no run found\n"
     assert not (tmp_path / "page.html").exists()
 
 

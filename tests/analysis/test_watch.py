@@ -465,7 +465,7 @@ def damaged(tmp_path: Path, **files: bytes) -> Path:
             {"metrics_csv": b"x" * 200_000 + b"\n1\n"},
             "metrics.csv cannot be read: line 1: field larger than",
         ),
-        ({"config_yaml": b"- 1\n"}, "config.yaml cannot be read: it holds no mapping of settings"),
+        ({"config_yaml": b"- 1\n"}, "config.yaml cannot be read: it is not a mapping of settings"),
         ({"final__summary_json": b"{"}, "final/summary.json cannot be read: "),
     ],
 )
@@ -478,7 +478,7 @@ def test_a_damaged_run_is_one_line(files, told, tmp_path):
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
-    for path, told in ((tmp_path / "no", "no such folder"), (tmp_path, "no run there")):
+    for path, told in ((tmp_path / "no", "folder not found"), (tmp_path, "no run found")):
         assert run("watch", path) == (2, "", f"fl-lightning: error: {path}: {told}\n")
     reasons = {"-1": "-1.0 is outside [0, 86400]", ".inf": "inf is no finite number", ".nan": "nan is no finite number"}
     for seconds, reason in reasons.items():
@@ -503,7 +503,7 @@ def test_the_newest_unfinished_run_of_a_folder_is_shown(tmp_path, monkeypatch):
     assert run("watch", tmp_path).out.splitlines()[0] == str(tmp_path / "b" / "ended")
     shutil.rmtree(tmp_path / "b" / "ended")
     code, _, err = run("watch", tmp_path)
-    assert (code, err.splitlines()[-1]) == (2, f"fl-lightning: error: {tmp_path}: no run there")
+    assert (code, err.splitlines()[-1]) == (2, f"fl-lightning: error: {tmp_path}: no run found")
 
 
 # --- On a terminal ---
@@ -608,7 +608,7 @@ def test_it_reports_that_the_run_was_removed(tmp_path):
         one.wait_for("round 12/30")
         (folder / "metrics.csv").unlink()
         assert one.end() == 2
-    assert f"{folder}: no run: it holds no metrics.csv" in "".join(one.output.decode().split("\r\n"))
+    assert f"{folder}: not a run: metrics.csv not found" in "".join(one.output.decode().split("\r\n"))
     assert one.after == one.before
 
 

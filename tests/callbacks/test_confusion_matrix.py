@@ -65,11 +65,14 @@ def test_counts_do_not_depend_on_the_batch_size():
         np.testing.assert_array_equal(confusion(torch.nn.Identity(), batches, 7), whole)
 
 
-def test_targets_that_are_no_classes_are_refused(tmp_path):
+def test_missing_test_samples_and_targets_that_are_no_classes_are_refused(tmp_path):
     figure = ConfusionMatrix()
-    run = experiment(tmp_path, callbacks=[figure])
+    run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
     run._build()
     figure.check(run)
+    run.data.shards = untested(run.data, range(run.clients))
+    with pytest.raises(ConfigError, match=r"no client has test samples\. Increase scenario\.local_test\.$"):
+        figure.check(run)
     run.data.objective = Regression()
     with pytest.raises(ConfigError, match=r"^callbacks: ConfusionMatrix: it needs classes, but the labels are for "):
         figure.check(run)
@@ -91,17 +94,7 @@ def test_the_worst_client_is_the_first_of_equal_evaluated_clients_with_test_samp
     assert {*figure.measure(run)} == {"worst", "client"}
 
 
-def test_missing_test_samples_are_refused(tmp_path):
-    figure = ConfusionMatrix()
-    run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
-    run._build()
-    figure.check(run)
-    run.data.shards = untested(run.data, range(run.clients))
-    with pytest.raises(ConfigError, match=r"no client has test samples\. Increase scenario\.local_test\.$"):
-        figure.check(run)
-
-
-# --- The picture ---
+# --- The figure ---
 
 
 def matrices(classes, seed=0):

@@ -24,7 +24,7 @@ def command_line(method: str, *words: str) -> list[str]:
 
 
 def kill_and_resume(command: Sequence[str], folder: Path, begun: str, delay: float) -> bool:
-    """Kill a run some time after a file is there, then resume it; False if it had already ended by then."""
+    """Kill a run some time after a file exists, and resume it. Return False if it had ended before."""
     words = [sys.executable, "-m", "fl_lightning", *command, "--run_dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as here: it decides how sums round
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -40,22 +40,22 @@ def kill_and_resume(command: Sequence[str], folder: Path, begun: str, delay: flo
     return killed
 
 
-def left(folder: Path) -> dict[str, bytes | list[bytes]]:
-    """What a run that has ended left of models, clients and measurements, less what a clock put there."""
+def results_of(folder: Path) -> dict[str, bytes | list[bytes]]:
+    """Return the models, client states and metrics of a finished run, without times."""
     kept = [path for pattern in ("final/*", "clients/*", "clients.csv") for path in folder.glob(pattern)]
     state = max(folder.glob("checkpoints/*/state.pt"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept} | {"state": elements(state)}
 
 
 def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: str, begun: str = "config.yaml") -> None:
-    """Kill runs with further words on their command lines, and compare them with one that has none, and was not.
+    """Kill and resume runs, and compare them with a run that was not killed.
 
     Args:
         command: The command.
-        tmp_path: Where the runs' folders go.
-        kills: How many runs are killed.
-        words: The further words.
-        begun: A file of the run's, from whose appearing on it is killed at any time.
+        tmp_path: The parent of the run folders.
+        kills: Number of runs to kill.
+        words: More words for the commands that are killed.
+        begun: A file of the run. The run is killed at any time after it exists.
     """
     whole = tmp_path / "whole"
     assert main([*command, "--run_dir", str(whole)]) == 0
@@ -65,6 +65,6 @@ def survive_kills(command: Sequence[str], tmp_path: Path, kills: int, *words: st
         tried += 1
         folder = tmp_path / f"killed-{tried}"
         survived += kill_and_resume([*command, *words], folder, begun, chance.uniform(0, duration))
-        assert left(folder) == left(whole)
+        assert results_of(folder) == results_of(whole)
         assert untimed_rows(folder) == untimed_rows(whole)
         assert tried < 3 * kills + 5, "the run ends before it can be killed"

@@ -173,11 +173,11 @@ def test_loggers_are_closed_if_one_cannot_begin(tmp_path):
 
 
 def test_images_go_to_loggers_that_support_them(tmp_path):
-    class Pictures(Recording):
+    class RecordingImages(Recording):
         def log_image(self, key, images, step=None, caption=None):
             self.calls.append((key, images, step, caption))
 
-    plain, taking = Recording(), Pictures()
+    plain, taking = Recording(), RecordingImages()
     Loggers([plain, taking]).log_image("figures/x", ["a.png"], step=3, caption=["round 3"])
     assert (plain.calls, taking.calls) == ([], [("figures/x", ["a.png"], 3, ["round 3"])])
 

@@ -22,7 +22,7 @@ from fl_lightning.loggers.wandb import Labels, group_config
 
 WANDB = ["--logger", "WandbRoundLogger"]
 DRAWN = ["--callbacks", "[{class_path: ClassRelations, init_args: {every: 1}}, BytesByRound]"]
-PICTURES = ("figures/class_relations", "figures/bytes")
+FIGURES = ("figures/class_relations", "figures/bytes")
 LABELS = Labels("digits-seed0", "digits-123456", ["FedSKC", "Digits", "Dirichlet"])
 
 DIVERGING = """
@@ -46,7 +46,7 @@ def history(found):
 
 def metrics(row):
     """Return the part of a row that is in metrics.csv and clients.csv."""
-    apart = ("_", "partition.", *PICTURES)
+    apart = ("_", "partition.", *FIGURES)
     return {name: value for name, value in row.items() if not name.startswith(apart)}
 
 

@@ -97,9 +97,9 @@ def test_each_engine_continues_without_dropped_clients(tmp_path, engine, process
     engine = processes if engine == "processes" else ENGINES[engine]()
     sizes = [len(shard.train) for shard in digits().build(0).shards]
     failing = {1, 4}
-    spoilt = FedAvg(loss_terms=[Spoilt("nan", {sizes[client] for client in failing})])
+    with_failures = FedAvg(loss_terms=[Spoilt("nan", {sizes[client] for client in failing})])
     options = {"clients_per_round": None, "rounds": 2, "trainer": ONE_EPOCH | {"precision": "64-true"}}
-    run = experiment(tmp_path / "drop", spoilt, engine=engine, on_client_failure="drop", **options)
+    run = experiment(tmp_path / "drop", with_failures, engine=engine, on_client_failure="drop", **options)
     with pytest.warns(UserWarning, match="dropped from this round") as seen:
         run.fit()
     dropped = [found for one in seen if (found := re.match(r"client (\d), round (\d): .*; dropped", str(one.message)))]

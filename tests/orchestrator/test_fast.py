@@ -349,11 +349,11 @@ class Breaks(RoundFigure):
         return {"x": np.zeros(3)}
 
     def draw(self, arrays):
-        raise ZeroDivisionError("no picture")
+        raise ZeroDivisionError("no figure")
 
 
 def test_dry_run_finds_a_figure_that_cannot_be_drawn(tmp_path):
-    with pytest.raises(ZeroDivisionError, match="no picture"):
+    with pytest.raises(ZeroDivisionError, match="no figure"):
         experiment(tmp_path, callbacks=[Breaks()], rounds=100).fit(fast=True)
 
 

@@ -79,13 +79,13 @@ def test_two_figures_of_one_class_have_separate_folders(halved):
 
 
 def test_changed_and_missing_figure_files_are_warned_of(half):
-    for place, spoil in {
+    for place, damage in {
         "row_norms/round-000002.png": lambda path: path.write_bytes(path.read_bytes()[:-1]),
         "drift/round-000002.npz": lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]),
         "divergence/round-000002.png": lambda path: path.unlink(),
         "knowledge_map-2/round-000002.npz": lambda path: path.unlink(),
     }.items():
-        spoil(half / "figures" / place)
+        damage(half / "figures" / place)
     os.mkfifo(half / "figures" / "divergence" / "round-000002.png")
     linked = half / "figures" / "class_relations" / "round-000002.png"
     linked.rename(half / "elsewhere.png")

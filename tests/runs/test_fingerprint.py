@@ -35,7 +35,7 @@ def data(path: Path, **changed: np.ndarray) -> str:
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of five rounds, the same run after three, and their data."""
-    folder = tmp_path_factory.mktemp("seal")
+    folder = tmp_path_factory.mktemp("fingerprint")
     words = (data(folder / "data.npz"), *OPTIONS)
     tiny(folder / "whole", *words, "--rounds=5")
     tiny(folder / "part", *words)
@@ -84,8 +84,8 @@ def test_edit_that_changes_results_is_refused(old, new, message, command, part):
     before = contents(part)
     code, _, err = resume(part) if command == "fit" else run("test", part)
     assert code == 2
-    mend = "Set these back, or start a new run."
-    assert err == f"fl-lightning: error: the config differs from the run's: {message}. {mend}\n"
+    fix = "Set these back, or start a new run."
+    assert err == f"fl-lightning: error: the config differs from the run's: {message}. {fix}\n"
     assert contents(part) == before
 
 

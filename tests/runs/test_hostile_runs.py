@@ -192,9 +192,9 @@ def theirs(finished, tmp_path, monkeypatch):
         (folder / "evil.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
         (folder / "hubconf.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
         (folder / "file.yaml").write_text("class_path: evil.Net\n")
-    for picture in (here / "images" / kind / f"{n}.png" for kind in "ab" for n in range(4)):
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (8, 8)).save(picture)
+    for image in (here / "images" / kind / f"{n}.png" for kind in "ab" for n in range(4)):
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(image)
     for pipe in ("pipe", "pipe.json"):
         os.mkfifo(here / pipe)
     monkeypatch.chdir(here)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, run, tiny, untimed_rows
 from fuzzing import each_apart
-from killed_runs import left
+from killed_runs import results_of
 
 CONFIG = TINY.replace("rounds: 3", "rounds: 2")
 METHODS = {
@@ -153,7 +153,7 @@ def _check_resumed(words, whole):
         again = run(*RESUME)
     if again.code:
         return f"{message}{again.err}"
-    if left(Path("run")) != left(whole):
+    if results_of(Path("run")) != results_of(whole):
         return f"{message}another end"
     if untimed_rows(Path("run")) != untimed_rows(whole):
         return f"{message}other metrics"

@@ -16,7 +16,7 @@ import pytest
 from commands import TINY, contents, rows, run, tiny, untimed_rows
 from experiments import experiment
 from fl_lightning.callbacks import RoundCallback
-from killed_runs import left
+from killed_runs import results_of
 
 from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
@@ -45,7 +45,7 @@ def here(tmp_path, monkeypatch):
 
 
 def assert_undisturbed(whole, folder="run"):
-    assert left(Path(folder)) == left(whole)
+    assert results_of(Path(folder)) == results_of(whole)
     assert untimed_rows(Path(folder)) == untimed_rows(whole)
 
 
@@ -194,7 +194,7 @@ def test_folder_has_one_owner_within_one_process(tmp_path):
     held = f"process {os.getpid()} on {socket.gethostname()}"
     assert all(held in said or "holds a run already" in said for said in beside.said)
     assert sum(held in said for said in beside.said) >= 3 * 2  # whoever resumes
-    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    assert results_of(tmp_path / "run") == results_of(tmp_path / "whole")
     experiment(tmp_path / "run", rounds=4).fit(resume=True)
 
 

@@ -85,7 +85,9 @@ def theirs(finished, here, tmp_path, monkeypatch):
     for place in (here / "evil.py", here / "theirs" / "evil.py", installed / "evil_installed.py"):
         place.write_text(mark)
     (here / "file.yaml").write_text("class_path: evil_installed.Net\n")
-    monkeypatch.setattr(Fingerprint, "check_config", lambda *given: None)  # whoever edits a config can seal it anew
+    monkeypatch.setattr(
+        Fingerprint, "check_config", lambda *given: None
+    )  # who edits a config can also edit the fingerprint
     return here / "theirs"
 
 
@@ -434,7 +436,7 @@ def make_pipe(key):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (make_group_readable, "is accessible to other users. Remove it"),
         (lengthen, "is damaged. Remove it"),
@@ -442,8 +444,8 @@ def make_pipe(key):
         (make_pipe, "is no file"),
     ],
 )
-def test_exposed_or_damaged_key_is_refused(spoil, message, own, here, tmp_path):
-    spoil(key_of(tmp_path))
+def test_exposed_or_damaged_key_is_refused(damage, message, own, here, tmp_path):
+    damage(key_of(tmp_path))
     forget_modules(here)
     line = run_refused("test", "run")
     assert "Whether the run is yours cannot be checked" in line
@@ -451,9 +453,9 @@ def test_exposed_or_damaged_key_is_refused(spoil, message, own, here, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spoil", [make_link, make_pipe, lengthen])
-def test_special_or_large_signature_file_is_refused(spoil, own, here):
-    spoil(own / ".signature")
+@pytest.mark.parametrize("damage", [make_link, make_pipe, lengthen])
+def test_special_or_large_signature_file_is_refused(damage, own, here):
+    damage(own / ".signature")
     forget_modules(here)
     run_refused("test", "run")
 
@@ -566,18 +568,8 @@ def test_planted_modules_are_not_imported(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_worker_processes_do_not_import_planted_modules(tmp_path):
+def test_worker_processes_import_own_modules_but_no_planted_ones(tmp_path):
     plant_modules(tmp_path, tmp_path / "mark")
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "sweep.yaml").write_text(SWEEP)
-    script = ["-m", "fl_lightning"]
-    python(*script, "fit", "--config", "tiny.yaml", "--engine", "processes", "--run_dir", "run", cwd=tmp_path)
-    python(*script, "sweep", "sweep.yaml", cwd=tmp_path)
-    assert not (tmp_path / "mark").exists()
-
-
-@pytest.mark.slow
-def test_worker_processes_find_own_modules(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "own_sibling.py").write_text("")
     (tmp_path / "tiny.yaml").write_text(TINY.replace("class_path: MLP", "class_path: own.Net"))
@@ -589,6 +581,7 @@ def test_worker_processes_find_own_modules(tmp_path):
         assert (place / "final" / "summary.json").exists()
         assert (place / ".signature").exists()
     python(*script, "test", "run", cwd=tmp_path)
+    assert not (tmp_path / "mark").exists()
 
 
 # --- A model of anybody's --------------------------------------------------------------------------------------------

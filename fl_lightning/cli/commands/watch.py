@@ -51,7 +51,7 @@ def chosen(path: Path) -> Path:
         except DamagedRun as error:
             warnings.warn(f"{error}; left out", stacklevel=2)
     if not ended:
-        raise ConfigError(f"{path}: no run there")
+        raise ConfigError(f"{path}: no run found")
     return ended[0]
 
 
