@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round
+from experiments import NormMLP, assert_near, experiment, finished, in_float64, same_bytes, task_of_round
 from fl_lightning.callbacks import Checkpointing, EarlyStopping
 from fl_lightning.callbacks.defaults import by_name
 
@@ -73,8 +73,7 @@ class Growing(FedAvg):
 
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])
 def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
-    run = experiment(tmp_path, OwnHead(buffers=buffers), model=NormMLP)
-    run.fit()
+    run = finished(tmp_path, OwnHead(buffers=buffers), model=NormMLP)
     entries = run.worker.template.backbone.state_dict()
     statistics = {name for name in entries if "running" in name or "num_batches" in name}
     head = {"head.weight", "head.bias"}
@@ -91,16 +90,14 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
 
 
 def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
-    run = experiment(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
-    run.fit()
+    run = finished(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
     client = next(k for k in range(6) if k not in run.server.participants(1))
     head = run.worker.modules.receive(task_of_round(run, 2, client)).backbone.head
     assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
 
 
 def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
-    together = experiment(tmp_path / "all", OwnModel(), clients_per_round=6)
-    together.fit()
+    together = finished(tmp_path / "all", OwnModel(), clients_per_round=6)
     for client in (0, 3):
         alone = experiment(tmp_path / str(client), OwnModel(), clients_per_round=6, scenario=together.scenario)
         alone.participants = lambda round, client=client: [client]
@@ -121,8 +118,7 @@ def test_every_engine_knows_them(tmp_path, method, engine, processes):
     other = experiment(tmp_path / "other", method(), engine=engine(processes))
     for run in (one, other):
         run.fit()
-    for name, value in one.state["model"].items():
-        torch.testing.assert_close(other.state["model"][name], value, rtol=1e-9, atol=1e-9)
+    assert_near(other.state["model"], one.state["model"])
     for row, again in zip(one.csv.rows, other.csv.rows, strict=True):
         assert row["client/acc_mean"] == again["client/acc_mean"]
 
@@ -177,10 +173,8 @@ def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients):
     evaluation = Evaluation(client_model=clients, personal_on_global=True)
-    plain = experiment(tmp_path / "plain", FedAvg(), evaluation=evaluation)
-    run = experiment(tmp_path / "personal", Personal(), evaluation=evaluation)
-    plain.fit()
-    run.fit()
+    plain = finished(tmp_path / "plain", FedAvg(), evaluation=evaluation)
+    run = finished(tmp_path / "personal", Personal(), evaluation=evaluation)
     assert same_bytes(plain.state["model"], run.state["model"])
     for client in run.server.participants(3):
         labels = run.data.data.y_train[run.data.shards[client].test]
@@ -210,8 +204,7 @@ def test_without_a_global_model_nothing_global_is_told(tmp_path):
 
 
 def test_a_method_may_decide_how_many_take_part(tmp_path):
-    run = experiment(tmp_path, Growing(), clients_per_round=1)
-    run.fit()
+    run = finished(tmp_path, Growing(), clients_per_round=1)
     with (run.run_dir / "clients.csv").open(newline="") as file:
         seen = [int(line["round"]) for line in csv.DictReader(file)]
     assert [seen.count(round) for round in (1, 2, 3)] == [2, 3, 4]

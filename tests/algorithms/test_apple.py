@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, in_float64, same_bytes, task_of_round
+from experiments import NormMLP, experiment, finished, in_float64, same_bytes, samples_of, task_of_round
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,9 +15,7 @@ from fl_lightning.algorithms import APPLE, FedAvg, Local, Proximal
 from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.algorithms.personalized import apple
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.message import Message, Upload
-from fl_lightning.engines import StackedEngine
+from fl_lightning.core.message import Message
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -106,15 +104,6 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
     copy.deepcopy(module)
 
 
-def test_who_has_trained_is_noted_and_the_state_before_stays():
-    before = {apple.CORES: {"trained": torch.tensor([False, True, False, False]), "ratios": torch.ones(4) / 4}}
-    server = apple.Cores()
-    after = server.finish(server.fold(Upload(client, Message()) for client in (0, 3)), before, {})
-    assert after[apple.CORES]["trained"].tolist() == [True, True, False, True]
-    assert after[apple.CORES]["ratios"] is before[apple.CORES]["ratios"]
-    assert before[apple.CORES]["trained"].tolist() == [False, True, False, False]
-
-
 @pytest.mark.parametrize("batches", [1, 2])
 def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(batches):
     """A core's and a ratio's gradients come from the mixture's, which belongs to no optimizer."""
@@ -169,11 +158,9 @@ def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_pa
         "batch_size": 10_000,
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
     }
-    mixed = experiment(tmp_path / "apple", From(torch.full((6, 6), 1 / 6), **FROZEN), optimizer=PLAIN, **one_step)
-    mixed.fit()
+    mixed = finished(tmp_path / "apple", From(torch.full((6, 6), 1 / 6), **FROZEN), optimizer=PLAIN, **one_step)
     slow = partial(torch.optim.SGD, lr=0.5 / 6)
-    average = experiment(tmp_path / "avg", FedAvg(weighting="uniform"), optimizer=slow, **one_step)
-    average.fit()
+    average = finished(tmp_path / "avg", FedAvg(weighting="uniform"), optimizer=slow, **one_step)
     for client in range(6):
         w = dict(mixed.client_module(client).backbone.state_dict())
         torch.testing.assert_close(w, average.state["model"], rtol=1e-9, atol=1e-9)
@@ -186,9 +173,8 @@ def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_pa
 def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     """Partial participation: absent clients' last cores count, untrained ones are the initial model."""
     mu, length, lr, dr_lr = 0.5, 2.5, 0.5, 0.05
-    run = experiment(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **WHOLE)
-    run.fit()
-    data, n = run.data.data, 6
+    run = finished(tmp_path, APPLE(dr_lr, mu, length), rounds=4, clients_per_round=3, **WHOLE)
+    n = 6
     sizes = [len(shard.train) for shard in run.data.shards]
     first = torch.tensor([size / sum(sizes) for size in sizes])
     backbone = copy.deepcopy(run.worker.template.backbone)
@@ -197,7 +183,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     for round in range(1, 5):
         seen = copy.deepcopy(cores)
         for k in run.server.participants(round):
-            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            x, y = samples_of(run, k)
             theirs = [cores[k] if j == k else seen[j] for j in range(n)]
             for _ in range(2):
                 with torch.no_grad():
@@ -227,8 +213,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
 
 
 def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
-    run = experiment(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
-    run.fit()
+    run = finished(tmp_path, APPLE(dr_lr=0.1), model=NormMLP, rounds=2, optimizer=PLAIN)
     task = task_of_round(run, 3, run.server.participants(1)[0])
     module = run.worker.modules.receive(task)
     result = run.worker.run(task)
@@ -244,31 +229,9 @@ def test_what_goes_up_is_the_core_and_what_is_measured_the_mixture(tmp_path):
 
 def test_loss_terms_and_clipping_see_the_mixture_and_what_is_trained(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 1e-9}
-    run = experiment(tmp_path, APPLE(loss_terms=[Proximal(1.0)]), rounds=1, trainer=trainer, optimizer=PLAIN)
-    run.fit()
+    run = finished(tmp_path, APPLE(loss_terms=[Proximal(1.0)]), rounds=1, trainer=trainer, optimizer=PLAIN)
     start = dict(run.worker.template.backbone.named_parameters())
     for memory in run.memory.values():
         core = tensors_to_message(memory[apple.CORE]).section("model")
         assert all(torch.allclose(core[name], start[name].detach(), atol=1e-7) for name in core)
     assert run.csv.rows[0]["client/train_proximal"] < 1e-9
-
-
-def test_the_ratios_start_from_the_clients_shares_of_all_samples(tmp_path):
-    run = experiment(tmp_path, APPLE(), scenario=digits(4), clients_per_round=2, rounds=1)
-    run.load()
-    sizes = [len(shard.train) for shard in run.data.shards]
-    assert run.state[apple.CORES]["ratios"].tolist() == pytest.approx([size / sum(sizes) for size in sizes])
-
-
-def test_the_stacked_engine_refuses_it_in_one_line(tmp_path):
-    run = experiment(tmp_path, APPLE(), engine=StackedEngine())
-    with pytest.raises(
-        ConfigError, match=r"engine: StackedEngine cannot stack MixedModule \(it has a \w+ of its own\)"
-    ):
-        run.fit()
-
-
-@pytest.mark.parametrize("name", ["dr_lr", "mu", "length"])
-def test_bad_options_are_named(name):
-    with pytest.raises(ConfigError, match=f"algorithm.{name}: -1 is below 0"):
-        APPLE(**{name: -1})

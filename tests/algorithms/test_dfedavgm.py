@@ -5,12 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, same_bytes
+from experiments import NormMLP, assert_near, finished, in_float64
 from peers import model_of, published
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
-from fl_lightning.core.message import Message
 
 pytestmark = pytest.mark.numeric
 
@@ -39,14 +38,6 @@ def test_metropolis_weights_are_the_formula(graph):
     torch.testing.assert_close(weights.sum(1), torch.ones(7, dtype=torch.float64))
 
 
-def test_of_a_ring_they_are_a_third_of_everybody_one_share_each():
-    assert metropolis_weights(links(Ring()))[2].tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0])
-    assert metropolis_weights(links(Complete()))[2].tolist() == pytest.approx([1 / 7] * 7)
-    star = torch.zeros(4, 4, dtype=torch.bool)
-    star[0, 1:] = star[1:, 0] = True
-    assert metropolis_weights(star)[1].tolist() == pytest.approx([1 / 4, 3 / 4, 0, 0])
-
-
 def mixed(run, client, round):
     """The model that a client starts a round from, and what it mixed it from."""
     module = run.worker.modules.receive(run.server.task(round, client, run.server.download(round, client)))
@@ -55,8 +46,7 @@ def mixed(run, client, round):
 
 @pytest.mark.parametrize("graph", [Ring(), ErdosRenyi(0.5)])
 def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
-    run = experiment(tmp_path, DFedAvgM(graph=graph), model=NormMLP, rounds=2)
-    run.fit()
+    run = finished(tmp_path, DFedAvgM(graph=graph), model=NormMLP, rounds=2)
     z = [model_of(published(run, k)[0]) for k in range(6)]
     x = [mixed(run, k, 2) for k in range(6)]
     weights = metropolis_weights(run.state["links"]["matrix"])
@@ -75,12 +65,9 @@ def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
 @in_float64
 def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
     options = {"optimizer": PLAIN, "rounds": 3, **ALL}
-    run = experiment(tmp_path / "peers", DFedAvgM(), **options)
-    run.fit()
-    other = experiment(tmp_path / "avg", FedAvg("uniform"), **options)
-    other.fit()
-    for name, value in other.state["model"].items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
+    run = finished(tmp_path / "peers", DFedAvgM(), **options)
+    other = finished(tmp_path / "avg", FedAvg("uniform"), **options)
+    assert_near(run.state["model"], other.state["model"])
     x = [mixed(run, k, 3) for k in range(6)]
     for name in x[0]:
         assert all(torch.allclose(x[0][name], one[name], rtol=1e-9, atol=1e-9) for one in x)
@@ -88,7 +75,7 @@ def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
 
 @in_float64
 def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_round(tmp_path):
-    run = experiment(
+    run = finished(
         tmp_path,
         DFedAvgM(graph=ErdosRenyi(0.0)),
         rounds=2,
@@ -97,7 +84,6 @@ def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_rou
         trainer={"accelerator": "cpu", "max_epochs": 3},
         **ALL,
     )
-    run.fit()
     for client in (0, 5):
         network = run.worker.modules.build().backbone
         x = run.data.data.x_train[run.data.shards[client].train]
@@ -112,22 +98,11 @@ def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_rou
                         now = p.detach().clone()
                         p += -0.1 * p.grad + 0.9 * (p - before[name])
                         before[name] = now
-        for name, value in model_of(published(run, client)[0]).items():
-            torch.testing.assert_close(network.state_dict()[name], value, rtol=1e-9, atol=1e-9)
-
-
-def test_alone_is_alone_bit_for_bit_whatever_the_weights(tmp_path):
-    one = experiment(tmp_path / "one", DFedAvgM(graph=ErdosRenyi(0.0)), model=NormMLP)
-    one.fit()
-    other = experiment(tmp_path / "other", PeerAlgorithm(graph=ErdosRenyi(0.0)), model=NormMLP)
-    other.fit()
-    for client in range(6):
-        assert same_bytes(published(one, client)[0], published(other, client)[0])
+        assert_near(network.state_dict(), model_of(published(run, client)[0]))
 
 
 def test_peers_that_are_drawn_count_all_the_same(tmp_path):
-    run = experiment(tmp_path, DFedAvgM(n_com=2, graph=Ring(2)), rounds=1, **ALL)
-    run.fit()
+    run = finished(tmp_path, DFedAvgM(n_com=2, graph=Ring(2)), rounds=1, **ALL)
     message = run.server.download(2, 0)
     assert sorted(v for name, v in message.numbers.items() if name.endswith("/weight")) == [1 / 3, 1 / 3]
     peers = [int(name.split("/")[0].removeprefix("peer_")) for name in message.numbers if name.endswith("/weight")]
@@ -137,19 +112,8 @@ def test_peers_that_are_drawn_count_all_the_same(tmp_path):
         torch.testing.assert_close(x[name], torch.stack([one[name] for one in z]).double().mean(0).float())
 
 
-def test_numbers_of_samples_count_for_nothing():
-    uploads = [({"model/w": torch.tensor([v])}, n) for v, n in ((0.0, 1), (3.0, 100), (9.0, 10))]
-    own, *others = (Message(tensors, {"n_samples": n}) for tensors, n in uploads)
-    received = [
-        type("Upload", (), {"message": Message(m.tensors, m.numbers | {"weight": w})})
-        for m, w in zip(others, (0.5, 0.25), strict=True)
-    ]
-    assert DFedAvgM().mix(own, received)["w"].tolist() == [3.75]
-
-
 def test_uniform_gossip_takes_plain_means(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(weighting="uniform"), rounds=2)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(weighting="uniform"), rounds=2)
     z = [model_of(published(run, k)[0]) for k in range(6)]
     x = mixed(run, 1, 2)
     for name in x:

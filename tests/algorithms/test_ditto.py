@@ -5,17 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import SGD, NormMLP, experiment, in_float64, same_bytes
+from experiments import SGD, NormMLP, assert_near, experiment, finished, in_float64, same_bytes, samples_of
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.algorithms import Ditto, FedAvg, Local
-from fl_lightning.core.errors import ClientFailure, ConfigError, NonFiniteError
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.data.loaders import Batches
-from fl_lightning.engines import StackedEngine
-from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -31,12 +28,6 @@ ALL = {
     "trainer": {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 0.3},
     "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
 }
-
-
-def finished(folder, method, **options):
-    run = experiment(folder, method, **options)
-    run.fit()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -101,75 +92,28 @@ def test_rounds_by_hand(tmp_path):
         shared = copy.deepcopy(shared)
         shared.load_state_dict(mean)
     run.fit()
-    for name, value in shared.state_dict().items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
+    assert_near(run.state["model"], shared.state_dict())
     assert run.memory.keys() == own.keys()
     for client, v in own.items():
-        for name, value in v.state_dict().items():
-            torch.testing.assert_close(run.memory[client]["personal_model"][name], value, rtol=1e-9, atol=1e-9)
+        assert_near(run.memory[client]["personal_model"], v.state_dict())
         handed_out = run.client_module(client).backbone.state_dict()
         assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
 
 
-def test_a_large_lambda_holds_the_own_model_at_the_received_one():
-    torch.manual_seed(0)
-    distances = []
-    for lam in (0.0, 1.0, 10.0):
-        torch.manual_seed(0)
-        module = Ditto(lam).client_module(MLP((4,), 3, (5,)), partial(torch.optim.SGD, lr=0.05)).train()
-        with torch.no_grad():
-            for p in module.own.parameters():
-                p += 1.0
-        vars(module)["clip_gradients"] = lambda optimizer: None  # there is no trainer
-        module.on_fit_start()
-        for _ in range(20):
-            module.training_step((torch.randn(6, 4), torch.arange(6) % 3), 0)
-        pairs = zip(module.own.parameters(), module.received, strict=True)
-        distances.append(sum((p - r).square().sum().item() for p, r in pairs))
-    assert distances[0] > 5 * distances[1] > 50 * distances[2] > 0
-
-
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_the_own_model_is_what_is_measured(tmp_path, clients):
-    run = experiment(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))
-    run.fit()
+    run = finished(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))
     scores = []
     for client in run.server.participants(1) if clients == "trained" else range(6):
         net = copy.deepcopy(run.worker.template.backbone).eval()
         if client in run.memory:
             net.load_state_dict(run.memory[client]["personal_model"])
-        own = run.data.shards[client].test
-        x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+        x, y = samples_of(run, client, "test")
         scores.append(float((net(x).argmax(dim=1) == y).float().mean()))
     assert run.csv.rows[0]["client/acc_mean"] == pytest.approx(sum(scores) / len(scores))
-
-
-def test_the_uploads_are_the_shared_models_alone(tmp_path):
-    run = finished(tmp_path, Ditto(), model=NormMLP, rounds=1)
-    assert run.state["model"].keys() == run.worker.template.backbone.state_dict().keys()
-    for memory in run.memory.values():
-        assert memory.keys() == {"personal_model"}
 
 
 def test_an_own_model_that_diverges_is_named(tmp_path):
     run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
     with pytest.raises(ClientFailure, match=r"the own model's '.*' is NaN or Inf: lower .* algorithm.lam"):
         run.fit()
-
-
-def test_a_shared_model_that_diverges_is_named_at_the_end_of_the_epoch():
-    module = Ditto().client_module(MLP((4,), 3, (5,)), partial(torch.optim.SGD, lr=1e30))
-    data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), 8)
-    with quiet_lightning(), pytest.raises(NonFiniteError, match="loss term 'ce' is NaN or Inf"):
-        quiet_trainer({"accelerator": "cpu", "max_epochs": 3}).fit(module, data)
-    assert module.current_epoch == 0
-
-
-def test_the_stacked_engine_refuses_in_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot stack BesideShared .it has a training_step of its own"):
-        experiment(tmp_path, Ditto(), engine=StackedEngine()).fit()
-
-
-def test_lambda_below_zero_is_refused():
-    with pytest.raises(ConfigError, match=r"algorithm.lam: -1 is below 0"):
-        Ditto(-1)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, in_float64, same_bytes, untimed, weights_after
+from experiments import NormMLP, digits, experiment, finished, in_float64, same_bytes, untimed, weights_after
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedSKC
@@ -58,8 +58,7 @@ def test_one_full_batch_step_of_everybody_is_one_central_step(tmp_path):
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
         "optimizer": partial(torch.optim.SGD, lr=0.5),
     }
-    run = experiment(tmp_path, scenario=scenario, **options)
-    run.fit()
+    run = finished(tmp_path, scenario=scenario, **options)
     central = copy.deepcopy(run.worker.template.backbone)
     everybody = torch.cat([shard.train for shard in run.data.shards])
     x, y = run.data.data.x_train[everybody], run.data.data.y_train[everybody]
@@ -119,22 +118,10 @@ def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
 
 @pytest.mark.parametrize("buffers", ["local", "drop"])
 def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
-    run = experiment(tmp_path, FedAvg(buffers=buffers), rounds=2, model=NormMLP, batch_size=64)
-    run.fit()
+    run = finished(tmp_path, FedAvg(buffers=buffers), rounds=2, model=NormMLP, batch_size=64)
     backbone = run.worker.template.backbone
     names = set(dict(backbone.named_buffers()))
     assert set(run.server.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
     kept = [set(memory.get("personal", {})) for memory in run.memory.values()]
     assert all(own == (names if buffers == "local" else set()) for own in kept)
     assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())
-
-
-def test_local_buffers_come_back_to_their_client(tmp_path):
-    run = experiment(tmp_path, FedAvg(buffers="local"), rounds=1, clients_per_round=1, model=NormMLP, batch_size=64)
-    run.fit()
-    (client,) = run.memory
-    module = run.worker.modules.build()
-    run.algorithm.receive(module, run.server.download(run.round + 1, client), run.memory[client])
-    own = dict(module.backbone.named_buffers())
-    assert same_bytes({name: own[name] for name in own}, run.memory[client]["personal"])
-    assert all(int(value) > 0 for name, value in own.items() if name.endswith("num_batches_tracked"))

@@ -5,11 +5,21 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import SGD, NormMLP, experiment, in_float64, same_bytes, task_of_round
+from experiments import (
+    SGD,
+    NormMLP,
+    assert_near,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    task_of_round,
+)
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedBABU
+from fl_lightning.algorithms import FedBABU
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -32,23 +42,12 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(NormMLP, marks=pytest.mark.thorough)])
-def test_nothing_frozen_is_fedavg_bit_for_bit(tmp_path, model):
-    one = experiment(tmp_path / "babu", FedBABU(frozen=[], tune_epochs=0), model=model)
-    other = experiment(tmp_path / "avg", FedAvg("uniform"), model=model)
-    for run in (one, other):
-        run.fit()
-    assert same_bytes(one.state["model"], other.state["model"])
-    assert [row["client/acc_mean"] for row in one.csv.rows] == [row["client/acc_mean"] for row in other.csv.rows]
-
-
 @pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, optimizer):
     method, heads = FedBABU(tune_epochs=1), []
     upload = method.upload
     method.upload = lambda module, *rest: (heads.append(weights(module.backbone, "head.")), upload(module, *rest))[1]
-    run = experiment(tmp_path, method, optimizer=optimizer)
-    run.fit()
+    run = finished(tmp_path, method, optimizer=optimizer)
     initial = weights(run.worker.template.backbone, "head.")
     assert len(heads) == 12
     assert all(same_bytes(head, initial) for head in heads)
@@ -63,11 +62,9 @@ def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, o
 @in_float64
 def test_a_fit_by_hand(tmp_path):
     """The gradient of the body alone, through the initial head."""
-    run = experiment(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
-    run.fit()
+    run = finished(tmp_path, FedBABU(), optimizer=HEAVY, rounds=1, clients_per_round=1, batch_size=10_000)
     net = copy.deepcopy(run.worker.template.backbone)
-    own = run.data.shards[run.server.participants(1)[0]].train
-    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    x, y = samples_of(run, run.server.participants(1)[0])
     body = list(net.encoder.parameters())
     momentum = [torch.zeros_like(p) for p in body]
     for _ in range(2):
@@ -75,29 +72,11 @@ def test_a_fit_by_hand(tmp_path):
         with torch.no_grad():
             for p, m, g in zip(body, momentum, gradients, strict=True):
                 p -= 0.1 * m.mul_(0.9).add_(g + 0.1 * p)
-    for name, value in weights(net, "encoder.").items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-9, atol=1e-9)
-
-
-def test_the_mean_is_plain_unless_told_otherwise(tmp_path):
-    for weighting in (None, "samples"):
-        method = FedBABU(tune_epochs=0, **({"weighting": weighting} if weighting else {}))
-        run = experiment(tmp_path / str(weighting), method, rounds=1)
-        seen, aggregate = [], run.algorithm.aggregate
-        run.algorithm.aggregate = lambda state, uploads, seen=seen, own=aggregate: own(
-            state, [seen.append(u) or u for u in uploads]
-        )
-        run.fit()
-        n = torch.tensor([u.n_samples if weighting else 1.0 for u in seen], dtype=torch.float64)
-        for name, value in run.state["model"].items():
-            stacked = torch.stack([u.message.section("model")[name].double() for u in seen])
-            mean = torch.tensordot(n / n.sum(), stacked, dims=1)
-            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+    assert_near(run.state["model"], weights(net, "encoder."))
 
 
 def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_path):
-    run = experiment(tmp_path, FedBABU(tune_epochs=0), model=NormedHead, rounds=1)
-    run.fit()
+    run = finished(tmp_path, FedBABU(tune_epochs=0), model=NormedHead, rounds=1)
     assert {name for name in run.state["model"] if name.startswith("head.")} == {
         f"head.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
     }
@@ -130,12 +109,11 @@ def test_fine_tuning_by_hand(tmp_path):
     run.load()
     module = run.worker.modules.receive(task_of_round(run, 1, 1))
     net = copy.deepcopy(module.backbone).requires_grad_(True)
-    own = run.data.shards[1].train
-    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    x, y = samples_of(run, 1)
     optimizer = SGD(net.parameters())
     state = torch.get_rng_state()
     for _ in range(3):
-        for chosen in torch.randperm(len(own)).split(16):
+        for chosen in torch.randperm(len(y)).split(16):
             optimizer.zero_grad()
             F.cross_entropy(net(x[chosen]), y[chosen]).backward()
             optimizer.step()
@@ -159,18 +137,6 @@ def test_what_the_model_has_frozen_stays_frozen():
 
 
 # --- What is refused ---
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tune_epochs": -1}, "algorithm.tune_epochs: -1 is below 0"),
-        ({"tune": "head", "frozen": []}, "algorithm.tune: head, and nothing is frozen"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FedBABU(**options)
 
 
 def test_a_part_that_is_not_there_is_refused_before_round_1(tmp_path):

@@ -4,25 +4,18 @@ import copy
 import math
 from functools import partial
 
-import commands
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, own_after, same_bytes, weights_after
+from experiments import descend, finished, in_float64, samples_of
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedDistill, FedDistillPlus, Local, LogitDistillation, MeanLogits
+from fl_lightning.algorithms import FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
 from fl_lightning.algorithms.personalized import feddistill as fd
 from fl_lightning.client.module import Step
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
 
 C = 4
-HIDDEN = partial(MLP, hidden=(16,))
-
-
-# --- The formulas ---
 
 
 def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
@@ -102,34 +95,16 @@ def test_a_client_remembers_nothing_of_a_round_unless_told_to():
 # --- The methods ---
 
 
-@pytest.mark.parametrize("model", [HIDDEN, pytest.param(NormMLP, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("cumulative", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_gamma_zero_is_local_bit_for_bit(tmp_path, model, cumulative):
-    zero, alone = (
-        own_after(tmp_path / name, method, model=model, rounds=2)
-        for name, method in (("zero", FedDistill(0.0, cumulative)), ("alone", Local()))
-    )
-    assert same_bytes(zero, alone)
-    assert not same_bytes(own_after(tmp_path / "one", FedDistill(1.0, cumulative), model=model, rounds=2), alone)
-
-
-@pytest.mark.parametrize("model", [HIDDEN, pytest.param(NormMLP, marks=pytest.mark.thorough)])
-def test_plus_with_gamma_zero_is_fedavg_bit_for_bit(tmp_path, model):
-    plain = weights_after(tmp_path / "avg", FedAvg(), model=model, rounds=2)
-    assert same_bytes(weights_after(tmp_path / "zero", FedDistillPlus(0.0), model=model, rounds=2), plain)
-    assert not same_bytes(weights_after(tmp_path / "one", FedDistillPlus(1.0), model=model, rounds=2), plain)
-
-
 def by_hand(run, gamma, cumulative, plus):
     """Every round in full batches: the mean logits, and each client's model; with `plus` the shared one."""
-    lr, data = 0.1, run.data.data
+    lr = 0.1
     start = copy.deepcopy(run.worker.template.backbone)
     models, sums, counts = {}, {}, {}
     teacher, known = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bool)
     for round in range(1, run.rounds + 1):
         heard, participants = [], run.server.participants(round)
         for k in participants:
-            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            x, y = samples_of(run, k)
             model = models[k] = copy.deepcopy(start) if plus else models.get(k, copy.deepcopy(start))
             if not cumulative or k not in sums:
                 sums[k], counts[k] = torch.zeros(10, 10), torch.zeros(10)
@@ -138,13 +113,10 @@ def by_hand(run, gamma, cumulative, plus):
                 log_q, log_p = logits.log_softmax(dim=1), teacher[y].log_softmax(dim=1)
                 kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
                 loss = F.cross_entropy(logits, y) + gamma * (kl * known[y]).mean()
-                gradients = torch.autograd.grad(loss, list(model.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(model.parameters(), gradients, strict=True):
-                        p -= lr * g
-                    for c in y.unique():
-                        sums[k][c] += logits[y == c].sum(dim=0)
-                        counts[k][c] += int((y == c).sum())
+                descend(model, loss, lr)
+                for c in y.unique():
+                    sums[k][c] += logits[y == c].sum(dim=0).detach()
+                    counts[k][c] += int((y == c).sum())
             heard.append((sums[k].clone(), counts[k].clone()))
         for c in range(10):
             rows = [s[c] / (n[c] + 1) if cumulative else s[c] / n[c] for s, n in heard if cumulative or n[c]]
@@ -167,8 +139,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
         "optimizer": partial(torch.optim.SGD, lr=0.1),
         "trainer": {"accelerator": "cpu", "max_epochs": 2},
     }
-    run = experiment(tmp_path, kind(2.0, cumulative), **options)
-    run.fit()
+    run = finished(tmp_path, kind(2.0, cumulative), **options)
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
     torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-9, atol=1e-9)
     assert torch.equal(run.state["mean_logits"]["known"], known)
@@ -189,27 +160,3 @@ def test_fedgens_tracker_makes_the_target_of_a_class_that_nobody_has_uniform():
     loss = fd.distillation_loss(logits, torch.tensor([2]), piece.values, piece.known)
     expected = sum(math.log((1 / C) / q) / C for q in logits.softmax(dim=1)[0].tolist())
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-
-
-def test_plus_takes_feddws_term_from_the_command_line(tmp_path):
-    text = commands.TINY.replace(
-        "algorithm: FedSKC",
-        """algorithm:
-  class_path: FedDistillPlus
-  init_args:
-    loss_terms: [{class_path: DistillingWeights, init_args: {mu: 10}}]""",
-    ).replace("hidden: [8]", "hidden: [8], head: {classifier: bias_free}")
-    commands.tiny(tmp_path / "both", text=text)
-    first, _, last = commands.rows(tmp_path / "both")
-    assert float(first["client/train_dw"]) > 0
-    assert float(first["client/train_logit_distillation"]) == 0
-    assert float(last["client/train_logit_distillation"]) > 0
-    model = sum(p.numel() for p in MLP((1, 8, 8), 10, hidden=(8,)).parameters()) - 10
-    knowledge = 4 * 100 + 10 + 4 * (10 + 100)
-    assert int(last["comm/up_bytes"]) == 4 * (4 * model + knowledge + 8)
-
-
-@pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
-def test_bad_input_is_named(kind):
-    with pytest.raises(ConfigError, match=r"algorithm.gamma: -0.5 is below 0"):
-        kind(gamma=-0.5)

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, in_float64, same_bytes, weights_after
+from experiments import experiment, in_float64
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, Proximal, SoftLabels
+from fl_lightning.algorithms import DistillingWeights, FedAvg, FedDW, SoftLabels
 from fl_lightning.algorithms.global_model import feddw as dw
 from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
@@ -139,14 +139,6 @@ def test_the_anchor_is_taken_anew_every_n_steps():
 # --- The method ---
 
 
-def test_mu_zero_is_fedavg_with_a_bias_free_head_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", FedAvg(), model=BIAS_FREE)
-    for name, model in (("given", BIAS_FREE), ("dropped", partial(MLP, hidden=(16,)))):
-        assert weights_after(tmp_path / name, FedDW(mu=0.0), model=model).keys() == plain.keys()
-    assert same_bytes(weights_after(tmp_path / "zero", FedDW(mu=0.0), model=BIAS_FREE), plain)
-    assert not same_bytes(weights_after(tmp_path / "dw", FedDW(mu=10.0), model=BIAS_FREE), plain)
-
-
 def test_a_bias_is_dropped_refused_or_kept():
     def model():
         return MLP(in_shape=(4,), num_classes=3)
@@ -157,15 +149,6 @@ def test_a_bias_is_dropped_refused_or_kept():
         FedDW(drop_bias=False).client_module(model())
     with pytest.raises(ConfigError, match="DistillingWeights needs a classification layer without bias"):
         FedAvg(loss_terms=[DistillingWeights()]).client_module(model()).on_fit_start()
-
-
-def test_what_travels_is_two_times_c_plus_c_squared_numbers_more_than_fedavg(tmp_path):
-    rows = {}
-    for method in (FedAvg(), FedDW()):
-        run = experiment(tmp_path / type(method).__name__, method, model=BIAS_FREE, rounds=1)
-        run.fit()
-        rows[type(method).__name__] = run.csv.rows[0]["comm/total_bytes"]
-    assert rows["FedDW"] - rows["FedAvg"] == 4 * 4 * 2 * (10 + 10**2)  # 4 clients, 4 bytes a number
 
 
 @in_float64
@@ -186,31 +169,6 @@ def test_soft_labels_of_a_run_are_eq7_of_its_trained_clients(tmp_path):
     run.fit()
     assert (counts > 0).all()
     torch.testing.assert_close(run.state["soft_labels"]["values"], sums / counts[:, None], rtol=1e-9, atol=1e-9)
-
-
-def test_fedprox_plus_dw_is_both_terms():
-    torch.manual_seed(0)
-    method = FedAvg(loss_terms=[Proximal(0.5), DistillingWeights(2.0)])
-    module = method.client_module(BIAS_FREE(in_shape=(4,), num_classes=C))
-    (soft,) = module.knowledge
-    soft.load({"values": soft_labels(C, C)})
-    start = [p.detach().clone() for p in module.backbone.parameters()]
-    module.on_fit_start()
-    with torch.no_grad():
-        for p in module.backbone.parameters():
-            p += 0.1
-    batch = torch.randn(6, 4), torch.arange(6) % C
-    losses = module.losses(module.step(batch))
-    squared = sum(((p - s) ** 2).sum() for p, s in zip(module.backbone.parameters(), start, strict=True))
-    torch.testing.assert_close(losses["proximal"], 0.25 * squared)
-    torch.testing.assert_close(losses["dw"], 2.0 * dw.consistency_loss(soft.values, module.backbone.head.weight))
-    torch.testing.assert_close(losses["ce"], F.cross_entropy(module(batch[0]), batch[1]))
-
-
-@pytest.mark.parametrize("options", [{"mu": -1.0}, {"linearize_every": 0}])
-def test_bad_options_are_named(options):
-    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(options))}: .* is below"):
-        FedDW(**options)
 
 
 # --- preset: reference ---

@@ -5,19 +5,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, task_of_round
+from experiments import NormMLP, finished, same_bytes, task_of_round
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedFomo, Local
+from fl_lightning.algorithms import FedFomo
 from fl_lightning.algorithms.personalized import fedfomo as fomo
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
 
-RECEIVED = {"evaluation": Evaluation(client_model="received")}
 SMALL = partial(MLP, (6,), 4, hidden=(5,))
 X, Y = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 4
 
@@ -185,8 +182,7 @@ def test_the_chance_to_explore_falls_each_round(monkeypatch, rounds, chance):
 
 
 def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path):
-    run = experiment(tmp_path, FedFomo(models=3), rounds=2)
-    run.fit()
+    run = finished(tmp_path, FedFomo(models=3), rounds=2)
     trained = {k for round in (1, 2) for k in run.server.participants(round)}
     assert len(trained) < 6 or run.state[fomo.AFFINITY]["trained"].all()
     for client in range(6):
@@ -203,33 +199,8 @@ def test_a_client_is_sent_others_last_uploads_and_never_untrained_ones(tmp_path)
 # --- Runs ---
 
 
-class Held(Local):
-    """Local on four fifths of the training data."""
-
-    validation = 0.2
-
-
-@pytest.mark.parametrize("shape", [MLP, NormMLP])
-def test_no_peers_is_local_with_less_data_bit_for_bit(tmp_path, shape):
-    none, alone = (
-        experiment(tmp_path / type(method).__name__, method, model=shape, rounds=2, **RECEIVED)
-        for method in (FedFomo(models=0), Held())
-    )
-    none.fit()
-    alone.fit()
-    assert none.memory.keys() == alone.memory.keys()
-    for k, memory in none.memory.items():
-        own = fomo.tensors_to_message(memory[fomo.UPLOADED]).section("model")
-        assert same_bytes(dict(sorted(own.items())), dict(sorted(alone.memory[k]["personal"].items())))
-    for one, other in zip(none.csv.rows, alone.csv.rows, strict=True):
-        assert one["client/acc_mean"] == other["client/acc_mean"]
-        assert one["client/train_loss"] == other["client/train_loss"]
-    assert "global/acc" not in none.csv.rows[0]
-
-
 def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
-    run = experiment(tmp_path, FedFomo(models=3), model=NormMLP, rounds=2, clients_per_round=6)
-    run.fit()
+    run = finished(tmp_path, FedFomo(models=3), model=NormMLP, rounds=2, clients_per_round=6)
     task = task_of_round(run, 3, 0)
     start = run.worker.modules.receive(task)
     result = run.worker.run(task)
@@ -242,12 +213,3 @@ def test_a_round_is_mixing_then_training_and_what_is_kept_is_of_both(tmp_path):
     statistics = [n for n in kept.section("model") if n.endswith("running_mean")]
     assert statistics
     assert not torch.equal(result.memory[fomo.PREVIOUS][statistics[0]], torch.zeros(16))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("models", -1), ("epsilon", -0.1), ("epsilon", 1.1), ("decay", -0.1), ("validation", 1.0), ("validation", -0.1)],
-)
-def test_bad_options_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"algorithm.{name}: {value} is (below|outside)"):
-        FedFomo(**{name: value})

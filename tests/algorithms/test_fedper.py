@@ -4,9 +4,9 @@ import copy
 from functools import partial
 
 import pytest
-from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
+from experiments import NormMLP, experiment, finished, same_bytes, task_of_round
 
-from fl_lightning.algorithms import FedAvg, FedPer, WeightedMean
+from fl_lightning.algorithms import FedPer
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.state import weighted_mean
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -20,20 +20,6 @@ def cut(entries, *parts):
     """The entries of some parts, and the others."""
     own = {name for name in entries if name.startswith(parts)}
     return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
-
-
-@pytest.mark.parametrize("model", [DEEP, pytest.param(NormMLP, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("weighting", ["samples", pytest.param("uniform", marks=pytest.mark.thorough)])
-def test_nothing_personal_is_fedavg_bit_for_bit(tmp_path, model, weighting):
-    runs = [
-        experiment(tmp_path / type(a).__name__, a, model=model)
-        for a in (FedPer(personal=[], weighting=weighting), FedAvg(weighting))
-    ]
-    for run in runs:
-        run.fit()
-    assert same_bytes(runs[0].state["model"], runs[1].state["model"])
-    assert [row["global/acc"] for row in runs[0].csv.rows] == [row["global/acc"] for row in runs[1].csv.rows]
-    assert (tmp_path / "FedPer" / "final" / "model.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -67,8 +53,7 @@ def test_a_round_by_hand(tmp_path, personal, begin):
 
 
 def test_a_client_that_was_never_drawn_has_the_new_body_and_the_initial_head(tmp_path):
-    run = experiment(tmp_path, FedPer(), rounds=1, clients_per_round=2, **RECEIVED)
-    run.fit()
+    run = finished(tmp_path, FedPer(), rounds=1, clients_per_round=2, **RECEIVED)
     (never, *_) = set(range(6)) - run.memory.keys()
     head, _ = cut(dict(run.worker.template.backbone.state_dict()), "head.")
     model = dict(run.client_module(never).backbone.state_dict())
@@ -78,8 +63,7 @@ def test_a_client_that_was_never_drawn_has_the_new_body_and_the_initial_head(tmp
 
 def test_statistics_stay_with_the_part_they_sit_in(tmp_path):
     for personal, sent in ((["head"], True), (["encoder.2", "head"], False)):
-        run = experiment(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=2)
-        run.fit()
+        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=2)
         assert ("encoder.2.running_mean" in run.state["model"]) == sent
         for memory in run.memory.values():
             assert ("encoder.2.running_mean" in memory["personal"]) == (not sent)
@@ -88,22 +72,9 @@ def test_statistics_stay_with_the_part_they_sit_in(tmp_path):
 
 def test_a_part_is_a_whole_name(tmp_path):
     """The part `encoder.1` is not `encoder.10` too."""
-    run = experiment(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
-    run.fit()
+    run = finished(tmp_path, FedPer(["encoder.1"]), model=partial(MLP, hidden=(8,) * 6), rounds=1)
     assert {name for m in run.memory.values() for name in m["personal"]} == {"encoder.1.weight", "encoder.1.bias"}
     assert "encoder.11.weight" in run.state["model"]
-
-
-def test_there_is_no_global_model_to_measure(tmp_path):
-    run = experiment(tmp_path, FedPer(), rounds=1)
-    run.fit()
-    assert not any(name.startswith("global/") for name in run.csv.rows[0])
-
-
-def test_weighting_is_by_samples_unless_told_otherwise(tmp_path):
-    uniform = weights_after(tmp_path / "a", FedPer(weighting="uniform"), rounds=1)
-    assert same_bytes(uniform, weights_after(tmp_path / "b", FedPer(aggregator=WeightedMean("uniform")), rounds=1))
-    assert not same_bytes(uniform, weights_after(tmp_path / "c", FedPer(), rounds=1))
 
 
 @pytest.mark.parametrize("part", ["heads", "head.weight", "h", "encoder.0", ""])

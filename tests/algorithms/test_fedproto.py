@@ -4,10 +4,17 @@ import copy
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, own_after, same_bytes, task_of_round
+from experiments import (
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+)
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedProto, Local, PrototypeAlignment, Prototypes
+from fl_lightning.algorithms import FedAvg, FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized import fedproto as fp
 from fl_lightning.client.knowledge import mean_over_holders
 from fl_lightning.client.module import Step
@@ -122,38 +129,23 @@ def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
 # --- The method ---
 
 
-@pytest.mark.parametrize("model", [MLP, NormMLP])
-def test_lam_zero_is_local_bit_for_bit(tmp_path, model):
-    zero, alone, one = (
-        own_after(tmp_path / name, method, model=model, rounds=2)
-        for name, method in (("zero", FedProto(lam=0.0)), ("alone", Local()), ("one", FedProto()))
-    )
-    assert same_bytes(zero, alone)
-    assert not same_bytes(one, alone)
-
-
 @in_float64
 def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
     one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
-    run = experiment(tmp_path, FedProto(lam), **PLAIN | one_batch)
-    run.fit()
-    data = run.data.data
+    run = finished(tmp_path, FedProto(lam), **PLAIN | one_batch)
     models = {k: copy.deepcopy(run.worker.template.backbone) for k in range(6)}
     values, known = torch.zeros(10, 16), [False] * 10
     for round in (1, 2, 3):
         sent = []
         for k in run.server.participants(round):
-            x, y = data.x_train[run.data.shards[k].train], data.y_train[run.data.shards[k].train]
+            x, y = samples_of(run, k)
             model = models[k]
             for _ in range(2):
                 features = model.encoder(x)
                 aims = torch.stack([values[c] if known[c] else z.detach() for z, c in zip(features, y, strict=True)])
                 loss = F.cross_entropy(model.head(features), y) + lam * (features - aims).square().mean()
-                gradients = torch.autograd.grad(loss, list(model.parameters()))
-                with torch.no_grad():
-                    for p, g in zip(model.parameters(), gradients, strict=True):
-                        p -= lr * g
+                descend(model, loss, lr)
             with torch.no_grad():
                 features = model.encoder(x)
             sent.append({c: features[y == c].mean(dim=0) for c in y.unique().tolist()})
@@ -167,16 +159,6 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
     assert run.state["prototypes"]["known"].tolist() == known
     for k, memory in run.memory.items():
         torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
-
-
-def test_no_weight_crosses_and_there_is_no_global_accuracy(tmp_path):
-    run = experiment(tmp_path, FedProto(), rounds=1)
-    run.fit()
-    assert not run.state["model"]
-    assert "client/acc_mean" in run.csv.rows[0]
-    assert not any(name.startswith("global/") for name in run.csv.rows[0])
-    upload = run.worker.run(task_of_round(run, 2, 0)).upload
-    assert set(upload.tensors) == {"prototypes/values", "prototypes/known"}
 
 
 # --- Nearest prototypes ---

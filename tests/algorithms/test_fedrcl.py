@@ -5,11 +5,11 @@ from math import exp, log
 
 import pytest
 import torch
-from experiments import experiment, same_bytes, weights_after
+from experiments import experiment, finished
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedRCL, RelaxedContrastive, WeightedMean
+from fl_lightning.algorithms import FedRCL, RelaxedContrastive
 from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
 from fl_lightning.client.module import ClientModule, LossTerm, Step, tapped
 from fl_lightning.core.errors import ConfigError
@@ -69,51 +69,6 @@ def test_a_one_class_batch_and_a_batch_of_one_add_no_contrast():
         assert loss.item() == pytest.approx(0, abs=1e-12)
         loss.backward()
         assert not z.grad.any()
-
-
-def test_one_sample_of_another_class_is_one_negative():
-    z, y = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 0, 1])
-    s = similarities(z)
-    first = -log(exp(float(s[0, 1]) / TAU) / (exp(float(s[0, 1]) / TAU) + exp(float(s[0, 2]) / TAU)))
-    second = -log(exp(float(s[0, 1]) / TAU) / (exp(float(s[0, 1]) / TAU) + exp(float(s[1, 2]) / TAU)))
-    alone = log(1 + (exp(float(s[0, 2]) / TAU) + exp(float(s[1, 2]) / TAU)) / exp(1 / TAU))
-    assert contrastive_loss(s, y, TAU).item() == pytest.approx((first + second + alone) / 3, abs=1e-9)
-
-
-def test_the_gradient_is_that_of_the_hardest_pairs_alone():
-    z, y = batch(3)
-    s = similarities(z).detach().requires_grad_()
-    (contrastive_loss(s, y, TAU) + relaxation_loss(s, y, TAU, LAM)).backward()
-    for i in range(len(y)):
-        mine = [j for j in range(len(y)) if y[j] == y[i]]
-        others = sorted((k for k in range(len(y)) if y[k] != y[i]), key=lambda k: -float(s[i, k].detach()))
-        hardest = min(mine, key=lambda j: float(s[i, j].detach()))
-        touched = set(s.grad[i].nonzero()[:, 0].tolist())
-        assert touched <= {hardest, *others[:2], min((j for j in mine if j != i), default=i, key=lambda j: s[i, j])}
-        assert s.grad[i, others[0]] > 0
-        for k in others[:2]:
-            at = torch.tensor([float(s[i, hardest].detach()), *(float(s[i, o].detach()) for o in others[:2])])
-            share = (at / TAU).softmax(dim=0)[1 + others.index(k)].item()
-            assert s.grad[i, k].item() == pytest.approx(share / TAU / len(y), rel=1e-4, abs=1e-6)
-
-
-def test_the_relaxation_acts_only_where_the_least_similar_partner_is_above_the_threshold():
-    near = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]], dtype=torch.float64)
-    far = torch.cat([near[:2], torch.tensor([[0.0, 1.0]], dtype=torch.float64)])
-    y = torch.zeros(3, dtype=torch.long)
-    for z, acts in ((near, True), (far, False)):
-        z = z.clone().requires_grad_()
-        loss = relaxation_loss(similarities(z), y, TAU, LAM)
-        loss.backward()
-        assert bool(z.grad.any()) is acts
-        assert acts or loss.item() == pytest.approx(log(1 + exp(-2 / TAU)))
-    stepped = (near - 0.1 * torch.func.grad(lambda z: relaxation_loss(similarities(z), y, TAU, LAM))(near)).detach()
-    assert similarities(stepped).min() < similarities(near).min()  # pushed apart
-    alone = near.clone().requires_grad_()
-    relaxation_loss(similarities(alone), torch.arange(3), TAU, LAM).backward()
-    assert not alone.grad.any()
-    exactly = torch.tensor([[1.0, 0.7], [0.7, 1.0]])
-    assert relaxation_loss(exactly, y[:2], TAU, 0.7).item() == pytest.approx(log(1 + exp(-0.3 / TAU)), rel=1e-4)
 
 
 def test_maps_are_averaged_over_their_positions():
@@ -238,30 +193,6 @@ def test_half_precision_is_computed_in_float32():
     assert loss.item() == pytest.approx(scl_by_hand(s, y) + pen_by_hand(s, y), rel=1e-4)
 
 
-def test_off_is_the_plain_mean_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")))
-    assert same_bytes(weights_after(tmp_path / "off", FedRCL(w_s=0.0, w_p=0.0)), plain)
-    samples = weights_after(tmp_path / "samples", FedRCL(w_s=0.0, w_p=0.0, weighting="samples"))
-    assert same_bytes(samples, weights_after(tmp_path / "fedavg", FedAvg()))
-    on = [FedRCL(), FedRCL(w_p=0.0), FedRCL(w_s=0.0, threshold=-1.0)]
-    ends = [weights_after(tmp_path / str(i), method)["head.bias"] for i, method in enumerate(on)]
-    assert len({tuple(end.tolist()) for end in (plain["head.bias"], *ends)}) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"w_s": -1.0}, "algorithm.w_s: -1.0 is below 0"),
-        ({"w_p": -1.0}, "algorithm.w_p: -1.0 is below 0"),
-        ({"tau": 0.0}, "algorithm.tau: 0.0 is not above 0"),
-        ({"levels": []}, r"algorithm.levels: \[\] is empty"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FedRCL(**options)
-
-
 def test_levels_that_are_not_there_are_refused_before_round_one(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no 'encoder.9'"):
         experiment(tmp_path, FedRCL(levels=["encoder.9"])).fit()
@@ -273,6 +204,5 @@ class NoReLU(Backbone):
 
 
 def test_a_level_without_a_relu_is_the_layer_itself(tmp_path):
-    run = experiment(tmp_path, FedRCL(levels=["encoder.2"]), model=partial(NoReLU), rounds=1)
-    run.fit()
+    run = finished(tmp_path, FedRCL(levels=["encoder.2"]), model=partial(NoReLU), rounds=1)
     assert run.csv.rows[0]["client/train_relaxed_contrastive"] > 0

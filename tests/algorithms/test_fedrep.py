@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round
+from experiments import NormMLP, assert_near, experiment, in_float64, same_bytes, samples_of, task_of_round
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedRep
+from fl_lightning.algorithms import FedRep
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
@@ -29,15 +29,6 @@ def epochs(n):
 
 def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
-
-
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(NormMLP, marks=pytest.mark.thorough)])
-def test_nothing_personal_and_no_head_phase_is_fedavg_bit_for_bit(tmp_path, model):
-    one = experiment(tmp_path / "rep", FedRep(personal=[], head_epochs=0), model=model)
-    other = experiment(tmp_path / "avg", FedAvg(), model=model)
-    one.fit()
-    other.fit()
-    assert same_bytes(one.state["model"], other.state["model"])
 
 
 @pytest.mark.parametrize("head_epochs", [0, 1, 3])
@@ -80,8 +71,7 @@ def test_a_fit_by_hand(tmp_path):
                     p -= 0.1 * momentum[name]
     result = run.worker.run(task_of_round(run, 1, 2))
     sent = result.upload.section("model") | result.memory["personal"]
-    for name, value in net.state_dict().items():
-        torch.testing.assert_close(sent[name], value, rtol=1e-9, atol=1e-9)
+    assert_near(sent, net.state_dict())
 
 
 class Epochs(LossTerm):
@@ -100,15 +90,6 @@ def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
     Epochs.seen.clear()
     experiment(tmp_path, FedRep(loss_terms=[Epochs()]), rounds=1, clients_per_round=2, trainer=epochs(3)).fit()
     assert Epochs.seen == [0, 1, 2] * 2
-
-
-def test_the_head_is_kept_and_the_body_averaged(tmp_path):
-    run = experiment(tmp_path, FedRep(), rounds=3, clients_per_round=3)
-    run.fit()
-    assert {name.partition(".")[0] for name in run.state["model"]} == {"encoder"}
-    heads = [memory["personal"] for memory in run.memory.values()]
-    assert all(set(head) == {"head.weight", "head.bias"} for head in heads)
-    assert not same_bytes(heads[0], heads[1])
 
 
 @pytest.mark.thorough
@@ -160,8 +141,7 @@ def test_the_final_phase_trains_the_head_alone_and_is_not_kept(tmp_path, clients
         assert same_bytes(weights(before.backbone, "encoder."), weights(after.backbone, "encoder."))
         assert not same_bytes(weights(before.backbone, "head."), weights(after.backbone, "head."))
         assert all(p.requires_grad for p in after.backbone.parameters())
-        own = plain.data.shards[client].train
-        x, y = plain.data.data.x_train[own], plain.data.data.y_train[own]
+        x, y = samples_of(plain, client)
         with torch.no_grad():
             assert F.cross_entropy(after(x), y) < F.cross_entropy(before(x), y)
     assert plain.csv.rows[-1]["client/loss_mean"] != tuned.csv.rows[-1]["client/loss_mean"]
@@ -177,12 +157,11 @@ def test_the_final_phase_by_hand(tmp_path, fit):
     if fit:
         run.worker.fit(module, task_of_round(run, 1, 1))
     net = copy.deepcopy(module.backbone).requires_grad_(True)
-    own = run.data.shards[1].train
-    x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+    x, y = samples_of(run, 1)
     optimizer = HEAVY(net.head.parameters())
     state = torch.get_rng_state()
     for _ in range(2):
-        for chosen in torch.randperm(len(own)).split(16):
+        for chosen in torch.randperm(len(y)).split(16):
             optimizer.zero_grad()
             F.cross_entropy(net(x[chosen]), y[chosen]).backward()
             optimizer.step()
@@ -209,30 +188,11 @@ def test_a_last_batch_of_one_is_left_out_where_a_head_has_batchnorm():
 # --- What is refused ---
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_epochs": -1}, r"algorithm.head_epochs: -1 is below 0"),
-        ({"final_epochs": -2}, r"algorithm.final_epochs: -2 is below 0"),
-        ({"personal": []}, r"algorithm.head_epochs: 1 without a personal part to train; use 0, or name one"),
-        ({"personal": [], "head_epochs": 0, "final_epochs": 3}, r"algorithm.final_epochs: 3 without a personal part"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FedRep(**options)
-
-
 @pytest.mark.parametrize("head_epochs", [2, 5])
 def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
     with pytest.raises(ConfigError, match=rf"^algorithm.head_epochs: {head_epochs} of trainer.max_epochs, 2, leaves"):
         experiment(tmp_path / "run", FedRep(head_epochs=head_epochs)).fit()
     assert not (tmp_path / "run").exists()
-
-
-def test_a_part_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"algorithm.personal: 'tail' is no part of MLP"):
-        FedRep(["tail"]).client_module(MLP((4,), 3))
 
 
 def test_what_the_model_has_frozen_stays_frozen(tmp_path):

@@ -1,21 +1,19 @@
 """FedSKC's equations against brute force, and its identities (spec: 1. FedSKC)."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from experiments import experiment, in_float64, same_bytes, weights_after
+from experiments import experiment, in_float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
+from fl_lightning.algorithms import FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
 from fl_lightning.algorithms.global_model import fedskc as skc
 from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
@@ -72,14 +70,6 @@ def test_eq1_equals_a_brute_force_loop(clients, m, seed, data):
     assert known.tolist() == expected_known
 
 
-def test_eq1_without_neighbours_is_the_plain_mean_over_holders():
-    holders = [[True] * C, [True] * (C - 1) + [False], [True] * (C - 1) + [False]]
-    local, held = knowledge(3, holders=holders)
-    merged, _ = skc.global_knowledge(local, held, 0)
-    torch.testing.assert_close(merged[: C - 1], local.mean(dim=0)[: C - 1])
-    torch.testing.assert_close(merged[C - 1], local[0, C - 1])
-
-
 def test_a_class_that_nobody_holds_keeps_its_last_knowledge():
     piece = skc.StructuralKnowledge()
     previous = {"values": torch.randn(C, C), "known": torch.tensor([True] * (C - 1) + [False])}
@@ -124,17 +114,6 @@ def test_lcl_equals_a_brute_force_loop(spread, seed, known):
     term = LocalContrastive(0.5, spread=spread)
     term.load(values, known)
     assert float(term(Step(logits, targets))) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_eq3_in_its_two_forms_agree():
-    """-log(exp(s_y) / Σ exp(s_j)) = log(1 + Σ_{j≠y} exp(s_j - s_y))."""
-    logits, values, targets = torch.randn(9, C), torch.randn(C, C), torch.randint(0, C, (9,))
-    known = torch.ones(C, dtype=torch.bool)
-    scores = skc.similarity(logits, values) / 0.08
-    positive = scores.gather(1, targets[:, None])
-    others = torch.exp(scores - positive).scatter(1, targets[:, None], 0.0)
-    second_form = torch.log1p(others.sum(dim=1)).mean()
-    torch.testing.assert_close(skc.local_contrastive_loss(logits, targets, values, known, 0.08), second_form)
 
 
 def test_lcl_gradient_treats_the_spread_as_a_constant():
@@ -245,22 +224,6 @@ def test_discrepancy_is_over_the_classes_a_client_holds():
     assert skc.discrepancy(local, held, merged, "share").tolist() == pytest.approx([total / 3, 0.0])
 
 
-def test_share_does_not_punish_clients_that_hold_many_classes():
-    local, held = knowledge(2, holders=[[True] * C, [True] + [False] * (C - 1)])
-    merged = local[0] + 3.0 / C**0.5  # every row at distance 3 of the first client's
-    local[1, 0] = local[0, 0]
-    d = skc.discrepancy(local, held, merged, "share")
-    assert d.tolist() == pytest.approx([3.0, 3.0], rel=1e-5)
-    assert skc.aggregation_weights(d, torch.tensor([50, 50]), "share").tolist() == pytest.approx([0.5, 0.5], rel=1e-5)
-
-
-@pytest.mark.parametrize("scale", ["count", "share"])
-@pytest.mark.parametrize("clients", [1, 4])
-def test_identical_clients_count_the_same(clients, scale):
-    weights = skc.aggregation_weights(torch.full((clients,), 0.7), torch.full((clients,), 20), scale)
-    assert weights.tolist() == pytest.approx([1 / clients] * clients, rel=1e-12)
-
-
 def test_raw_counts_saturate_and_shares_do_not():
     d, n = torch.tensor([0.5, 6.0]), torch.tensor([2500, 2400])
     assert skc.aggregation_weights(d, n).tolist() == [0.5, 0.5]
@@ -339,61 +302,12 @@ def test_interpolation_stays_between_the_two_models(growth, c):
     torch.testing.assert_close(reviewed("interpolation", 0.9, growth), MEAN + c * (LAST - MEAN), rtol=1e-5, atol=1e-5)
 
 
-def test_interpolation_is_the_default():
-    assert torch.equal(reviewed(GlobalPeriodReview().review, 0.9), reviewed("interpolation", 0.9))
-    (parts, whole) = GlobalPeriodReview(), FedSKC().aggregator
-    assert parts.review == whole.review == "interpolation"
-
-
-@pytest.mark.parametrize("review", ["interpolation", "literal"])
-def test_beta_one_leaves_the_model_alone(review):
-    assert torch.equal(reviewed(review, 1.0), MEAN)
-
-
 @pytest.mark.parametrize("review", ["interpolation", "literal"])
 def test_review_starts_when_knowledge_is_known_twice(review):
     assert torch.equal(reviewed(review, 0.5, before_known=False), MEAN)
 
 
-@pytest.mark.parametrize(("review", "kept"), [("literal", 0.95), ("interpolation", 1.0)])
-def test_without_learning_literal_shrinks_the_weights_each_round_and_interpolation_does_not(tmp_path, review, kept):
-    still = partial(torch.optim.SGD, lr=0.0)
-    run = experiment(tmp_path, FedSKC(review=review), rounds=4, optimizer=still)
-    run.fit()
-    start = run.worker.template.backbone.state_dict()
-    for name, value in run.state["model"].items():
-        torch.testing.assert_close(value, kept**3 * start[name])  # rounds 2, 3 and 4
-
-
 # --- The method ---
-
-
-def test_all_parts_off_is_fedavg_bit_for_bit(tmp_path):
-    off = FedSKC(lcl=False, gda=False, gpr=False)
-    assert same_bytes(weights_after(tmp_path / "off", off), weights_after(tmp_path / "avg", FedAvg()))
-
-
-def test_beta_one_in_a_run_is_the_method_without_review(tmp_path):
-    one = weights_after(tmp_path / "one", FedSKC(beta=1.0))
-    assert same_bytes(one, weights_after(tmp_path / "none", FedSKC(gpr=False)))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", ["lcl", "gda", "gpr"])
-def test_each_part_changes_the_result_alone(tmp_path, part):
-    off = dict.fromkeys(("lcl", "gda", "gpr"), False)
-    alone = weights_after(tmp_path / part, FedSKC(**(off | {part: True}), gda_scale="share"))
-    assert not same_bytes(alone, weights_after(tmp_path / "none", FedSKC(**off)))
-
-
-def test_what_travels_is_weights_knowledge_mask_and_count(tmp_path):
-    run = experiment(tmp_path, FedSKC(), rounds=1)
-    run.fit()
-    parameters = sum(p.numel() for p in run.worker.template.backbone.parameters())
-    knowledge_bytes = 10 * 10 * 4 + 10  # float32 values, one byte a class of mask
-    row, clients = run.csv.rows[0], 4
-    assert row["comm/down_bytes"] == clients * (4 * parameters + knowledge_bytes)
-    assert row["comm/up_bytes"] == clients * (4 * parameters + knowledge_bytes + 8)  # and N_k
 
 
 @in_float64
@@ -428,25 +342,6 @@ def test_options_reach_the_parts(preset):
     assert preset == "reference" or term.contrast.spread == "none"
     assert (method.aggregator.beta, method.aggregator.review) == (0.7, "literal")
     assert preset == "reference" or method.aggregator.inner.gda_scale == "share"
-
-
-def test_parts_compose_with_other_methods(tmp_path):
-    parts = FedAvg(loss_terms=[LocalContrastive(0.1, similar_clients=2)], aggregator=GlobalDiscrepancy("share", 2))
-    whole = FedSKC(tau=0.1, similar_clients=2, gpr=False, gda_scale="share")
-    assert same_bytes(weights_after(tmp_path / "parts", parts), weights_after(tmp_path / "whole", whole))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tau": 0.0}, "algorithm.tau: 0.0 is not above 0"),
-        ({"beta": 1.5}, r"algorithm.beta: 1.5 is outside \[0, 1\]"),
-        ({"similar_clients": -1}, "algorithm.similar_clients: -1 is below 0"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FedSKC(**options)
 
 
 # --- preset: reference ---
@@ -533,8 +428,3 @@ def test_reference_server_over_rounds_whose_classes_change():
         weights, last_variance = mean, variance
         torch.testing.assert_close(state["model"]["w"], torch.tensor(weights), rtol=1e-5, atol=1e-6)
         assert state["structural"]["known"].tolist() == known
-
-
-def test_reference_runs_and_differs_from_the_paper(tmp_path):
-    reference = weights_after(tmp_path / "reference", FedSKC(preset="reference"))
-    assert not same_bytes(reference, weights_after(tmp_path / "paper", FedSKC()))

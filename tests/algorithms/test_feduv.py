@@ -5,12 +5,11 @@ from statistics import median_low
 import pytest
 import torch
 from commands import rows, tiny
-from experiments import experiment, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import ClassifierVariance, FedAvg, FedUV, HypersphericalUniformity
+from fl_lightning.algorithms import ClassifierVariance, FedUV, HypersphericalUniformity
 from fl_lightning.algorithms.global_model.feduv import uniformity_loss, variance_loss
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
@@ -59,16 +58,6 @@ def test_the_hinge_lets_no_class_make_up_for_another():
     p = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     assert p.std(dim=0)[0].item() == pytest.approx(2**-0.5)  # more than 1/√3; the third class does not vary
     assert variance_loss(p).item() == pytest.approx(3**-0.5 / 3)
-
-
-def test_the_variance_term_pulls_alike_predictions_apart():
-    logits = torch.tensor([[1.0, 0.0, 0.5], [0.8, 0.1, 0.5], [1.1, -0.1, 0.4]], requires_grad=True)
-    before = ClassifierVariance(2.0)(Step(logits, torch.zeros(3, dtype=torch.long)))
-    torch.testing.assert_close(before, 2.0 * variance_loss(logits.softmax(dim=1)))
-    before.backward()
-    stepped = (logits - logits.grad).detach()
-    assert variance_loss(stepped.softmax(dim=1)) < before / 2
-    assert (stepped.softmax(dim=1).std(dim=0) > logits.softmax(dim=1).std(dim=0)).all()
 
 
 # --- U ---
@@ -154,15 +143,6 @@ def test_half_precision_is_computed_in_float32():
 # --- The method ---
 
 
-def test_off_is_fedavg_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", FedAvg())
-    assert same_bytes(weights_after(tmp_path / "off", FedUV(lam=0.0, mu=0.0)), plain)
-    one = weights_after(tmp_path / "v", FedUV(mu=0.0))
-    other = weights_after(tmp_path / "u", FedUV(lam=0.0))
-    both = weights_after(tmp_path / "uv", FedUV())
-    assert len({tuple(w["head.weight"].flatten().tolist()) for w in (plain, one, other, both)}) == 4
-
-
 def test_the_losses_are_added_under_their_names():
     method = FedUV(lam=1.5, mu=0.3)
     module = ClientModule(MLP(in_shape=(4,), num_classes=3), list(method.loss_terms))
@@ -172,21 +152,6 @@ def test_the_losses_are_added_under_their_names():
     assert list(losses) == ["ce", "classifier_variance", "hyperspherical_uniformity"]
     torch.testing.assert_close(losses["classifier_variance"], 1.5 * variance_loss(step.logits.softmax(dim=1)))
     torch.testing.assert_close(losses["hyperspherical_uniformity"], 0.3 * uniformity_by_hand(step.features))
-
-
-def test_a_last_batch_of_one_is_trained_on(tmp_path):
-    run = experiment(tmp_path, FedUV(), batch_size=16, clients_per_round=6)
-    run.fit()
-    assert any(len(shard.train) % 16 == 1 for shard in run.data.shards)
-    assert all(torch.isfinite(value).all() for value in run.state["model"].values())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"lam": -1.0}, "algorithm.lam: -1.0 is below 0"), ({"mu": -0.5}, "algorithm.mu: -0.5 is")]
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FedUV(**options)
 
 
 def test_a_model_without_an_encoder_is_refused():

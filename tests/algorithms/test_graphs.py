@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from experiments import digits, experiment
+from experiments import digits, experiment, finished
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,8 +71,7 @@ def test_erdos_renyi_is_drawn_once_a_run_from_its_seed(tmp_path):
     drawn = [run_links(tmp_path / str(seed), graph, seed) for seed in (0, 0, 1)]
     assert (drawn[0] == drawn[1]).all()
     assert (drawn[0] != drawn[2]).any()
-    run = experiment(tmp_path / "run", PeerAlgorithm(graph=graph), rounds=2)
-    run.fit()
+    run = finished(tmp_path / "run", PeerAlgorithm(graph=graph), rounds=2)
     assert (run.state["links"]["matrix"].numpy() == drawn[0]).all()
 
 
@@ -159,6 +158,5 @@ def test_a_torus_of_no_rows_is_refused(tmp_path):
 def test_a_client_with_nobody_to_hear_collects_nothing(tmp_path):
     (tmp_path / "graph.txt").write_text("0 1 1\n0 0 0\n1 0 0\n")
     algorithm = PeerAlgorithm(graph=Adjacency(str(tmp_path / "graph.txt")))
-    run = experiment(tmp_path / "run", algorithm, scenario=digits(3), clients_per_round=3, rounds=2)
-    run.fit()
+    run = finished(tmp_path / "run", algorithm, scenario=digits(3), clients_per_round=3, rounds=2)
     assert [run.server.download(3, client).nbytes > 0 for client in range(3)] == [True, False, True]

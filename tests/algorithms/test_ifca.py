@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, weights_after
+from experiments import NormMLP, client_series, digits, experiment, finished, in_float64, same_bytes, weights_after
 from stacking import compare
 from torch.nn import functional as F
 
@@ -22,17 +22,6 @@ from fl_lightning.models import MLP
 from fl_lightning.models.heads import CosineLinear
 
 pytestmark = pytest.mark.numeric
-
-
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_one_cluster_is_fedavg_bit_for_bit(tmp_path, weighting):
-    one = experiment(tmp_path / "one", IFCA(clusters=1, weighting=weighting), model=NormMLP)
-    one.fit()
-    other = experiment(tmp_path / "avg", FedAvg(weighting), model=NormMLP)
-    other.fit()
-    assert same_bytes(one.state["model"], other.state["model"])
-    assert same_bytes(one.state["cluster_0"], other.state["model"])
-    assert one.csv.rows[-1]["global/acc"] == other.csv.rows[-1]["global/acc"]
 
 
 def test_starts_differ_and_the_first_is_the_runs_own(tmp_path):
@@ -125,8 +114,7 @@ def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
     start._build()
     start.options = options
     models, chosen = by_hand(start, k, rounds, shared)
-    run = experiment(tmp_path / "run", IFCA(k, shared), rounds=rounds, **options)
-    run.fit()
+    run = finished(tmp_path / "run", IFCA(k, shared), rounds=rounds, **options)
     for j, wanted in enumerate(models):
         held = run.state[f"cluster_{j}"] | {n: v for n, v in run.state["model"].items() if n.startswith(shared)}
         assert held.keys() == wanted.keys()
@@ -145,8 +133,7 @@ def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
     network = torch.nn.Linear(4, 3)
     wanted = sum(-network(x).log_softmax(1)[range(len(y)), y].sum() for x, y in batches) / 6
     assert math.isclose(mean_loss(ClientModule(network), batches).item(), wanted.item(), rel_tol=1e-6)
-    run = experiment(tmp_path, IFCA(clusters=2), model=NormMLP, clients_per_round=6)
-    run.fit()
+    run = finished(tmp_path, IFCA(clusters=2), model=NormMLP, clients_per_round=6)
     module = run.client_module(2)
     assert list(module.notes) == ["choice"]
     chosen = int(module.notes["choice"]["cluster"])
@@ -184,16 +171,14 @@ def test_a_cluster_that_nobody_chose_keeps_its_model_and_one_member_its_weights(
 
 
 def test_shared_layers_travel_once(tmp_path):
-    run = experiment(tmp_path, IFCA(clusters=3, shared_layers=["encoder."]), rounds=1)
-    run.fit()
+    run = finished(tmp_path, IFCA(clusters=3, shared_layers=["encoder."]), rounds=1)
     head = sum(v.nbytes for name, v in run.state["model"].items() if name.startswith("head."))
     encoder = sum(v.nbytes for name, v in run.state["model"].items() if name.startswith("encoder."))
     assert run.csv.rows[-1]["comm/down_bytes"] == 4 * (encoder + 3 * head)
 
 
 def test_what_a_client_receives_is_measured_for_all(tmp_path):
-    run = experiment(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"))
-    run.fit()
+    run = finished(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"))
     assert "global/acc" not in run.csv.rows[-1]
     assert run.csv.rows[-1]["client/acc_mean"] > 0.5
     test = run.data.shards[1].test

@@ -2,43 +2,25 @@
 
 import copy
 import json
-from functools import partial
 
 import pytest
-from experiments import SGD, NormMLP, client_series, digits, experiment, same_bytes, weights_after
+from experiments import SGD, NormMLP, client_series, experiment, finished, same_bytes
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import DistillingWeights, FedAvg, Local, Proximal
+from fl_lightning.algorithms import DistillingWeights, Local, Proximal
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, derive, seed_everything
 from fl_lightning.data.loaders import Batches
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.models import MLP
-
-SMALL = partial(MLP, hidden=(16,))
-ALONE = {"scenario": digits(1), "clients_per_round": 1}
 
 
 def own_models(run):
     return {client: memory["personal"] for client, memory in run.memory.items()}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"model": NormMLP}, marks=pytest.mark.thorough), {"optimizer_state": "kept"}]
-)
-def test_one_client_is_fedavg_of_one_client_bit_for_bit(tmp_path, options):
-    run = experiment(tmp_path / "local", Local(), **ALONE, **options)
-    run.fit()
-    assert same_bytes(
-        own_models(run)[0],
-        dict(sorted(weights_after(tmp_path / "avg", FedAvg(), **ALONE, **options).items())),
-    )
-
-
-@pytest.mark.parametrize("model", [SMALL, NormMLP])
+@pytest.mark.parametrize("model", [NormMLP])
 def test_each_client_goes_on_from_its_own_model_alone(tmp_path, model):
-    run = experiment(tmp_path, Local(), clients_per_round=3, model=model)
-    run.fit()
+    run = finished(tmp_path, Local(), clients_per_round=3, model=model)
     data, expected = run.data, {}
     for round in range(1, 4):
         for client in run.server.participants(round):
@@ -60,8 +42,7 @@ def test_each_client_goes_on_from_its_own_model_alone(tmp_path, model):
 
 
 def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_path):
-    run = experiment(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
-    run.fit()
+    run = finished(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
     (never, *_) = set(range(6)) - run.memory.keys()
     initial = run.worker.template.backbone
     assert same_bytes(dict(run.client_module(never).backbone.state_dict()), dict(initial.state_dict()))
@@ -74,8 +55,7 @@ def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_pa
 
 
 def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
-    run = experiment(tmp_path, Local())
-    run.fit()
+    run = finished(tmp_path, Local())
     assert run.state == {"model": {}}
     for row in run.csv.rows:
         assert row["comm/total_bytes"] == 0

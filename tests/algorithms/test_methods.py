@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from experiments import ONE_EPOCH, NormMLP, digits, experiment
+from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished
 from methods import CLASSES, METHODS, SIAMESE, assert_same_run
 from stacking import compare
 
@@ -36,8 +36,7 @@ def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name
     model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
     options = options | {"model": model, "scenario": digits(6, alpha=0.1), "trainer": ONE_EPOCH}
     options |= {"clients_per_round": 3, "seed": 3}
-    whole = experiment(tmp_path / "whole", method(), rounds=2, **options)
-    whole.fit()
+    whole = finished(tmp_path / "whole", method(), rounds=2, **options)
     assert (whole.data.class_counts() == 0).any()
     first, second = (set(whole.server.participants(round)) for round in (1, 2))
     assert first & second

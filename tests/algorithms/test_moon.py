@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from commands import rows, tiny
-from experiments import NormMLP, experiment, same_bytes, task_of_round, weights_after
-from servers import assert_near, watched
+from experiments import NormMLP, assert_near, experiment, finished, same_bytes, task_of_round, weights_after
+from servers import watched
 from stacking import compare
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import MOON, DistillingWeights, FedAvg, FedDW, ModelContrast
+from fl_lightning.algorithms import MOON, ModelContrast
 from fl_lightning.algorithms.global_model.moon import contrastive_loss
 from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ConfigError
@@ -22,7 +21,6 @@ from fl_lightning.models import MLP, Head, frozen_encoder
 pytestmark = pytest.mark.numeric
 
 PROJECTED = partial(MLP, hidden=(16,), head=Head(projection=8))
-BIAS_FREE = partial(MLP, hidden=(16,), head=Head(projection=8, classifier="bias_free"))
 
 
 def cosine(one, other):
@@ -82,32 +80,11 @@ def test_a_model_without_an_encoder_is_refused():
         module.on_fit_start()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mu": -1.0}, r"algorithm.mu: -1.0 is below 0"),
-        ({"tau": 0.0}, r"algorithm.tau: 0.0 is not above 0; the paper uses 0.5"),
-        ({"history": 0}, r"algorithm.history: 0 is below 1"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        MOON(**options)
-
-
 # --- Identities ---
 
 
-def test_mu_zero_is_fedavg_on_the_same_network_bit_for_bit(tmp_path):
-    zero, average = experiment(tmp_path / "zero", MOON(mu=0.0), model=PROJECTED), FedAvg()
-    zero.fit()
-    assert same_bytes(zero.state["model"], weights_after(tmp_path / "avg", average, model=PROJECTED))
-    assert not any(zero.memory.values())
-
-
 def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
-    run = experiment(tmp_path / "moon", MOON(mu=3.0), model=NormMLP, rounds=1)
-    run.fit()
+    run = finished(tmp_path / "moon", MOON(mu=3.0), model=NormMLP, rounds=1)
     assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", model=NormMLP, rounds=1))
     assert run.csv.rows[0]["client/train_model_contrast"] == pytest.approx(3.0 * math.log(2))
 
@@ -188,29 +165,3 @@ def test_stacked_clients_contrast_each_with_its_own(tmp_path, history):
 
 
 # --- MOON + DW ---
-
-
-def test_feddw_with_the_term_is_moon_with_dws(tmp_path):
-    options = {"model": BIAS_FREE, "trainer": {"accelerator": "cpu", "precision": "64-true", "max_epochs": 2}}
-    one = weights_after(tmp_path / "dw", FedDW(10.0, loss_terms=[ModelContrast(2.0)]), **options)
-    other = weights_after(tmp_path / "moon", MOON(2.0, loss_terms=[DistillingWeights(10.0)]), **options)
-    alone = weights_after(tmp_path / "alone", FedDW(10.0), **options)
-    assert_near(one, other, 1e-5)
-    assert max((one[name] - alone[name]).abs().max() for name in one) > 1e-3
-
-
-def test_moon_with_dw_from_yaml(tmp_path):
-    text = """rounds: 2
-batch_size: 16
-scenario: {dataset: Digits, partition: {class_path: Dirichlet, init_args: {alpha: 0.5, min_samples: 20}}, clients: 4}
-model: {class_path: MLP, init_args: {hidden: [8], head: {projection: 8}}}
-algorithm: {class_path: FedDW, init_args: {mu: 10, loss_terms: [ModelContrast]}}
-optimizer: {class_path: SGD, init_args: {lr: 0.1}}
-trainer: {max_epochs: 1, accelerator: cpu}
-logger: null
-"""
-    tiny(tmp_path / "run", text=text)
-    first, second = (float(row["client/train_model_contrast"]) for row in rows(tmp_path / "run"))
-    assert first == pytest.approx(5 * math.log(2))
-    assert second != pytest.approx(first)
-    assert float(rows(tmp_path / "run")[1]["client/train_dw"]) > 0

@@ -5,13 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, in_float64, same_bytes, task_of_round
+from experiments import digits, finished, in_float64, same_bytes, task_of_round
 
-from fl_lightning.algorithms import FedProx, PeerAlgorithm, PeerCriticalFL
+from fl_lightning.algorithms import PeerCriticalFL
 from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, collected_part
 from fl_lightning.algorithms.decentralized.peers import publication, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.state import parameter_names
 
@@ -31,19 +30,6 @@ def packed(bits):
 
 def model():
     return {"a": torch.randn(2, 2), "b": torch.randn(2), "running_mean": torch.randn(3)}
-
-
-@pytest.mark.parametrize("model_of_tests", [None, pytest.param(NormMLP, marks=pytest.mark.thorough)])
-def test_without_partial_models_and_more_peers_it_is_gossip_bit_for_bit(tmp_path, model_of_tests):
-    options = {"rounds": 3} | ({"model": model_of_tests} if model_of_tests else {})
-    plain = experiment(tmp_path / "plain", PeerAlgorithm(n_com=2), **options)
-    off = experiment(tmp_path / "off", PeerCriticalFL(n_com=2, max_share=0.0, keep=1.0), **options)
-    for run in (plain, off):
-        run.fit()
-    assert same_bytes(plain.state["model"], off.state["model"])
-    on = experiment(tmp_path / "on", PeerCriticalFL(n_com=2, max_share=0.0), **options)
-    on.fit()
-    assert not same_bytes(plain.state["model"], on.state["model"])
 
 
 def test_of_a_peer_in_a_critical_period_what_changed_most_is_heard_and_the_statistics():
@@ -91,8 +77,7 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
         "optimizer": partial(torch.optim.SGD, lr=lr),
     }
     algorithm = PeerCriticalFL(n_com=2, keep=KEEP, every=1, max_share=0.75)
-    run = experiment(tmp_path, algorithm, rounds=2, **options)
-    run.fit()
+    run = finished(tmp_path, algorithm, rounds=2, **options)
     client = 3
     before = publication(run.server.visible_state, client)
     assert before.numbers["peers"] == 6  # 2, doubled after each round, up to 0.75 of 8
@@ -126,31 +111,8 @@ def test_a_round_is_the_one_written_out_by_hand(tmp_path):
 @pytest.mark.thorough
 def test_when_the_norms_no_longer_grow_fewer_are_heard_and_whole(tmp_path):
     algorithm = PeerCriticalFL(n_com=1, every=1, sure=1, delta=1e9, max_share=1.0)
-    run = experiment(tmp_path, algorithm, rounds=3, clients_per_round=6)
-    run.fit()
+    run = finished(tmp_path, algorithm, rounds=3, clients_per_round=6)
     for client in range(6):
         assert not bool(run.memory[client][DETECTOR]["critical"])
         assert publication(run.server.visible_state, client).numbers["peers"] == 1
         assert not publication(run.server.visible_state, client).section("changed")
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"keep": 0.0}, r"algorithm.keep: 0.0 is outside \(0, 1\]"),
-        ({"max_share": 2.0}, r"algorithm.max_share: 2.0 is outside \[0, 1\]"),
-        ({"window": 0}, "algorithm.window: 0 is below 1"),
-        ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
-    ],
-)
-def test_bad_options_are_named(options, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        PeerCriticalFL(**options)
-
-
-@pytest.mark.thorough
-def test_another_methods_term_goes_with_it(tmp_path):
-    term = FedProx(0.5).loss_terms[0]
-    run = experiment(tmp_path, PeerCriticalFL(n_com=2, loss_terms=[term]), rounds=2)
-    run.fit()
-    assert run.csv.rows[-1]["client/train_proximal"] > 0

@@ -4,31 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes
+from experiments import NormMLP, experiment, finished, same_bytes
 from peers import model_of, published
 
-from fl_lightning.algorithms import PeerAlgorithm, PeerFedPer, Proximal, Ring
+from fl_lightning.algorithms import PeerFedPer, Ring
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.state import weighted_mean
 from fl_lightning.models import MLP
 
 
-@pytest.mark.parametrize(
-    "options", [{"n_com": 2}, {"graph": Ring(), "weighting": "uniform", "loss_terms": [Proximal(1.0)]}]
-)
-def test_with_nothing_personal_it_is_gossip_bit_for_bit(tmp_path, options):
-    one = experiment(tmp_path / "one", PeerFedPer(personal=(), **options), model=NormMLP)
-    one.fit()
-    other = experiment(tmp_path / "other", PeerAlgorithm(**options), model=NormMLP)
-    other.fit()
-    assert same_bytes(one.state["model"], other.state["model"])
-    assert all(same_bytes(published(one, k)[0], published(other, k)[0]) for k in range(6))
-    assert one.csv.rows[-1]["global/acc"] == other.csv.rows[-1]["global/acc"]
-
-
 def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
-    run = experiment(tmp_path, PeerFedPer(graph=Ring()), model=NormMLP, clients_per_round=6)
-    run.fit()
+    run = finished(tmp_path, PeerFedPer(graph=Ring()), model=NormMLP, clients_per_round=6)
     start = run.worker.template.backbone.state_dict()
     encoder = sum(v.nbytes for name, v in start.items() if name.startswith("encoder."))
     assert run.csv.rows[-1]["comm/down_bytes"] == 6 * 2 * (encoder + 8)
@@ -52,16 +38,14 @@ def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
 
 
 def test_any_layers_can_be_personal(tmp_path):
-    run = experiment(tmp_path, PeerFedPer(personal=["encoder"]), rounds=1)
-    run.fit()
+    run = finished(tmp_path, PeerFedPer(personal=["encoder"]), rounds=1)
     names = {name.split("/")[-1] for name in run.server.download(2, 0).tensors}
     assert names == {"head.weight", "head.bias"}
 
 
 def test_a_part_is_a_whole_name_and_one_that_is_not_there_is_refused(tmp_path):
     deep = partial(MLP, hidden=(8,) * 6)
-    run = experiment(tmp_path / "there", PeerFedPer(personal=["encoder.1"]), model=deep, rounds=1)
-    run.fit()
+    run = finished(tmp_path / "there", PeerFedPer(personal=["encoder.1"]), model=deep, rounds=1)
     names = {name.split("/")[-1] for name in run.server.download(2, 0).tensors}
     assert "encoder.11.weight" in names
     assert not any(name.startswith("encoder.1.") for name in names)
@@ -72,8 +56,7 @@ def test_a_part_is_a_whole_name_and_one_that_is_not_there_is_refused(tmp_path):
 
 @pytest.mark.parametrize("buffers", ["average", "local", "drop"])
 def test_statistics_go_where_they_are_told(tmp_path, buffers):
-    run = experiment(tmp_path, PeerFedPer(buffers=buffers), model=NormMLP, rounds=2, clients_per_round=6)
-    run.fit()
+    run = finished(tmp_path, PeerFedPer(buffers=buffers), model=NormMLP, rounds=2, clients_per_round=6)
     crossed = {name.split("/")[-1] for name in run.server.download(3, 0).tensors}
     assert ("encoder.2.running_mean" in crossed) == (buffers == "average")
     assert ("encoder.2.running_mean" in run.memory[0]["personal"]) == (buffers == "local")

@@ -1,18 +1,16 @@
 """Peers without a server: what they collect, mix and keep, against hand-written loops."""
 
-import multiprocessing
-import pickle
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from commands import TINY, rows, run, tiny
-from experiments import SGD, NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed
+from commands import rows, run, tiny
+from experiments import SGD, NormMLP, assert_near, client_series, digits, experiment, finished, in_float64, same_bytes
 from fl_lightning.callbacks import RoundCallback
-from lightning.pytorch.loggers.logger import Logger
+from methods import assert_same_run
 from peers import Watching, mean_by_hand, model_of, peers_in, published
-from task_runners import Backwards, run_pickled
+from task_runners import Backwards
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import (
@@ -53,22 +51,6 @@ class Trouble(LossTerm):
 
     def forward(self, step):
         return step.logits.sum() * (torch.nan if self.bad else 0.0)
-
-
-class Recording(Logger):
-    """Keeps what it is given to log."""
-
-    name, version = "recording", "0"
-
-    def __init__(self):
-        super().__init__()
-        self.logged = []
-
-    def log_hyperparams(self, params, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.logged.append((step, metrics))
 
 
 def publications(clients, seed=0):
@@ -133,8 +115,7 @@ def test_bytes_of_a_bundle_are_those_of_its_messages():
 
 
 def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=1, **ALL)
     drawn = {(r, k): peers_in(run.server.download(r, k)) for r in range(2, 302) for k in range(K)}
     assert all(len(set(peers)) == 2 and k not in peers for (_, k), peers in drawn.items())
     for k in range(K):
@@ -146,30 +127,12 @@ def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
 
 @pytest.mark.parametrize("n_com", [None, 1, 3])
 def test_only_linked_peers_are_heard(tmp_path, n_com):
-    run = experiment(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
     for client in range(K):
         around = {(client - 1) % K, (client + 1) % K}
         drawn = [set(peers_in(run.server.download(round, client))) for round in range(2, 22)]
         assert set.union(*drawn) == around
         assert all(len(peers) == (1 if n_com == 1 else 2) for peers in drawn)
-
-
-@pytest.mark.parametrize("n_com", [1, 3, None])
-def test_gossip_moves_n_com_models_and_numbers_of_samples_a_client(tmp_path, n_com):
-    run = experiment(tmp_path, PeerAlgorithm(n_com), rounds=2)
-    run.fit()
-    each = (K - 1 if n_com is None else n_com) * (4 * WEIGHTS + 8)
-    for round, row in enumerate(run.csv.rows, start=1):
-        assert row["comm/up_bytes"] == 0
-        assert row["comm/down_bytes"] == 4 * each  # 4 of 6 take part
-        assert row["comm/total_bytes"] == round * 4 * each
-
-
-@pytest.mark.parametrize("n_com", [0, -1])
-def test_too_few_peers_are_named(n_com):
-    with pytest.raises(ConfigError, match=f"algorithm.n_com: {n_com} is below 1"):
-        PeerAlgorithm(n_com)
 
 
 def test_more_peers_than_others_are_named(tmp_path):
@@ -184,8 +147,7 @@ def test_more_peers_than_others_are_named(tmp_path):
 
 def test_two_rounds_equal_a_hand_written_loop(tmp_path):
     engine = Watching()
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=MODEL, engine=engine, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=MODEL, engine=engine, **ALL)
     worker = plain_worker(run)
     samples = [len(shard.train) for shard in run.data.shards]
     models = [worker.modules.build().backbone.state_dict()] * K
@@ -213,14 +175,12 @@ def test_if_all_hear_all_it_is_fedavg(tmp_path):
     )
     peers.fit()
     server.fit()
-    for name, value in server.state["model"].items():
-        torch.testing.assert_close(peers.state["model"][name], value, rtol=1e-9, atol=1e-9)
+    assert_near(peers.state["model"], server.state["model"])
 
 
 def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
     engine = Watching()
-    run = experiment(tmp_path, PeerAlgorithm(), rounds=1, clients_per_round=1, engine=engine)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(), rounds=1, clients_per_round=1, engine=engine)
     initial = run.worker.modules.build().backbone.state_dict()
     (task,) = engine.tasks
     for client in range(K):
@@ -238,8 +198,7 @@ def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
         def on_round_start(self, run, participants):
             states.append([published(run, client)[0] for client in everybody])
 
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=4, clients_per_round=2, callbacks=[Watch()])
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=4, clients_per_round=2, callbacks=[Watch()])
     for round in (1, 2, 3):
         for client in everybody:
             kept = same_bytes(states[round - 1][client], states[round][client])
@@ -263,8 +222,7 @@ def test_a_client_that_fails_keeps_its_last_publication(tmp_path):
 
 
 def test_a_client_without_neighbours_trains_alone(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(graph=ErdosRenyi(p=0.0)), rounds=2, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(graph=ErdosRenyi(p=0.0)), rounds=2, **ALL)
     worker = plain_worker(run)
     for client in (0, 3):
         model = worker.modules.build().backbone.state_dict()
@@ -282,8 +240,7 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
     engine = Watching()
     model = partial(MLP, hidden=(16,), head=Head(classifier="bias_free"))
     method = PeerAlgorithm(n_com=1, loss_terms=[DistillingWeights()])
-    run = experiment(tmp_path, method, rounds=3, engine=engine, model=model, scenario=digits(alpha=0.05), **ALL)
-    run.fit()
+    run = finished(tmp_path, method, rounds=3, engine=engine, model=model, scenario=digits(alpha=0.05), **ALL)
     kept = 0
     for client, task in engine.of_round(3).items():
         merged, before = (memory["soft_labels"]["values"] for memory in (run.memory[client], task.memory))
@@ -302,8 +259,7 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
 def test_structural_knowledge_is_merged_from_own_and_peers(tmp_path):
     engine = Watching()
     method = PeerAlgorithm(n_com=2, loss_terms=[LocalContrastive()])
-    run = experiment(tmp_path, method, rounds=2, engine=engine, **ALL)
-    run.fit()
+    run = finished(tmp_path, method, rounds=2, engine=engine, **ALL)
     assert run.csv.rows[1]["client/train_lcl"] > 0
     for client, task in engine.of_round(2).items():
         heard = [task.memory["laid_out"], *(upload.message.tensors for upload in unbundle(task.download))]
@@ -315,15 +271,13 @@ def test_structural_knowledge_is_merged_from_own_and_peers(tmp_path):
 
 @pytest.mark.parametrize("term", [LocalContrastive, HistoryContrast])
 def test_terms_that_need_a_trained_round_are_off_in_the_first(tmp_path, term):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2, loss_terms=[term()]), rounds=1, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2, loss_terms=[term()]), rounds=1, **ALL)
     assert run.csv.rows[0].get(f"client/train_{term.name}", 0.0) == 0.0
 
 
 def test_what_a_term_keeps_stays_with_its_client(tmp_path):
     engine = Watching()
-    run = experiment(tmp_path, PeerAlgorithm(2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(2, loss_terms=[HistoryContrast()]), rounds=2, engine=engine, **ALL)
     assert run.csv.rows[1]["client/train_history"] > 0
     for task in engine.of_round(2).values():
         own = {f"model/encoder.{name}": value for name, value in task.memory["term_history"].items()}
@@ -341,8 +295,7 @@ STATISTICS = {f"encoder.2.{name}" for name in ("running_mean", "running_var", "n
 def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
     engine = Watching()
     method = PeerAlgorithm(n_com=2, buffers=buffers)
-    run = experiment(tmp_path, method, rounds=2, model=NormMLP, engine=engine, **ALL)
-    run.fit()
+    run = finished(tmp_path, method, rounds=2, model=NormMLP, engine=engine, **ALL)
     initial = run.worker.modules.build().backbone.state_dict()
     for task in engine.of_round(2).values():
         messages = [
@@ -378,8 +331,7 @@ def accuracy(module, x, y):
 
 
 def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=NormMLP, clients_per_round=3)
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=NormMLP, clients_per_round=3)
     models, samples = zip(*(published(run, client) for client in range(K)), strict=True)
     module = run.worker.modules.build()
     module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
@@ -392,8 +344,7 @@ def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
 
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
-    run.fit()
+    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, clients_per_round=3, evaluation=Evaluation(clients))
     scored = run.server.participants(2) if clients == "trained" else range(K)
     own = client_series(tmp_path, 2)
     assert {name for name in own if name.endswith("/acc")} == {f"client_{k}/acc" for k in scored}
@@ -407,17 +358,6 @@ def test_clients_are_scored_as_trained_or_as_they_go_on(tmp_path, clients):
         assert own[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
 
 
-def test_the_metrics_are_those_of_every_method_and_reach_the_logger(tmp_path):
-    logger = Recording()
-    run = experiment(tmp_path, UAPDFL(n_com=2), rounds=2, logger=logger)
-    run.fit()
-    plain = experiment(tmp_path / "plain", FedAvg(), rounds=2)
-    plain.fit()
-    for (step, told), row, other in zip(logger.logged, run.csv.rows, plain.csv.rows, strict=True):
-        assert told | {"round": step} == row | client_series(tmp_path, step)
-        assert row.keys() == other.keys() | {"client/train_unit"}
-
-
 # --- Nothing depends on order, process or restarts ---
 
 METHODS = {
@@ -425,19 +365,6 @@ METHODS = {
     "terms": partial(PeerAlgorithm, graph=ErdosRenyi(0.4), loss_terms=[LocalContrastive(), HistoryContrast()]),
     "ua_pdfl": partial(UAPDFL, n_com=2, th_i=0.02, buffers="local"),
 }
-
-
-def same_state(one, other):
-    return one.keys() == other.keys() and all(same_bytes(one[name], other[name]) for name in one)
-
-
-def same_run(one, other):
-    memories = [one.memory.get(client) for client in range(K)], [other.memory.get(client) for client in range(K)]
-    return (
-        same_state(one.state, other.state)
-        and all(same_state(*pair) for pair in zip(*memories, strict=True))
-        and untimed(one.csv.rows) == untimed(other.csv.rows)
-    )
 
 
 @pytest.mark.thorough
@@ -450,32 +377,7 @@ def test_another_order_of_clients_changes_nothing(tmp_path, method):
     forth.fit()
     back.fit()
     assert len(forth.memory) == K
-    assert same_run(forth, back)
-
-
-@pytest.mark.thorough
-def test_a_spawned_process_gives_the_same_bytes(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        for name, method in METHODS.items():
-            run = experiment(tmp_path / name, method(), model=NormMLP, rounds=2)
-            run.fit()
-            client = run.server.participants(2)[0]
-            task = Task(3, client, run.server.download(3, client), run.memory[client], lr_scale=0.5, evaluate=True)
-            here = run.worker.run(task)
-            there = pickle.loads(pool.apply(run_pickled, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
-            assert here.failure is None
-            assert same_bytes(here.upload.tensors, there.upload.tensors)
-            assert here.upload.numbers == there.upload.numbers
-            assert same_state(here.memory, there.memory)
-            assert (here.losses, here.local) == (there.losses, there.local)
-
-
-def test_a_run_stopped_before_its_first_checkpoint_starts_again(tmp_path):
-    whole = experiment(tmp_path / "whole", METHODS["ua_pdfl"](), rounds=1)
-    whole.fit()
-    again = experiment(tmp_path / "again", METHODS["ua_pdfl"](), rounds=1)
-    again.fit(resume=True)
-    assert same_run(whole, again)
+    assert_same_run(forth, back)
 
 
 # --- The command line ---
@@ -493,27 +395,9 @@ def test_peers_and_their_graph_can_be_named_in_the_shell(tmp_path):
     assert run("test", tmp_path / "run").code == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--algorithm.n_com", "4"], "algorithm.n_com: 4 peers, and a client has only 3 others"),
-        (["--algorithm.n_com", "0"], "algorithm.n_com: 0 is below 1"),
-        (["--algorithm.graph", "Torus", "--algorithm.graph.rows", "3"], "algorithm.graph.rows: 4 clients cannot stand"),
-    ],
-)
-def test_what_cannot_work_is_one_line(tmp_path, words, message):
-    (tmp_path / "own.yaml").write_text(TINY)
-    words = ["--config", tmp_path / "own.yaml", "--run_dir", tmp_path / "run", "--algorithm", "PeerAlgorithm", *words]
-    code, _, err = run("fit", *words)
-    assert code == 2
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
-
-
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_testing_a_run_scores_what_each_client_trained_last(tmp_path, buffers):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
-    run.fit()
+    finished(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again = experiment(tmp_path, PeerAlgorithm(n_com=2, buffers=buffers), model=NormMLP, clients_per_round=6)
     again.load()
     found, last = again.test(), client_series(tmp_path, 3)

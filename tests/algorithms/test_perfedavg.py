@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, in_float64, same_bytes, task_of_round
+from experiments import (
+    NormMLP,
+    assert_near,
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+    task_of_round,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -13,8 +23,6 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAvg, PerFedAvg, Proximal
 from fl_lightning.algorithms.personalized import perfedavg as per
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines import StackedEngine
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -234,21 +242,15 @@ def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
 
 @in_float64
 def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
-    run = experiment(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, **RECEIVED)
-    run.fit()
+    run = finished(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, **RECEIVED)
     for client in range(6):
         net = run.worker.modules.build_shared(run.state["model"]).backbone.eval()
-        own = run.data.shards[client].train
-        x, y = run.data.data.x_train[own], run.data.data.y_train[own]
+        x, y = samples_of(run, client)
         for _ in range(2):
-            gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
-            with torch.no_grad():
-                for p, g in zip(net.parameters(), gradients, strict=True):
-                    p -= 0.7 * g
+            descend(net, F.cross_entropy(net(x), y), 0.7)
         run.worker.client_data.eval_batch_size = 7
         module = run.client_module(client)
-        for name, value in module.backbone.state_dict().items():
-            torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-9, atol=1e-9)
+        assert_near(module.backbone.state_dict(), net.state_dict())
     assert not run.memory
 
 
@@ -281,17 +283,6 @@ def test_what_is_measured_in_mixed_precision_is_the_adapted_model():
     assert torch.equal(*logits)
 
 
-@pytest.mark.thorough
-def test_the_global_model_is_measured_as_it_is(tmp_path):
-    rows = []
-    for steps in (0, 1):
-        run = experiment(tmp_path / str(steps), PerFedAvg(alpha=0.5, adapt_steps=steps), rounds=2, **RECEIVED)
-        run.fit()
-        rows.append(run.csv.rows[-1])
-    assert rows[0]["global/loss"] == rows[1]["global/loss"]
-    assert rows[0]["client/loss_mean"] > rows[1]["client/loss_mean"]
-
-
 def test_a_frozen_weight_stays(tmp_path):
     backbone = MLP((4,), 3, (5,))
     backbone.head.bias.requires_grad_(False)
@@ -304,25 +295,6 @@ def test_a_frozen_weight_stays(tmp_path):
         method.personalize(module, [(x, y)])
     assert torch.equal(backbone.head.bias, before)
     assert backbone.head.bias.grad is None
-
-
-def test_the_stacked_engine_refuses_in_one_line(tmp_path):
-    run = experiment(tmp_path, PerFedAvg(), engine=StackedEngine())
-    with pytest.raises(ConfigError, match=r"cannot stack MetaStep .it has a training_step of its own"):
-        run.fit()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"alpha": -0.1}, "algorithm.alpha: -0.1 is below 0"),
-        ({"delta": 0.0}, "algorithm.delta: 0.0 is not above 0"),
-        ({"adapt_steps": -1}, "algorithm.adapt_steps: -1 is below 0"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        PerFedAvg(**options)
 
 
 def test_a_task_of_one_batch_of_three_works(tmp_path):

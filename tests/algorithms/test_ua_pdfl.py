@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, digits, experiment, same_bytes, weights_after
+from experiments import NormMLP, experiment, finished, same_bytes, weights_after
 from hypothesis import given
 from hypothesis import strategies as st
 from peers import Watching, mean_by_hand, model_of, peers_in, published
@@ -18,7 +18,6 @@ from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, U
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
 from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.data import MNIST, Digits, FashionMNIST, Partition, Scenario
 from fl_lightning.engines import Task
@@ -127,18 +126,6 @@ def test_jensen_shannon_is_scipys(pair):
     assert ua.jensen_shannon(*pair) == pytest.approx(jensenshannon(*pair) ** 2, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-@given(distributions())
-def test_a_divergence_is_symmetric_and_at_least_zero(name, pair):
-    divergence = ua.DIVERGENCES[name]
-    assert divergence(*pair) == pytest.approx(divergence(*reversed(pair)), rel=1e-12, abs=1e-15)
-    assert divergence(*pair) >= 0
-    assert divergence(pair[0], pair[0].clone()) == 0
-    if (pair[0] - pair[1]).abs().max() > 1e-3:
-        assert divergence(*pair) > 0
-    assert ua.jensen_shannon(*pair) <= LN2 + 1e-6
-
-
 def test_disjoint_distributions_reach_the_bound_and_stay_finite():
     one, other = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.5, 0.5])
     assert ua.jensen_shannon(one, other) == pytest.approx(LN2, abs=1e-6)
@@ -159,8 +146,7 @@ def test_the_method_uses_the_divergence_it_is_given():
 
 @pytest.mark.parametrize("value", [1.0, -0.5])
 def test_a_publications_representations_are_those_of_the_model_beside_them(tmp_path, value):
-    run = experiment(tmp_path, UAPDFL(n_com=2, unit=value), rounds=2, model=NormMLP)
-    run.fit()
+    run = finished(tmp_path, UAPDFL(n_com=2, unit=value), rounds=2, model=NormMLP)
     for client in range(K):
         tensors, _ = published(run, client)
         backbone = run.worker.modules.build().backbone.eval()
@@ -195,8 +181,7 @@ def test_without_peers_the_average_is_ones_own_and_the_reference_has_none():
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
     engine = Watching()
-    run = experiment(tmp_path, UAPDFL(n_com=2, preset=preset), rounds=2, engine=engine, **ALL)
-    run.fit()
+    run = finished(tmp_path, UAPDFL(n_com=2, preset=preset), rounds=2, engine=engine, **ALL)
     for client, task in engine.of_round(2).items():
         own, peers = tensors_to_message(task.memory["laid_out"]), [message for _, message in unbundle(task.download)]
         heard = peers if preset == "reference" else [own, *peers]
@@ -314,19 +299,6 @@ def test_alignment_works_with_a_server(tmp_path, reference):
 # --- Algorithm 2 on messages made by hand ---
 
 
-def test_one_similar_peer_by_hand():
-    own, near, far = publication(OWN, 10, 0), publication(NEAR, 30, 1), publication(FAR, 60, 2)
-    collected, mixed = crossing(UAPDFL(th_i=0.1), own, {4: near, 7: far})
-    w, v, u = (message.section("model") for message in (own, near, far))
-    assert collected[4] is near
-    assert collected[7].section("model").keys() == split(u)[0].keys()
-    for name in ("encoder.0.weight", "encoder.1.running_mean"):
-        torch.testing.assert_close(mixed[name], (10 * w[name] + 30 * v[name] + 60 * u[name]) / 100)
-    for name in ("head.weight", "head.bias"):
-        torch.testing.assert_close(mixed[name], (10 * w[name] + 30 * v[name]) / 40)
-    assert mixed.keys() == w.keys()
-
-
 @given(st.integers(1, 5), st.integers(0, 999), st.sampled_from([0.0, 1e-3, 0.02, 0.1, 0.5, math.inf]), st.booleans())
 def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
     rng = np.random.default_rng(seed)
@@ -442,8 +414,7 @@ def test_a_client_alone_goes_on_with_its_own(th_i):
 @pytest.mark.parametrize("n_com", [1, 3])
 @pytest.mark.parametrize(("th_i", "models"), [(math.inf, lambda n: ENCODER + HEAD), (0.0, lambda n: n * ENCODER)])
 def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, n_com, th_i, models):
-    run = experiment(tmp_path, UAPDFL(th_i, n_com=n_com))
-    run.fit()
+    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com))
     for row in run.csv.rows:
         assert row["comm/down_bytes"] == 4 * (n_com * UNIT + 4 * models(n_com))  # 4 of 6 take part
         assert row["comm/up_bytes"] == 0
@@ -452,8 +423,7 @@ def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, n_com, th_i, 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset):
     engine, th_i, n_com = Watching(), 0.03, 3
-    run = experiment(tmp_path, UAPDFL(th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
-    run.fit()
+    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
     branches = Counter()
     for round in range(1, 5):
         expected = 0
@@ -474,29 +444,7 @@ def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset)
     assert set(branches) == {"dropout", "mixed", "none alike"}, branches
 
 
-def test_statistics_that_stay_at_home_are_in_no_byte(tmp_path):
-    parameters = 64 * 16 + 16 + 16 + 16  # the encoder of NormMLP, BatchNorm's scale and shift included
-    for buffers, statistics in (("local", 0), ("average", 4 * 16 * 2 + 8)):
-        run = experiment(tmp_path / buffers, UAPDFL(0.0, n_com=2, buffers=buffers), rounds=1, model=NormMLP)
-        run.fit()
-        assert run.csv.rows[0]["comm/down_bytes"] == 4 * 2 * (UNIT + 4 * parameters + statistics)
-
-
-def test_half_precision_travels_as_wide_as_any(tmp_path):
-    trainer = {"accelerator": "cpu", "max_epochs": 1, "precision": "bf16-mixed"}
-    run = experiment(tmp_path, UAPDFL(0.0, n_com=2), rounds=2, trainer=trainer)
-    run.fit()
-    assert run.csv.rows[1]["comm/down_bytes"] == 4 * 2 * (UNIT + 4 * ENCODER)
-    assert run.csv.rows[1]["client/train_unit"] > 0
-
-
 # --- The method ---
-
-
-def test_in_round_one_all_are_equal_and_drop_out(tmp_path):
-    run = experiment(tmp_path, UAPDFL(th_i=1e-9, n_com=3), rounds=1)
-    run.fit()
-    assert run.csv.rows[0]["comm/down_bytes"] == 4 * (3 * UNIT + 4 * (ENCODER + HEAD))
 
 
 def test_a_client_trains_from_the_model_it_took(tmp_path):
@@ -509,21 +457,6 @@ def test_a_client_trains_from_the_model_it_took(tmp_path):
     for client, task in engine.of_round(2).items():
         (taken,) = [message.section("model") for _, message in unbundle(task.download) if message.section("model")]
         assert same_bytes(model_of(published(run, client)[0]), taken)
-
-
-def test_without_both_parts_and_mu_it_is_gossip_plus_the_representations(tmp_path):
-    off = {"dropout": False, "layerwise": False, "mu": 0.0}
-    unit = experiment(tmp_path / "unit", UAPDFL(n_com=2, **off))
-    plain = experiment(tmp_path / "plain", PeerAlgorithm(n_com=2))
-    unit.fit()
-    plain.fit()
-    for client in range(K):
-        assert same_bytes(*(model_of(published(run, client)[0]) for run in (unit, plain)))
-    assert same_bytes(unit.state["model"], plain.state["model"])
-    for row, other in zip(unit.csv.rows, plain.csv.rows, strict=True):
-        assert row["comm/down_bytes"] - other["comm/down_bytes"] == 4 * 2 * 4 * (C + D)
-        assert row["client/train_loss"] == other["client/train_loss"]
-        assert row.keys() == other.keys()  # a term that is off is skipped
 
 
 def test_options_reach_the_term_that_comes_before_any_others():
@@ -551,34 +484,11 @@ def test_the_classifier_stays_at_home_where_nobody_is_alike(tmp_path):
 
 def test_the_references_alignment_is_off_for_a_client_that_hears_nobody(tmp_path):
     options = {"graph": ErdosRenyi(p=0.0), "mu": 1.0}
-    lone = experiment(tmp_path / "lone", UAPDFL(preset="reference", **options), rounds=2, **ALL)
-    lone.fit()
+    lone = finished(tmp_path / "lone", UAPDFL(preset="reference", **options), rounds=2, **ALL)
     assert [row["client/train_unit"] for row in lone.csv.rows] == [0.0, 0.0]
     method = PeerAlgorithm(graph=ErdosRenyi(p=0.0))
-    plain = experiment(tmp_path / "plain", method, rounds=2, optimizer_state="kept", **ALL)
-    plain.fit()
+    plain = finished(tmp_path / "plain", method, rounds=2, optimizer_state="kept", **ALL)
     assert same_bytes(lone.state["model"], plain.state["model"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"th_i": -0.1}, "algorithm.th_i: -0.1 is below 0"),
-        ({"th_i": math.nan}, "algorithm.th_i: nan is no finite number"),
-        ({"mu": -1.0}, "algorithm.mu: -1.0 is below 0"),
-        ({"mu": math.nan}, "algorithm.mu: nan is no finite number"),
-        ({"n_com": 0}, "algorithm.n_com: 0 is below 1"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        UAPDFL(**options)
-
-
-def test_the_default_number_of_peers_asks_for_six_clients(tmp_path):
-    run = experiment(tmp_path, UAPDFL(), scenario=digits(5), clients_per_round=5)
-    with pytest.raises(ConfigError, match=r"algorithm.n_com: 5 peers, and a client has only 4 others"):
-        run.fit()
 
 
 # --- Fig. 4's toy ---

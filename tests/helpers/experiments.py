@@ -59,7 +59,7 @@ def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
 
 
 def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:
-    """Three rounds of digits with four of six clients, unless told otherwise.
+    """Three rounds of digits with four of six clients, by default.
 
     Options are those of the orchestrator and of `LocalTraining`; `checkpoint_every`, `keep_checkpoints` and
     `evaluate_every` are short for arguments of `Checkpointing` and `Evaluation`.
@@ -89,18 +89,61 @@ def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> Federate
     return FederatedOrchestrator(**settings)
 
 
+def finished(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrchestrator:
+    """Run an experiment to its end and return it."""
+    run = experiment(run_dir, algorithm, **options)
+    run.fit()
+    return run
+
+
 def weights_after(run_dir: Path, algorithm=None, **options: Any) -> dict[str, torch.Tensor]:
-    """The shared weights that an experiment ends with."""
-    run = experiment(run_dir, algorithm, **options)
-    run.fit()
-    return run.state["model"]
+    """Return the shared weights that an experiment ends with."""
+    return finished(run_dir, algorithm, **options).state["model"]
 
 
-def own_after(run_dir: Path, algorithm, **options: Any) -> dict[str, torch.Tensor]:
-    """The clients' own models that an experiment ends with, as one dict."""
-    run = experiment(run_dir, algorithm, **options)
-    run.fit()
-    return {f"{k} {name}": value for k, memory in run.memory.items() for name, value in memory["personal"].items()}
+def full_batch(lr: float, epochs: int = 2, **sgd: Any) -> dict[str, Any]:
+    """Return options with which every local step is one of SGD on all of a client's data."""
+    return {
+        "batch_size": 10_000,
+        "optimizer": partial(torch.optim.SGD, lr=lr, **sgd),
+        "trainer": {"accelerator": "cpu", "max_epochs": epochs},
+    }
+
+
+def samples_of(run: FederatedOrchestrator, client: int, part: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and labels of a client's `train` or `test` split."""
+    own = getattr(run.data.shards[client], part)
+    return run.data.data.x_train[own], run.data.data.y_train[own]
+
+
+def descend(network: nn.Module, loss: torch.Tensor, lr: float, decay: float = 0.0) -> None:
+    """Take a step of plain gradient descent on the parameters that require a gradient."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters)
+    with torch.no_grad():
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p -= lr * (gradient + decay * p)
+
+
+def assert_near(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    """Compare all entries of two state dicts in float64."""
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name].double(), value.double(), rtol=tolerance, atol=tolerance)
+
+
+def record_rounds(run: FederatedOrchestrator) -> list[tuple[Any, list[Any], Any]]:
+    """Return a list that receives, for each round, the state before, the uploads and the state after."""
+    rounds: list[tuple[Any, list[Any], Any]] = []
+    aggregate = run.algorithm.aggregate
+
+    def watch(state, uploads):
+        uploads = list(uploads)
+        rounds.append((state, uploads, aggregate(state, iter(uploads))))
+        return rounds[-1][-1]
+
+    run.algorithm.aggregate = watch
+    return rounds
 
 
 def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -1,26 +1,19 @@
-"""A run's rounds as the server saw them, for methods whose server takes a step of its own."""
+"""Rounds of a run as its server sees them."""
 
 import torch
-from experiments import experiment
+from experiments import experiment, record_rounds
 
 
 def watched(run_dir, algorithm, **options):
-    """Run an experiment; for each round the uploads, and the state that was made of them."""
+    """Run an experiment. Also return the state before, the uploads and the state after of each round."""
     run = experiment(run_dir, algorithm, **options)
-    rounds, aggregate = [], run.algorithm.aggregate
-
-    def watch(state, uploads):
-        uploads = list(uploads)
-        rounds.append((state, uploads, aggregate(state, iter(uploads))))
-        return rounds[-1][-1]
-
-    run.algorithm.aggregate = watch
+    rounds = record_rounds(run)
     run.fit()
     return run, rounds
 
 
 def mean_of(uploads, weighting, section="model"):
-    """The mean of the uploads, entry by entry, in float64; of integers the largest."""
+    """Return the mean of the uploads of each entry in float64, or the largest of integers."""
     shares = torch.tensor([u.n_samples if weighting == "samples" else 1 for u in uploads], dtype=torch.float64)
     shares /= shares.sum()
     stacked = {
@@ -31,10 +24,3 @@ def mean_of(uploads, weighting, section="model"):
         name: torch.tensordot(shares, value.double(), dims=1) if value.is_floating_point() else value.amax(dim=0)
         for name, value in stacked.items()
     }
-
-
-def assert_near(state, expected, tolerance=1e-6):
-    """Entries of a state against float64 ones."""
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name].double(), value.double(), rtol=tolerance, atol=tolerance)

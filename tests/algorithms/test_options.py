@@ -1,0 +1,65 @@
+"""Options of the methods that are refused, each with its name in the message."""
+
+import re
+from math import nan
+
+import pytest
+from methods import NAMES
+
+from fl_lightning.algorithms import FedBABU, FedRep
+from fl_lightning.core.errors import ConfigError
+
+REFUSED = {
+    "APPLE": {"dr_lr": [-1], "mu": [-1], "length": [-1]},
+    "CFL": {"eps1": [-1.0], "eps2": [-1.0], "min_rounds": [-1], "min_size": [0]},
+    "CriticalFL": {"window": [0], "every": [0], "sure": [-1], "max_share": [1.5], "keep": [0.0, 1.1]},
+    "CwFedAvg": {"lam": [-1.0, nan]},
+    "DisPFL": {"dense_ratio": [0.0], "prune_rate": [1.5], "search_rounds": [0]},
+    "Ditto": {"lam": [-1]},
+    "FedALA": {"layers": [-1], "rand_percent": [0, 101], "eta": [-1], "threshold": [-1], "max_epochs": [0]},
+    "FedAMP": {"alpha": [0.0], "sigma": [-1.0], "lam": [-1.0]},
+    "FedAvgM": {"beta": [1.0, -0.1], "server_lr": [0.0, nan]},
+    "FedBABU": {"tune_epochs": [-1]},
+    "FedDW": {"mu": [-1.0], "linearize_every": [0]},
+    "FedDistill": {"gamma": [-0.5]},
+    "FedDistillPlus": {"gamma": [-0.5]},
+    "FedFomo": {"models": [-1], "epsilon": [-0.1, 1.1], "decay": [-0.1], "validation": [1.0, -0.1]},
+    "FedNH": {"rho": [-0.1, 1.5], "scale": [0.0]},
+    "FedProto": {"lam": [-0.5]},
+    "FedProx": {"mu": [-0.1]},
+    "FedRCL": {"w_s": [-1.0], "w_p": [-1.0], "tau": [0.0], "threshold": [nan], "levels": [[]]},
+    "FedRep": {"head_epochs": [-1], "final_epochs": [-2]},
+    "FedSKC": {"tau": [0.0], "beta": [1.5], "similar_clients": [-1]},
+    "FedSiamDA": {"mu": [-0.1, nan]},
+    "FedUV": {"lam": [-1.0], "mu": [-0.5]},
+    "FedYogi": {"beta1": [1.0], "beta2": [-0.5], "tau": [0.0], "initial_v": [-1.0], "server_lr": [0.0]},
+    "HeurFedAMP": {"self_weight": [1.5], "sigma": [-1.0]},
+    "IFCA": {"clusters": [0]},
+    "MOON": {"mu": [-1.0], "tau": [0.0], "history": [0]},
+    "PeerAlgorithm": {"n_com": [0, -1]},
+    "PeerCriticalFL": {"window": [0], "max_share": [2.0], "keep": [0.0], "n_com": [0]},
+    "PerFedAvg": {"alpha": [-0.1], "delta": [0.0], "adapt_steps": [-1]},
+    "SCAFFOLD": {"server_lr": [-1]},
+    "UAPDFL": {"th_i": [-0.1, nan], "mu": [-1.0, nan], "n_com": [0]},
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_an_option_out_of_range_is_named(method):
+    for option, values in REFUSED[method].items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"^algorithm\.{option}: {re.escape(str(value))} is "):
+                NAMES[method](**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (FedBABU, {"tune": "head", "frozen": []}, "algorithm.tune: 'head' needs a frozen part"),
+        (FedRep, {"personal": []}, "algorithm.head_epochs: 1 needs a personal part to train"),
+        (FedRep, {"personal": [], "head_epochs": 0, "final_epochs": 3}, "algorithm.final_epochs: 3 needs a personal"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(kind, options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        kind(**options)
