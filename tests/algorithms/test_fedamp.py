@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, in_float64, same_bytes
+from experiments import NormMLP, assert_near, experiment, finished, full_batch, in_float64, same_bytes
 
 from fl_lightning.algorithms import FedAMP, HeurFedAMP, LastUploads
 from fl_lightning.algorithms.personalized.fedamp import heuristic_weights, message_weights
@@ -88,9 +88,7 @@ def test_the_first_round_is_plain_and_later_ones_are_held_near_the_cloud_model(t
         tmp_path,
         FedAMP(alpha, 50.0, lam),
         rounds=2,
-        batch_size=10_000,
-        optimizer=partial(torch.optim.SGD, lr=lr),
-        trainer={"accelerator": "cpu", "max_epochs": 2},
+        **full_batch(lr, 2),
         **ALL,
     )
     run._build()

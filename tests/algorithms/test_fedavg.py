@@ -83,9 +83,8 @@ def test_uniform_weighting_is_the_plain_mean(tmp_path):
         torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("model", [MLP, NormMLP])
-def test_one_participant_keeps_its_weights_bit_for_bit(tmp_path, model):
-    run = experiment(tmp_path, rounds=1, clients_per_round=1, model=model)
+def test_one_participant_keeps_its_weights_bit_for_bit(tmp_path):
+    run = experiment(tmp_path, rounds=1, clients_per_round=1, model=NormMLP)
     uploads = []
     upload = run.algorithm.upload
     run.algorithm.upload = lambda *args: uploads.append(upload(*args)) or uploads[-1]

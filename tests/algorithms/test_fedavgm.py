@@ -5,9 +5,8 @@ import torch
 from experiments import NormMLP, assert_near, same_bytes
 from servers import mean_of, watched
 
-from fl_lightning.algorithms import FedAvgM, ServerStep
+from fl_lightning.algorithms import FedAvgM
 from fl_lightning.algorithms.global_model.fedavgm import momentum_step
-from fl_lightning.core.message import Message, Upload
 
 pytestmark = pytest.mark.numeric
 
@@ -53,15 +52,3 @@ def test_a_state_that_was_handed_over_is_left_as_it_was(tmp_path):
     kept = {section: {name: value.clone() for name, value in again[section].items()} for section in again}
     run.algorithm.aggregate(again, iter(uploads))
     assert all(same_bytes(again[section], kept[section]) for section in again)
-
-
-def test_one_participant_of_a_step_of_its_own():
-    step = ServerStep(0.25)
-    assert step.initial({"w": torch.ones(2)}, 3) == {}
-    model = {"w": torch.tensor([2.0, -2.0]), "bn.running_mean": torch.tensor([8.0]), "n": torch.tensor(3)}
-    upload = Upload(4, Message.pack({"model": model}, n_samples=5))
-    before = {"model": {"w": torch.zeros(2), "bn.running_mean": torch.zeros(1), "n": torch.tensor(9)}}
-    after = step.finish(step.fold([upload]), before, {})
-    assert after["model"]["w"].tolist() == [0.5, -0.5]
-    assert after["model"]["bn.running_mean"].tolist() == [8.0]
-    assert after["model"]["n"].item() == 3

@@ -2,11 +2,10 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
-from experiments import descend, finished, in_float64, samples_of
+from experiments import descend, finished, full_batch, in_float64, samples_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
@@ -134,11 +133,7 @@ def by_hand(run, gamma, cumulative, plus):
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
 @in_float64
 def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
-    options = {
-        "batch_size": 10_000,
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
-        "trainer": {"accelerator": "cpu", "max_epochs": 2},
-    }
+    options = full_batch(0.1, 2)
     run = finished(tmp_path, kind(2.0, cumulative), **options)
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)
     torch.testing.assert_close(run.state["mean_logits"]["values"], teacher, rtol=1e-9, atol=1e-9)

@@ -219,29 +219,6 @@ def test_reference_averages_all_rounds_and_halves_with_the_old():
     torch.testing.assert_close(state["values"][ONLY_IN_2], seen + (torch.eye(C)[ONLY_IN_2] - seen) / 2**4)
 
 
-def test_a_run_of_the_reference_broadcasts_what_its_uploads_so_far_make(tmp_path):
-    run = experiment(tmp_path, FedDW(preset="reference"), rounds=4, clients_per_round=1)
-    rounds, states, aggregate = [], [], run.algorithm.aggregate
-
-    def watch(state, uploads):
-        uploads = list(uploads)
-        sections = [upload.message.section("soft_labels") for upload in uploads]
-        rounds.append([(section["values"].double(), section["counts"]) for section in sections])
-        states.append(aggregate(state, uploads))
-        return states[-1]
-
-    run.algorithm.aggregate = watch
-    run.fit()
-    heard, omega = [], torch.eye(10, dtype=torch.float64)
-    for round, uploaded in enumerate(rounds):
-        heard += uploaded
-        for i in range(10):
-            total = sum(float(counts[i]) for _, counts in heard)
-            mean = sum(counts[i] * values[i] for values, counts in heard) / total if total else torch.eye(10)[i]
-            omega[i] = (omega[i] + mean) / 2
-        torch.testing.assert_close(states[round]["soft_labels"]["values"], omega.float())
-
-
 def test_reference_mu_falls_to_a_tenth_before_every_ninth_round():
     module = FedDW(mu=3.0, preset="reference").client_module(MLP(in_shape=(4,), num_classes=3))
     (term,) = module.terms()
@@ -250,12 +227,7 @@ def test_reference_mu_falls_to_a_tenth_before_every_ninth_round():
         module.round = round
         term.begin(module)
         assert term.scale == pytest.approx(mu), round
-
-
-def test_the_papers_mu_does_not_fall():
-    module = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))
-    (term,) = module.terms()
-    for round in (1, 9, 100):
-        module.round = round
-        term.begin(module)
-        assert term.scale == 3.0
+    paper = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))
+    (term,), paper.round = paper.terms(), 27
+    term.begin(paper)
+    assert term.scale == 3.0

@@ -4,14 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments import (
-    descend,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-    samples_of,
-)
+from experiments import descend, experiment, finished, in_float64, same_bytes, samples_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedProto, PrototypeAlignment, Prototypes

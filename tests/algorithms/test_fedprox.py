@@ -1,11 +1,10 @@
 """FedProx against its equation (baselines: A2)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from experiments import assert_near, finished, in_float64
+from experiments import assert_near, finished, full_batch, in_float64
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedProx
@@ -16,13 +15,7 @@ pytestmark = pytest.mark.numeric
 @in_float64
 def test_each_step_adds_mu_times_the_distance_to_the_gradient(tmp_path):
     mu, lr = 0.7, 0.1
-    options = {
-        "clients_per_round": 1,
-        "rounds": 1,
-        "batch_size": 10_000,
-        "optimizer": partial(torch.optim.SGD, lr=lr),
-        "trainer": {"accelerator": "cpu", "max_epochs": 3},
-    }
+    options = {"clients_per_round": 1, "rounds": 1} | full_batch(lr, 3)
     run = finished(tmp_path, FedProx(mu), **options)
     local = copy.deepcopy(run.worker.template.backbone)
     start = [p.detach().clone() for p in local.parameters()]

@@ -1,15 +1,13 @@
 """FedSiam-DA's equations against brute force, and its identities (spec: 3. FedSiam-DA)."""
 
 import copy
-import gc
 import math
-import weakref
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
-from experiments import SGD, NormMLP, assert_near, digits, experiment, finished, same_bytes
+from experiments import NormMLP, assert_near, digits, experiment, finished, same_bytes
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -181,26 +179,13 @@ def test_the_copys_learning_rate_is_the_rounds():
     assert losses[0] == losses[1]
 
 
-def test_the_copy_is_no_part_of_the_client_and_is_gone_after_its_fit(tmp_path):
+def test_the_copy_is_no_part_of_the_client():
     module, _ = client()
     before = set(module.state_dict())
     module.on_fit_start()
     assert set(module.state_dict()) == before
     assert len(list(module.parameters())) == len(list(module.backbone.parameters()))
     assert set(FedSiamDA().remember(module, Message())) == {"term_history"}
-
-    alive = []
-
-    def optimizer(parameters):
-        parameters = list(parameters)
-        alive.extend(weakref.ref(p) for p in parameters)
-        return SGD(parameters)
-
-    run = finished(tmp_path, FedSiamDA(), **SHORT, optimizer=optimizer)
-    gc.collect()
-    fits, made_to_ask = 4, 4
-    assert len(alive) == (2 * fits + made_to_ask) * len(list(run.worker.template.backbone.parameters()))
-    assert not any(ref() is not None for ref in alive)
 
 
 def test_the_client_looks_at_the_updated_copy_under_plain_autocast_too():
@@ -410,13 +395,6 @@ def test_eq16_weighs_statistics_too_but_they_have_no_part_in_the_cosine():
     assert len({round(x, 6) for x in xi}) == 3  # a plain mean is another
 
 
-def test_one_participant_keeps_its_weights_bit_for_bit():
-    model = dict(random_model(4).state_dict())
-    result = DualAggregation().finish(uploads([model], [7]), {}, {})
-    assert same_bytes(result["model"], model)
-    assert result["weights"]["value"].tolist() == [1.0]
-
-
 # --- Runs ---
 
 
@@ -428,10 +406,9 @@ def test_mu_zero_switches_both_terms_off_and_keeps_nothing():
     assert FedSiamDA(mu=0.0).remember(module, Message()) == {}
 
 
-@pytest.mark.parametrize("stop_gradient", [True, False])
-def test_mixed_precision_runs_and_stays_finite(tmp_path, stop_gradient):
+def test_mixed_precision_runs_and_stays_finite(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
-    run = finished(tmp_path, FedSiamDA(mu=1.0, stop_gradient=stop_gradient), **SHORT | {"trainer": trainer})
+    run = finished(tmp_path, FedSiamDA(mu=1.0), **SHORT | {"trainer": trainer})
     assert all(torch.isfinite(value).all() for value in run.state["model"].values())
     row = run.csv.rows[-1]
     assert 0 < row["client/train_history"] <= 1

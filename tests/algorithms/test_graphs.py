@@ -86,11 +86,6 @@ def test_adjacency_is_the_files_less_links_to_oneself(tmp_path, form):
     assert links(Adjacency(str(path)), 3) == [{1}, {2}, {0, 1}]
 
 
-def test_adjacency_of_a_single_client_is_nobody(tmp_path):
-    (tmp_path / "one.txt").write_text("1\n")
-    assert links(Adjacency(str(tmp_path / "one.txt")), 1) == [set()]
-
-
 @pytest.mark.parametrize(
     "content",
     ["0 1\n1 0\n", "0 1 0\n1 0 1\n", "0 1 0\n1 0 2\n0 1 0\n", "0 .5 0\n1 0 1\n0 1 0\n", "0 nan 0\n1 0 1\n0 1 0"],
@@ -107,6 +102,7 @@ def test_a_matrix_of_another_size_or_of_other_numbers_is_refused(tmp_path, conte
     [
         ("words.txt", b"a b\nc d\n"),
         ("ragged.txt", b"0 1\n1\n"),
+        ("empty.npy", b""),
         ("binary.txt", bytes(range(256))),
         ("text.npy", b"0 1\n1 0\n"),
         ("cut.npy", b"\x93NUMPY\x01\x00v\x00{'descr'"),
@@ -115,13 +111,6 @@ def test_a_matrix_of_another_size_or_of_other_numbers_is_refused(tmp_path, conte
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"algorithm.graph.path: .*{name} cannot be read: ."):
-        Adjacency(str(tmp_path / name)).links(2, np.random.default_rng(0))
-
-
-@pytest.mark.parametrize("name", ["empty.txt", "empty.npy"])
-def test_an_empty_file_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"algorithm.graph.path: .*{name}"):
         Adjacency(str(tmp_path / name)).links(2, np.random.default_rng(0))
 
 
@@ -148,11 +137,6 @@ def test_options_out_of_range_are_named(tmp_path):
     for rows in (4, 5):
         with pytest.raises(ConfigError, match=rf"algorithm.graph.rows: 6 clients cannot stand in {rows} rows"):
             run_links(tmp_path, Torus(rows))
-
-
-def test_a_torus_of_no_rows_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.graph.rows: .*0"):
-        run_links(tmp_path, Torus(0))
 
 
 def test_a_client_with_nobody_to_hear_collects_nothing(tmp_path):

@@ -15,7 +15,13 @@ from fl_lightning.engines import StackedEngine
 NAMES = [name for name in CLASSES if name != "Algorithm"]
 FAST = ("CwFedAvg", "FedSKC", "SCAFFOLD", "UAPDFL")
 """One method of each kind, which the fast tier runs."""
-TIERS = [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
+
+
+def tiers(names):
+    """Mark the methods that the fast tier does not run."""
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
 NEEDS_PREDICTOR = ("FedSiamDA",)
 MEASURED = "MeasuredModule (it has a configure_gradient_clipping of its own)"
 NOT_STACKED = {
@@ -29,7 +35,7 @@ NOT_STACKED = {
 }
 
 
-@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize("name", tiers(NAMES))
 def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
     """With BatchNorm, classes that clients lack, and clients that go on, are new or no more in the other round."""
     method, options = METHODS[name]
@@ -73,12 +79,15 @@ def test_what_most_methods_take_is_handed_on(name):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize("name", tiers([name for name in NAMES if name not in NOT_STACKED]))
 def test_clients_trained_at_once_are_those_trained_one_by_one(tmp_path, name):
     method, options = METHODS[name]
-    if name not in NOT_STACKED:
-        compare(tmp_path, method(), **options)
-        return
+    compare(tmp_path, method(), **options)
+
+
+@pytest.mark.parametrize("name", NOT_STACKED)
+def test_a_method_that_cannot_be_stacked_is_refused_in_one_line(tmp_path, name):
+    method, options = METHODS[name]
     run = experiment(tmp_path, method(), **options)
     run.load()
     with pytest.raises(ConfigError) as refusal:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, same_bytes, task_of_round, weights_after
+from experiments import NormMLP, assert_near, experiment, finished, full_batch, same_bytes, task_of_round, weights_after
 from servers import watched
 from stacking import compare
 from torch import nn
@@ -100,10 +100,8 @@ def test_a_run_by_hand(tmp_path):
         MOON(mu, tau),
         rounds=rounds,
         clients_per_round=2,
-        batch_size=10_000,
         model=PROJECTED,
-        optimizer=partial(torch.optim.SGD, lr=lr),
-        trainer={"accelerator": "cpu", "max_epochs": epochs},
+        **full_batch(lr, epochs),
     )
     run.load()
     model, last = copy.deepcopy(run.worker.template.backbone), {}
@@ -158,9 +156,8 @@ def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
         assert all(same_bytes(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("history", [1, 2])
-def test_stacked_clients_contrast_each_with_its_own(tmp_path, history):
-    run = compare(tmp_path, MOON(history=history), model=NormMLP)
+def test_stacked_clients_contrast_each_with_its_own(tmp_path):
+    run = compare(tmp_path, MOON(history=2), model=NormMLP)
     assert 0 < len(run.memory) < 6  # of the second round's clients some had a last model, some had none
 
 

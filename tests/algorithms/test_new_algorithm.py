@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 ALGORITHM = '''"""FedHalf: FedAvg with half of the update."""
@@ -52,7 +54,9 @@ assert "lr" in class_options("algorithms", "FedHalf")
 assert "digits_fedhalf.yaml" in shipped("configs")
 assert "algorithm: FedHalf" in open(config_path("digits_fedhalf")).read()
 assert "torch" not in sys.modules
+"""
 
+RUN = """
 from fl_lightning import FedHalf, HalfTerm, algorithms
 assert {"FedHalf", "HalfTerm"} <= set(algorithms.__all__)
 assert algorithms.FedHalf is FedHalf
@@ -73,7 +77,9 @@ assert "| `lr` | `0.5` | The share of the way. |" in filled
 """
 
 
-def test_a_file_in_a_family_folder_is_all_that_a_new_algorithm_needs(tmp_path):
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("script", [LOOKUPS, LOOKUPS + RUN], ids=["names", "run and docs"])
+def test_a_file_in_a_family_folder_is_all_that_a_new_algorithm_needs(tmp_path, script):
     package = tmp_path / "fl_lightning"
     shutil.copytree(ROOT / "fl_lightning", package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("callbacks", "configs", "papers", "sweeps"):
@@ -81,7 +87,7 @@ def test_a_file_in_a_family_folder_is_all_that_a_new_algorithm_needs(tmp_path):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (package / "algorithms" / "global_model" / "fedhalf.py").write_text(ALGORITHM)
     done = subprocess.run(
-        [sys.executable, "-c", LOOKUPS, str(docs)],
+        [sys.executable, "-c", script, str(docs)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -24,7 +24,6 @@ from fl_lightning.algorithms import (
     Ring,
 )
 from fl_lightning.algorithms.decentralized.peers import bundle, message_to_tensors, tensors_to_message, unbundle
-from fl_lightning.algorithms.global_model.fedskc import global_knowledge
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
@@ -89,21 +88,17 @@ def test_a_client_alone_keeps_its_weights_bit_for_bit():
 
 def test_a_publication_survives_the_state_and_the_way():
     messages = dict(zip((2, 10, 1), publications(3), strict=True))
+    messages[4] = Message(numbers={"n_samples": 2**53 + 1, "share": 0.1})
     for message in messages.values():
         again = tensors_to_message(message_to_tensors(message))
         assert same_bytes(again.tensors, message.tensors)
         assert again.numbers == message.numbers
     arrived = unbundle(bundle(messages))
-    assert [upload.client for upload in arrived] == [1, 2, 10]
+    assert [upload.client for upload in arrived] == [1, 2, 4, 10]
     for client, message in arrived:
         assert same_bytes(message.tensors, messages[client].tensors)
         assert message.numbers == messages[client].numbers
     assert unbundle(bundle({})) == []
-
-
-def test_a_published_number_keeps_its_digits():
-    message = Message(numbers={"n_samples": 2**53 + 1, "share": 0.1})
-    assert tensors_to_message(message_to_tensors(message)).numbers == message.numbers
 
 
 def test_bytes_of_a_bundle_are_those_of_its_messages():
@@ -125,7 +120,7 @@ def test_peers_are_a_draw_of_n_com_others_anew_each_round(tmp_path):
     assert {key: peers_in(run.server.download(*key)) for key in list(drawn)[:20]} == dict(list(drawn.items())[:20])
 
 
-@pytest.mark.parametrize("n_com", [None, 1, 3])
+@pytest.mark.parametrize("n_com", [None, 1])
 def test_only_linked_peers_are_heard(tmp_path, n_com):
     run = finished(tmp_path, PeerAlgorithm(n_com, graph=Ring()), rounds=1, **ALL)
     for client in range(K):
@@ -254,19 +249,6 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
                 expected = sum(section["counts"][i] / total * section["values"][i] for section in sections)
             torch.testing.assert_close(merged[i], expected)
     assert kept  # what a client once heard of a class lasts while nobody near holds it
-
-
-def test_structural_knowledge_is_merged_from_own_and_peers(tmp_path):
-    engine = Watching()
-    method = PeerAlgorithm(n_com=2, loss_terms=[LocalContrastive()])
-    run = finished(tmp_path, method, rounds=2, engine=engine, **ALL)
-    assert run.csv.rows[1]["client/train_lcl"] > 0
-    for client, task in engine.of_round(2).items():
-        heard = [task.memory["laid_out"], *(upload.message.tensors for upload in unbundle(task.download))]
-        local = torch.stack([tensors["structural/values"] for tensors in heard])
-        held = torch.stack([tensors["structural/known"] for tensors in heard])
-        values, known = global_knowledge(local, held, similar_clients=1)
-        torch.testing.assert_close(run.memory[client]["structural"]["values"][known], values[known])
 
 
 @pytest.mark.parametrize("term", [LocalContrastive, HistoryContrast])

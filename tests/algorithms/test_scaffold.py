@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, in_float64, same_bytes, weights_after
+from experiments import NormMLP, assert_near, experiment, finished, same_bytes, weights_after
 from servers import mean_of, watched
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
@@ -119,16 +119,6 @@ def test_the_server_divides_by_those_that_arrived_and_controls_by_all_clients(ar
 # --- Identities ---
 
 
-@pytest.mark.parametrize("model", [MLP, NormMLP])
-@in_float64
-def test_round_1_is_fedavg_for_any_number_of_steps(tmp_path, model):
-    options = PLAIN | {"rounds": 1, "model": model}
-    mine, average = (
-        weights_after(tmp_path / name, method, **options) for name, method in (("mine", SCAFFOLD()), ("avg", UNIFORM()))
-    )
-    assert_near(mine, average)
-
-
 def test_one_step_of_everybody_is_fedavg_in_every_round(tmp_path):
     trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": 1}
     options = PLAIN | {"rounds": 4, "clients_per_round": None, "trainer": trainer}
@@ -225,9 +215,8 @@ def test_another_aggregator_takes_the_weights_and_leaves_the_controls(tmp_path):
         ({"trainer": CPU | {"gradient_clip_val": 1.0}}, "trainer.gradient_clip_val: .*; leave it out"),
     ],
 )
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_a_fit_that_is_no_plain_descent_is_refused_before_round_1(tmp_path, options, message, engine):
-    run = experiment(tmp_path, SCAFFOLD(), engine=engine, **PLAIN | options)
+def test_a_fit_that_is_no_plain_descent_is_refused_before_round_1(tmp_path, options, message):
+    run = experiment(tmp_path, SCAFFOLD(), **PLAIN | options)
     with pytest.raises(ConfigError, match=f"^{message}"):
         run.fit()
     assert not (tmp_path / "metrics.csv").exists()
