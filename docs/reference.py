@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docstring_parser import parse
-
 from fl_lightning.algorithms import Algorithm
 from fl_lightning.cli.catalogue import FAMILIES, classes
+from fl_lightning.cli.signatures import find_class
 
 PAGE = Path(__file__).with_name("algorithms.md")
 COMMON = ("loss_terms", "aggregator", "buffers")
@@ -41,11 +40,11 @@ def overview() -> str:
 
 def options(kind: type[Algorithm]) -> str:
     """Return a table of a method's own options, and the bytes that it sends."""
-    described = {entry.arg_name: entry.description or "" for entry in parse(inspect.getdoc(kind) or "").params}
+    described = find_class(f"{kind.__module__}.{kind.__name__}").help
     lines = ["| option | default | |", "|---|---|---|"]
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name != "self" and not (name in COMMON and parameter.default in (None, "average")):
-            text = " ".join(described[name].split()).replace("||", "‖").replace("|", "\\|")
+            text = described[name].replace("||", "‖").replace("|", "\\|")
             lines.append(f"| `{name}` | {shown(parameter.default)} | {text} |")
     down, up = bytes_of(kind)
     travels = f"Bytes a round, each participant: down {down}, up {up}."

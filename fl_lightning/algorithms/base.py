@@ -43,7 +43,7 @@ class Algorithm(Capable):
             `drop` them (each fit starts with initial ones, and so does the shared model).
 
     Raises:
-        ConfigError: Two loss terms have one name.
+        ConfigError: Two loss terms have one name, or an option of the method is out of its range.
 
     Attributes:
         server: Whether there is a server. Otherwise a client's upload stays with the client, and its peers collect it.

@@ -32,10 +32,7 @@ class Ring(Graph):
     """Clients in a circle, each linked to its nearest neighbours on both sides.
 
     Args:
-        reach: How many neighbours on each side.
-
-    Raises:
-        ConfigError: `reach` is below 1.
+        reach: Number of neighbours on each side, 1 or more.
 
     Example:
         >>> Ring().links(5, np.random.default_rng(0))[0].nonzero()[0]
@@ -56,10 +53,11 @@ class Torus(Graph):
     """Clients on a grid with periodic boundaries, each linked to its four neighbours.
 
     Args:
-        rows: Rows of the grid, a divisor of the number of clients; by default the grid is as square as can be.
+        rows: Number of rows of the grid, a divisor of the number of clients. By default the grid is as square as
+            possible.
 
     Raises:
-        ConfigError: The number of clients cannot be laid out in so many rows.
+        ConfigError: The number of clients is not divisible by `rows`.
     """
 
     def __init__(self, rows: int | None = None) -> None:
@@ -74,7 +72,7 @@ class Torus(Graph):
             else max(n for n in range(1, math.isqrt(clients) + 1) if clients % n == 0)
         )
         if clients % rows:
-            raise ConfigError(f"algorithm.graph.rows: {clients} clients cannot stand in {rows} rows of one length")
+            raise ConfigError(f"algorithm.graph.rows: {clients} clients do not fill {rows} rows of equal length")
         grid = np.arange(clients).reshape(rows, -1)
         links = np.zeros((clients, clients), dtype=bool)
         for axis in (0, 1):
@@ -84,15 +82,12 @@ class Torus(Graph):
 
 
 class ErdosRenyi(Graph):
-    """A random graph: each pair of clients is linked with one probability, drawn once a run from its seed.
+    """A random graph: each pair of clients is linked with the same probability, drawn once per run from its seed.
 
-    A client may be left with nobody; it then trains alone.
+    A client without links trains alone.
 
     Args:
-        p: The probability, in [0, 1].
-
-    Raises:
-        ConfigError: `p` is outside [0, 1].
+        p: The probability of a link, in [0, 1].
     """
 
     def __init__(self, p: float = 0.3) -> None:
@@ -106,13 +101,13 @@ class ErdosRenyi(Graph):
 
 
 class Adjacency(Graph):
-    """A graph of your own, from a file: one line a client, 0 or 1 for each peer it can collect from.
+    """A graph from a file with one line per client: 0 or 1 for each peer that it can collect from.
 
     Args:
-        path: A text file of numbers, separated by spaces or commas; or a `.npy` file with a matrix.
+        path: A text file with numbers separated by spaces or commas, or a `.npy` file with a matrix.
 
     Raises:
-        ConfigError: The file cannot be read, or is no square matrix of zeros and ones with a row for each client.
+        ConfigError: The file cannot be read, or is not a square matrix of zeros and ones with one row per client.
     """
 
     def __init__(self, path: str) -> None:
@@ -125,14 +120,12 @@ class Adjacency(Graph):
         except (OSError, EOFError, ValueError) as error:
             raise ConfigError(f"algorithm.graph.path: {self.path} cannot be read: {error}") from error
         if matrix.shape != (clients, clients) or not np.isin(matrix, (0, 1)).all():
-            raise ConfigError(
-                f"algorithm.graph.path: {self.path} must hold {clients} rows of {clients} zeros and ones, one a client"
-            )
+            raise ConfigError(f"algorithm.graph.path: {self.path} must hold {clients} rows of {clients} zeros and ones")
         return matrix.astype(bool) & Complete().links(clients, rng)
 
 
 def read_matrix(path: Path) -> np.ndarray | list[list[float]]:
-    """Read the numbers in a `.npy` file, or in a text file with one row a line."""
+    """Read the numbers in a `.npy` file, or in a text file with one row per line."""
     content = read_file(path, 2**30)
     if path.suffix == ".npy":
         return np.load(BytesIO(content), allow_pickle=False)

@@ -71,8 +71,8 @@ class LossTerm(nn.Module):
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Shared knowledge that must travel for this term."""
-        return ()
+        """Shared knowledge that must travel for this term. By default, that in the term's attributes."""
+        return tuple(piece for piece in self.children() if isinstance(piece, SharedKnowledge))
 
     def begin(self, module: ClientModule) -> None:
         """Called when a fit starts, on the training device, with the received weights and knowledge loaded.

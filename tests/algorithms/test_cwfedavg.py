@@ -448,7 +448,7 @@ def test_wdr_is_zero_in_a_module_whose_fit_was_never_begun():
 
 def test_wdr_needs_class_counts():
     module = FedAvg(loss_terms=[WeightDistribution()]).client_module(SMALL())
-    with pytest.raises(ConfigError, match=r"WeightDistribution: set module.class_counts"):
+    with pytest.raises(ConfigError, match=r"WeightDistribution: module.class_counts is missing"):
         module.on_fit_start()
 
 
@@ -461,7 +461,7 @@ class NoMatrix(Backbone):
 
 
 def test_a_model_without_a_classification_layer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="model: a head that ends with a row of weights a class is needed"):
+    with pytest.raises(ConfigError, match="model: class-wise averaging needs a `head` that ends with a linear layer"):
         experiment(tmp_path / "class wise", FedAvg(aggregator=ClassWise()), model=NoMatrix).fit()
     term = WeightDistribution()
     term.shares = torch.full((C,), 1 / C)

@@ -105,5 +105,5 @@ def test_the_own_model_is_what_is_measured(tmp_path, clients):
 
 def test_an_own_model_that_diverges_is_named(tmp_path):
     run = experiment(tmp_path, Ditto(1e30), model=SMALL, rounds=1)
-    with pytest.raises(ClientFailure, match=r"the own model's '.*' is NaN or Inf: lower .* algorithm.lam"):
+    with pytest.raises(ClientFailure, match=r"the personalised model's '.*' is NaN or Inf. Lower .* algorithm.lam"):
         run.fit()

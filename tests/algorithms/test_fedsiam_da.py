@@ -360,7 +360,7 @@ def test_eq13_to_15_equal_a_brute_force_loop(clients, width, seed):
     ids=["away from the mean", "one is zero", "all are zero", "the mean is zero"],
 )
 def test_cosines_that_are_not_all_positive_fall_back_to_uniform(models):
-    with pytest.warns(UserWarning, match="a client's weights point away from the mean; all count the same"):
+    with pytest.warns(UserWarning, match="weights point away from the mean. All clients get the same weight"):
         xi = siam.dual_weights(torch.tensor(models, dtype=torch.float64))
     assert xi.tolist() == [1 / len(models)] * len(models)
 

@@ -135,7 +135,7 @@ def test_options_out_of_range_are_named(tmp_path):
         with pytest.raises(ConfigError, match=rf"algorithm.graph.p: {p} is outside \[0, 1\]"):
             ErdosRenyi(p)
     for rows in (4, 5):
-        with pytest.raises(ConfigError, match=rf"algorithm.graph.rows: 6 clients cannot stand in {rows} rows"):
+        with pytest.raises(ConfigError, match=rf"algorithm.graph.rows: 6 clients do not fill {rows} rows"):
             run_links(tmp_path, Torus(rows))
 
 

@@ -76,5 +76,5 @@ def test_terms_of_ones_own_work_and_terms_that_need_others_are_refused(tmp_path)
     held.fit()
     for client, memory in own_models(plain).items():
         assert not same_bytes(memory, own_models(held)[client])
-    with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs what other clients know"):
+    with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs shared knowledge"):
         Local([Proximal(0.1), DistillingWeights()])

@@ -28,7 +28,7 @@ NOT_STACKED = {
     "APPLE": "MixedModule (it has a losses of its own)",
     "CriticalFL": MEASURED,
     "DisPFL": "MaskedModule (it has a on_before_optimizer_step of its own)",
-    "Ditto": "BesideShared (it has a training_step of its own)",
+    "Ditto": "TwoModels (it has a training_step of its own)",
     "FedSiamDA": "loss term 'siamese'",
     "PeerCriticalFL": MEASURED,
     "PerFedAvg": "MetaStep (it has a training_step of its own)",

@@ -132,7 +132,7 @@ def test_only_linked_peers_are_heard(tmp_path, n_com):
 
 def test_more_peers_than_others_are_named(tmp_path):
     run = experiment(tmp_path, PeerAlgorithm(n_com=K))
-    with pytest.raises(ConfigError, match=r"algorithm.n_com: 6 peers, and a client has only 5 others"):
+    with pytest.raises(ConfigError, match=r"algorithm.n_com: 6 peers, but a client has only 5 others"):
         run.fit()
     experiment(tmp_path, PeerAlgorithm(n_com=K - 1)).load()
 

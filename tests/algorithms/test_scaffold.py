@@ -209,10 +209,10 @@ def test_another_aggregator_takes_the_weights_and_leaves_the_controls(tmp_path):
     [
         ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "optimizer: SCAFFOLD needs plain SGD"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1, maximize=True)}, "optimizer: SCAFFOLD needs plain SGD"),
-        ({"optimizer": torch.optim.Adam}, "optimizer: SCAFFOLD needs plain SGD with one learning rate; set momentum 0"),
-        ({"lr_scheduler": partial(ExponentialLR, gamma=0.5)}, "lr_scheduler: .*; use round_lr_scheduler"),
+        ({"optimizer": torch.optim.Adam}, "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0"),
+        ({"lr_scheduler": partial(ExponentialLR, gamma=0.5)}, "lr_scheduler: .* Use round_lr_scheduler"),
         ({"trainer": CPU | {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches: .*larger batch_size"),
-        ({"trainer": CPU | {"gradient_clip_val": 1.0}}, "trainer.gradient_clip_val: .*; leave it out"),
+        ({"trainer": CPU | {"gradient_clip_val": 1.0}}, "trainer.gradient_clip_val: .* Remove it"),
     ],
 )
 def test_a_fit_that_is_no_plain_descent_is_refused_before_round_1(tmp_path, options, message):
@@ -225,7 +225,7 @@ def test_a_fit_that_is_no_plain_descent_is_refused_before_round_1(tmp_path, opti
 def test_steps_that_a_scaler_leaves_out_and_several_rates_are_refused():
     module, _, _ = begun_module()
     module.trainer.precision_plugin.precision = "16-mixed"  # on a CPU Lightning makes bf16 of it
-    with pytest.raises(ConfigError, match=r"^trainer.precision: 16-mixed leaves out steps"):
+    with pytest.raises(ConfigError, match=r"^trainer.precision: 16-mixed skips steps"):
         module.on_fit_start()
 
     def two_rates(parameters):

@@ -1,7 +1,7 @@
-"""CFL: one model at first, then one for each group of clients whose updates point in the same direction.
+"""CFL: one model at first, then one for each group of clients with updates in the same direction.
 
 Sattler, Müller, Samek: "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
-Constraints", IEEE TNNLS 2020, as the authors' code has it.
+Constraints", IEEE TNNLS 2020, as implemented in the authors' code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import State, flatten, weighted_mean
 
 START = "start"
-"""The section of a module's notes that holds the weights it was sent."""
+"""The section of a module's notes with the received weights."""
 
 LAST = "last_update"
-"""The section of a client's memory that holds its last update, which the server has seen too."""
+"""The section of the client state with its last update, which the server has received too."""
 
 
 def update(start: Tensors, end: Tensors) -> Tensor:
-    """Return `Δ_i`, the change of the parameters by training, `(P,)`, float64."""
+    """Return `Δ_i`, the change of the parameters by training, `(P,)`, in float64."""
     before, after = flatten([start, end])
     return after - before
 
@@ -52,12 +52,14 @@ def bipartition(similarity: Tensor) -> Tensor:
 
 
 def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
-    """Return which of two groups an update `(P,)` is nearer to, by its least similar member. A tie is False.
+    """Return whether an update `(P,)` is nearer to the second of two groups, by its least similar member.
+
+    A tie is False.
 
     Args:
         one: The update.
-        updates: Those of the groups' members, `(m, P)`.
-        groups: Which of the two each is in, `(m,)` bool.
+        updates: The updates of the groups' members, `(m, P)`.
+        groups: Whether each member is in the second group, `(m,)` bool.
     """
     similarity = cosines(one[None].double(), updates)[0]
     return bool(similarity[groups].min() > similarity[~groups].min())
@@ -66,19 +68,17 @@ def is_nearer_to_second(one: Tensor, updates: Tensor, groups: Tensor) -> bool:
 class Splits(Aggregator):
     """Average each cluster, and split a cluster whose mean update is small while its largest update is not.
 
-    The state's `assignment` holds each client's `cluster` `(N,)`, whether it was ever `heard` and the `round`;
-    `norms` the norm of each cluster's `mean` update and the `max` of its members', `(clusters,)`, before it was split
-    (NaN where nobody took part). The `model` is the mean of all uploads.
+    The section `assignment` of the state holds each client's `cluster` `(N,)`, whether the client has ever uploaded
+    (`heard`) and the `round`. The section `norms` holds, for each cluster before it was split, the norm of the `mean`
+    update and the `max` of its members' norms, `(clusters,)`; NaN for a cluster without participants. The `model` is
+    the mean of all uploads.
 
     Args:
-        eps1: ε1, which the norm of the mean update must be below; `.inf` for any.
-        eps2: ε2, which the largest update's norm must be above; `.inf` for none.
-        min_rounds: Rounds without splits.
-        min_size: A cluster is split if more than so many of it take part.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-
-    Raises:
-        ConfigError: `eps1`, `eps2` or `min_rounds` is below 0, or `min_size` below 1.
+        eps1: ε1, the upper bound on the norm of the mean update, 0 or more.
+        eps2: ε2, the lower bound on the largest norm of an update, 0 or more.
+        min_rounds: Number of rounds without splits, 0 or more.
+        min_size: A cluster is split if more than this number of its clients take part, 1 or more.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     leaves = ("norms",)
@@ -96,7 +96,7 @@ class Splits(Aggregator):
         return state[section(int(state["assignment"]["cluster"][client]))]
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload: who is averaged with whom is decided when all are there."""
+        """Keep every upload, because clusters are split after all have arrived."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -153,12 +153,12 @@ def group_by_cluster(uploads: Iterable[Upload], clusters: Tensor) -> list[tuple[
 def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updates: Tensor) -> list[int]:
     """Return the clients that leave a cluster when it is split.
 
-    Those who did not take part this round go by their last update; who never did, stays.
+    Absent clients follow the group that their last update is nearer to. Clients that have never taken part stay.
 
     Args:
-        state: Before the split.
+        state: The state before the split.
         cluster: The cluster.
-        members: Its participants' uploads.
+        members: The uploads of the cluster's participants.
         updates: Their updates, `(m, P)`.
     """
     groups, present = bipartition(cosines(updates, updates)), [upload.client for upload in members]
@@ -171,24 +171,19 @@ def leaving_clients(state: State, cluster: int, members: Sequence[Upload], updat
 class CFL(Algorithm):
     """Clustered training that splits a cluster if the updates of its clients point in different directions.
 
-    All clients begin in one cluster. Where the norm of a cluster's mean update is below `eps1` while a member's is
-    above `eps2`, complete linkage cuts it in two; both parts go on from the mean of their own members. Until the first
-    split this is FedAvg with `weighting: uniform`, bit for bit; with `eps1` 0 it is for ever. The callback
-    `ClusterNorms` logs both norms: set `eps1` and `eps2` by them.
+    All clients start in one cluster. If the norm of a cluster's mean update is below `eps1` and a member's norm is
+    above `eps2`, complete linkage splits the cluster in two. Each part continues from the mean of its own members.
+    Until the first split this is FedAvg with `weighting: uniform`, bit for bit. With `eps1` 0 there is no split. The
+    callback `ClusterNorms` logs both norms, which helps to choose `eps1` and `eps2`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        eps1: ε1, which the norm of the mean update must be below for a split; `.inf` for any.
-        eps2: ε2, which the largest update's norm must be above; `.inf` for none.
-        min_rounds: Rounds without splits.
-        min_size: A cluster is split if more than so many of it take part in the round.
-        weighting: Weigh clients all the same (`uniform`, the authors' code) or by their number of `samples`.
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        buffers: BatchNorm's running statistics: `average` them in each cluster, `local` or `drop`.
-
-    Raises:
-        ConfigError: `eps1`, `eps2` or `min_rounds` is below 0, or `min_size` below 1.
+        eps1: ε1: a split needs a mean update with a smaller norm; `.inf` accepts any.
+        eps2: ε2: a split needs an update with a larger norm; `.inf` accepts none.
+        min_rounds: Number of rounds without splits.
+        min_size: A cluster is split if more than this number of its clients take part in the round.
+        weighting: Weight clients equally (`uniform`, the authors' code) or by their number of `samples`.
     """
 
     one_model = False
@@ -222,6 +217,6 @@ class CFL(Algorithm):
         module.notes = {START: download.section("model")}
 
     def remember(self, module: ClientModule, upload: Message) -> State:
-        """Return the client state with the last update, needed when its cluster is split in a round without it."""
+        """Return the client state with the last update, for splits in rounds without the client."""
         latest = update(module.notes[START], upload.section("model")).float()
         return super().remember(module, upload) | {LAST: {"update": latest}}

@@ -22,11 +22,11 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import RunningMean, State
 
 CHOICE = "choice"
-"""The section of a module's notes that tells which cluster it has chosen."""
+"""The section of a module's notes with the chosen cluster."""
 
 
 def mean_loss(module: ClientModule, batches: Batches) -> Tensor:
-    """Return `F_i(θ)`, the mean loss over all of a client's samples, in the module's present mode; a scalar."""
+    """Return `F_i(θ)`, the mean loss over all of a client's samples, as a scalar. The module's mode is not changed."""
     sums = [(module.objective.loss(module(x).float(), y, "sum"), len(y)) for x, y in batches]
     losses, counts = zip(*sums, strict=True)
     return torch.stack(losses).double().sum() / sum(counts)
@@ -46,9 +46,9 @@ class ClusterFold(NamedTuple):
     """The running means of a round's uploads.
 
     Attributes:
-        everybody: The mean of all.
-        members: The mean of each cluster that somebody chose.
-        choices: Each participant and the cluster it chose.
+        everybody: The mean of all uploads.
+        members: The mean of each cluster that was chosen.
+        choices: Each participant and the cluster that it chose.
     """
 
     everybody: RunningMean
@@ -57,14 +57,14 @@ class ClusterFold(NamedTuple):
 
 
 class ClusterMeans(Aggregator):
-    """Average, for each cluster, the uploads of the clients that chose it. A cluster without any keeps its model.
+    """Average, for each cluster, the uploads of the clients that chose it. A cluster that nobody chose keeps its model.
 
-    The state's `model` is the mean of all uploads, and `choices` tells which cluster each participant chose.
+    The state's `model` is the mean of all uploads. The section `choices` holds the cluster of each participant.
 
     Args:
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        shared_layers: Entries of the state dict of which all clusters have the mean of everybody, by the beginnings of
-            their names; a cluster's section does not have them.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        shared_layers: Prefixes of the state dict's entries that are averaged over all clients. The sections of the
+            clusters do not contain them.
     """
 
     def __init__(self, weighting: Weighting = "samples", shared_layers: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ class ClusterMeans(Aggregator):
         return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
 
     def fold(self, uploads: Iterable[Upload]) -> ClusterFold:
-        """Add each client's weights to everybody's mean and to its cluster's."""
+        """Add each client's weights to the mean of all and to that of its cluster."""
         folded = ClusterFold(RunningMean(), {}, [])
         for upload in uploads:
             weight = upload.n_samples if self.weighting == "samples" else 1
@@ -93,25 +93,21 @@ class ClusterMeans(Aggregator):
 
 
 class IFCA(Algorithm):
-    """Clustered training: each client trains that one of k models which has the lowest loss on its data.
+    """Clustered training: each client trains the one of k models that has the lowest loss on its data.
 
-    Which cluster a client is in is decided anew each round, on its training data, in eval mode; nobody remembers it.
-    With `clusters` 1 this is FedAvg, bit for bit. With more there is no one model to measure: read the clients'
-    accuracies, of the models they receive (`evaluation.client_model: received`).
+    A client chooses its cluster again in each round, on its training data, in eval mode. With `clusters` 1 this is
+    FedAvg, bit for bit. With more there is no global model to evaluate; evaluate the models that clients receive
+    (`evaluation.client_model: received`).
 
     Bytes a round, each participant: down `clusters * model`, up `model + 16`.
 
     Args:
-        clusters: k, how many models there are. The first starts as every other method's does, the others from random
-            weights of their own.
-        shared_layers: Layers that all clusters share, averaged over all participants (and sent once): the beginnings
-            of their names in the state dict, `["encoder."]` say.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy; they have no say in the choice.
-        buffers: BatchNorm's running statistics: `average` them in each cluster, `local` or `drop`.
-
-    Raises:
-        ConfigError: `clusters` is below 1.
+        clusters: k, the number of models. The first starts from the usual initial weights, the others from other
+            random weights.
+        shared_layers: Prefixes of the names of layers that all clusters share, such as `["encoder."]`. They are
+            averaged over all participants and sent once.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
+        loss_terms: Loss terms for training. They do not affect the choice of the cluster.
     """
 
     def __init__(
@@ -131,9 +127,9 @@ class IFCA(Algorithm):
         """Return the initial state, with a model for each cluster. The first is the initial model.
 
         Raises:
-            ConfigError: The name of a shared layer is no entry's beginning, or there are more clusters than clients.
+            ConfigError: No entry begins with the name of a shared layer, or there are more clusters than clients.
         """
-        check_number("algorithm.clusters", self.clusters, f"[1, {clients}]", "no more than scenario.clients")
+        check_number("algorithm.clusters", self.clusters, f"[1, {clients}]", "use at most scenario.clients")
         state = super().initial_state(backbone, num_classes, clients, rng)
         for name in self.means.shared_layers:
             if not any(entry.startswith(name) for entry in state["model"]):

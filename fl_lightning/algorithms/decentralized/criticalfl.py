@@ -31,36 +31,31 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import State, packed, parameter_names, unpacked
 
 CHANGED = "changed"
-"""The section of a publication that says which entries of its model changed most, a bit each."""
+"""The section of a publication with the mask of the entries that changed most, one bit each."""
 
 HEARD = "heard"
-"""The section of a module's notes that holds the gradient norms of the peers it has heard."""
+"""The section of a module's notes with the gradient norms of its peers."""
 
 
 class PeerCriticalFL(PeerAlgorithm):
     """CriticalFL between peers: while gradient norms grow, collect the largest changes of more peers.
 
-    Each client has a detector of its own, which sees the mean of its gradient norm and of those that the peers it
-    heard had in their last rounds. A peer in a critical period is heard in the entries that changed most; each entry
-    becomes the mean, by samples, of the client's own and of those heard. With `max_share` 0 and `keep` 1 this is
-    `PeerAlgorithm`, bit for bit.
+    Each client has its own detector. It receives the mean of the client's gradient norm and the last norms of the peers
+    that the client collected from. From a peer in a critical period, a client collects only the entries that changed
+    most. Each entry becomes the mean, by samples, of the client's own and the collected ones. With `max_share` 0 and
+    `keep` 1 this is `PeerAlgorithm`, bit for bit.
 
     Bytes a round, each participant, at most: down `max(n_com, int(max_share * N)) * (model + P // 8 + 17)`, up `0`.
 
     Args:
-        n_com: Peers that a client hears in a round at first, and the fewest.
-        delta: δ, the growth of the gradients' norm above which a period is critical.
-        window: How many norms make a mean; before the first there were zeros.
-        every: Rounds of a client between looks at the norms.
-        sure: The first so many looks find a critical period, whatever the norms.
-        max_share: The largest share of all clients that a client hears in a round, unless `n_com` is more.
-        keep: Share of the parameters' entries that is heard of a peer in a critical period; 1 is the whole model.
-        graph: Who can hear whom; everybody by default.
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are always heard whole.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        n_com: Initial and smallest number of peers that a client collects from in a round.
+        delta: δ, the relative growth of the gradient norm above which a period is critical.
+        window: Number of norms in the moving average. Norms before the first round count as zero.
+        every: Number of the client's rounds between two checks of the norms.
+        sure: Number of first checks that always find a critical period.
+        max_share: The largest share of all clients that a client collects from in a round, unless `n_com` is more.
+        keep: Share of the parameters' entries that a peer in a critical period provides; 1 is the whole model.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always collected completely.
     """
 
     module_class = MeasuredModule
@@ -84,7 +79,7 @@ class PeerCriticalFL(PeerAlgorithm):
         self.max_share, self.keep = max_share, keep
         super().__init__(n_com, graph, loss_terms, buffers)
 
-    def hears(self, own: Message) -> int:
+    def peer_count(self, own: Message) -> int:
         """Return the number of peers that the client's detector asks for."""
         return int(own.numbers["peers"])
 
@@ -150,7 +145,7 @@ def collected_part(publication: Message) -> Message:
 
 
 def as_entries(message: Message) -> Message:
-    """Return a message with its model as single entries; of a whole model, all entries."""
+    """Return a message with its model as masked entries. For a whole model, the mask contains all entries."""
     model = message.section("model")
     if MASK in model:
         return message

@@ -1,4 +1,4 @@
-"""DFedAvgM: local SGD with momentum on a graph, then averaging with the neighbours by a mixing matrix.
+"""DFedAvgM: local SGD with momentum, then averaging with the neighbours in a graph by a mixing matrix.
 
 Sun, Li, Wang: "Decentralized Federated Averaging", IEEE TPAMI 2023, Algorithm 1; the mixing matrix by Xiao, Boyd, Kim:
 "Distributed Average Consensus with Least-Mean-Square Deviation", JPDC 2007 (Metropolis weights).
@@ -23,10 +23,10 @@ from fl_lightning.core.state import State, weighted_mean
 def metropolis_weights(links: Tensor) -> Tensor:
     """Return `w_ij = 1/(1 + max(d_i, d_j))` for linked i and j, else 0, and `w_ii = 1 - Σ_j w_ij`; `(N, N)`, float64.
 
-    Rows sum to 1; of a graph that is linked both ways columns do, too, so that mixing preserves the mean.
+    Rows sum to 1. In an undirected graph, so do columns, and mixing preserves the mean.
 
     Args:
-        links: Who hears whom, `(N, N)` bool, False on the diagonal.
+        links: Row i marks the neighbours of client i, `(N, N)` bool, False on the diagonal.
     """
     degrees = links.sum(dim=1).double()
     weights = links / (1 + torch.maximum(degrees[:, None], degrees))
@@ -36,20 +36,17 @@ def metropolis_weights(links: Tensor) -> Tensor:
 class DFedAvgM(PeerAlgorithm):
     """Local SGD with momentum, then x_i = Σ_j w_ij z_j over the neighbours, with Metropolis weights from the graph.
 
-    The momentum is the clients' optimizer's (`optimizer: SGD` with `momentum`), and starts from zero in every round.
-    What a client mixes after its round in the paper it mixes here at the start of its next one, which is the same: its
-    `z` is what its peers collect. With everybody linked the mean of all is FedAvg's with `weighting: uniform`, and with
-    nobody linked clients train alone. Clients' numbers of samples count for nothing.
+    The momentum is that of the clients' optimizer (`optimizer: SGD` with `momentum`) and starts from zero in every
+    round. In the paper a client mixes at the end of its round; here it mixes at the start of its next round, which is
+    equivalent: peers collect `z`. In a complete graph the mean of all models is that of FedAvg with `weighting:
+    uniform`. Without links, clients train alone. The number of samples of a client does not matter.
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 16)`, up `0`.
 
     Args:
-        n_com: Neighbours that a client collects from in a round, drawn anew each time, all with weight `1/(n_com + 1)`:
-            such a matrix does not preserve the mean. All neighbours, by Metropolis weights, by default.
-        graph: Who can hear whom, to be linked both ways; everybody by default.
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
-            `drop` them.
+        n_com: Number of neighbours that a client collects from, drawn in each round, all with weight `1/(n_com + 1)`.
+            Such a matrix does not preserve the mean. By default all neighbours, with Metropolis weights.
+        graph: The neighbours of each client. It should be undirected; complete by default.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from fl_lightning.core.state import State, packed, unpacked, weighted_mean
 Regrow = Literal["gradient", "random", "none"]
 
 NEXT = "next_masks"
-"""The section of a client's memory that holds the mask of its next round."""
+"""The section of the client state with the mask of its next round."""
 
 # --- Masks -------------------------------------------------------------------------------------------------------
 
@@ -61,18 +61,18 @@ def search_rate(round: int, prune_rate: float, rounds: int) -> float:
 def next_mask(weights: Tensor, mask: Tensor, score: Tensor, rate: float) -> Tensor:
     """Replace the `⌈α nnz⌉` smallest weights of a mask by the entries with the highest scores (Algorithm 2).
 
-    What was just dropped can come back; as many entries are in the mask as before.
+    An entry that was just dropped can come back. The number of entries in the mask does not change.
 
     Args:
-        weights: `(...)`, zero where the mask is.
+        weights: `(...)`, zero outside the mask.
         mask: `(...)` bool.
-        score: Likewise, what entries are taken in by.
+        score: `(...)`; the entries with the highest scores are added.
         rate: α.
     """
-    kept, few = mask.flatten().clone(), math.ceil(rate * int(mask.sum()))
+    kept, count = mask.flatten().clone(), math.ceil(rate * int(mask.sum()))
     size = weights.abs().flatten().where(kept, torch.inf)
-    kept[size.topk(few, largest=False).indices] = False
-    kept[score.flatten().where(~kept, -torch.inf).topk(few).indices] = True
+    kept[size.topk(count, largest=False).indices] = False
+    kept[score.flatten().where(~kept, -torch.inf).topk(count).indices] = True
     return kept.view(mask.shape)
 
 
@@ -85,8 +85,8 @@ def intersection_mean(weights: Sequence[Tensor], masks: Sequence[Tensor]) -> Ten
     """Return Eq. 4's `w̄ = Σ_j w_j / Σ_j m'_j`, entry by entry; 0 where no mask has the entry.
 
     Args:
-        weights: Of each client, zero where its mask is.
-        masks: The masks they were trained with.
+        weights: The weights of each client, zero outside its mask.
+        masks: The masks that they were trained with.
     """
     total = torch.stack([one.double() for one in weights]).sum(dim=0)
     count = torch.stack(list(masks)).sum(dim=0)
@@ -100,8 +100,8 @@ class MaskedModule(ClientModule):
     """A client's module that trains only the weights in a mask.
 
     Attributes:
-        masks: For each parameter of the backbone, by name, a mask of its shape; what has none is trained.
-        next_masks: Likewise, those of the client's next round, once they are searched.
+        masks: The masks of the backbone's parameters by name. Parameters without a mask are trained completely.
+        next_masks: The masks of the client's next round.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -122,7 +122,7 @@ class MaskedModule(ClientModule):
                 parameter.grad.mul_(self.masks[name])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Apply the mask again: a kept optimizer's momentum may belong to an earlier mask."""
+        """Apply the mask again: the momentum of a kept optimizer may belong to an earlier mask."""
         cut(self.backbone, self.masks)
 
 
@@ -137,26 +137,19 @@ def cut(backbone: nn.Module, masks: Tensors) -> None:
 class DisPFL(PeerAlgorithm):
     """Peers with sparse personal models, averaged where masks overlap. Each mask is searched again every round.
 
-    Each round a client takes, for each of its mask's entries, the mean over itself and those peers that have it, trains
-    within the mask, drops its smallest weights and takes in other entries for the next round. Layers' densities are
-    ERK's. With `dense_ratio` 1 this is `PeerAlgorithm` with `weighting: uniform`. There is no global model.
+    In each round a client averages every entry of its mask over itself and the peers that have it. It trains within the
+    mask, drops the smallest weights and adds other entries for the next round. The layers' densities are those of ERK.
+    With `dense_ratio` 1 this is `PeerAlgorithm` with `weighting: uniform`. There is no global model.
 
     Bytes a round, each participant, at most: down
     `(n_com or N - 1) * (4 * dense_ratio * P + P / 8 + 5 * T + buffers + 8)`, up `0`.
 
     Args:
-        dense_ratio: Share of the parameters that are in a mask; 1 or more is all.
-        prune_rate: a, the share of a tensor's entries that is exchanged at first.
-        search_rounds: T, the rounds over which that share falls to 0, by a cosine: the experiment's `rounds`, say.
-        regrow: What is taken in: the entries with the largest `gradient` of the cross-entropy over the client's data,
-            `random` ones, or `none`, and nothing dropped: masks stay as they were drawn.
-        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
-        graph: Who can hear whom; everybody by default.
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average` them, keep each client's own (`local`), or `drop` them.
-
-    Raises:
-        ConfigError: `dense_ratio` is not above 0, `prune_rate` outside [0, 1], or `search_rounds` below 1.
+        dense_ratio: Share of the parameters that are in a mask, above 0; 1 or more keeps all.
+        prune_rate: a, the initial share of a tensor's entries that is replaced, in [0, 1].
+        search_rounds: T, the number of rounds over which that share falls to 0 by a cosine, such as `rounds`.
+        regrow: Which entries are added: those with the largest `gradient` of the cross-entropy over the client's data,
+            or `random` ones. With `none`, masks do not change.
     """
 
     one_model = False
@@ -184,7 +177,7 @@ class DisPFL(PeerAlgorithm):
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the mean where masks overlap, within the client's new mask (lines 5-6). Before round 1, draw a mask.
 
-        Where nothing was collected the weights stay as they were trained, until the next fit begins.
+        If nothing was collected, the trained weights stay unmasked until the next fit begins.
         """
         assert isinstance(module, MaskedModule)
         super().receive(module, download, memory)
@@ -235,7 +228,7 @@ class DisPFL(PeerAlgorithm):
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:
-        """Return the mask of the next round; before round 1 the mask stays."""
+        """Return the mask of the next round. Before round 1 the mask does not change."""
         rate = search_rate(module.round - 1, self.prune_rate, self.search_rounds)
         if not module.round or not rate or self.regrow == "none":
             return module.masks

@@ -24,16 +24,10 @@ class PeerFedPer(PeerAlgorithm):
     Bytes a round, each participant: down `(n_com or N - 1) * (model - head + 8)`, up `0`.
 
     Args:
-        personal: Parts of the model that stay on their client: `head`, `encoder.2`, ...
-        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
-        graph: Who can hear whom; everybody by default.
-        weighting: Weigh a client and its peers by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
-            `drop` them.
+        personal: Parts of the model that stay on their client, such as `head` or `encoder.2`.
 
     Raises:
-        ConfigError: A personal part is none of the model's.
+        ConfigError: The model does not have a personal part.
     """
 
     def __init__(

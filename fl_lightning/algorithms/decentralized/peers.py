@@ -1,8 +1,8 @@
 """The base class of methods without a server, and gossip averaging.
 
-Every client lays out what it has trained (`upload`), and at the start of a round collects from its peers what they laid
-out the round before. All of a round's clients see that same snapshot, so the order they are visited in changes nothing.
-Only what is collected crosses, and counts.
+Every client publishes its trained model (`upload`). At the start of a round it collects what its peers published in
+earlier rounds. All clients of a round see the same publications, so results do not depend on their order. Only
+collected publications count as communication.
 """
 
 from __future__ import annotations
@@ -23,25 +23,22 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import ExchangedMean, State, weighted_mean
 
 LAID_OUT = "laid_out"
-"""The section of a client's memory that holds its own last publication."""
+"""The section of the client state with its own last publication."""
 
 
 class PeerAlgorithm(Algorithm):
     """Gossip averaging, FedAvg between peers: each client averages its model with its peers', then trains.
 
-    The base of peer-to-peer methods: they override `collect`, what of the peers' publications a client asks for, and
-    `mix`, what it makes of them. Shared knowledge is merged by each client from its own and its peers'. The state's
-    `model` is the mean of all clients' models; nobody holds it, it is there to be measured.
+    This is the base of peer-to-peer methods. They override `collect` (which parts of the peers' publications a client
+    collects) and `mix` (how it combines them). Each client merges the shared knowledge of its peers and its own. The
+    state's `model` is the mean of all clients' models, which no client has. It is only evaluated.
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 8)`, up `0`.
 
     Args:
-        n_com: Peers that a client collects from in a round, drawn anew each time; all it is linked to by default.
-        graph: Who can hear whom; everybody by default.
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
-            `drop` them.
-        weighting: Weigh a client and its peers by their number of `samples`, or all the same (`uniform`).
+        n_com: Number of peers that a client collects from, drawn in each round; by default all that it is linked to.
+        graph: The peers that each client can collect from; by default all.
+        weighting: Weight a client and its peers by their number of `samples`, or equally (`uniform`).
 
     Raises:
         ConfigError: `n_com` is below 1, or above the number of other clients.
@@ -66,7 +63,7 @@ class PeerAlgorithm(Algorithm):
     def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
         """Return the initial weights and the graph."""
         if self.n_com is not None and self.n_com >= clients:
-            raise ConfigError(f"algorithm.n_com: {self.n_com} peers, and a client has only {clients - 1} others")
+            raise ConfigError(f"algorithm.n_com: {self.n_com} peers, but a client has only {clients - 1} others")
         links = torch.from_numpy(self.graph.links(clients, rng))
         return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
 
@@ -74,14 +71,14 @@ class PeerAlgorithm(Algorithm):
         """Return the messages that a client collects from this round's peers, one section per peer."""
         linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
         own = publication(state, client)
-        wanted = self.hears(own)
-        few = len(linked) if wanted is None else min(wanted, len(linked))
-        peers = sorted(rng.choice(linked, few, replace=False).tolist()) if few else []
+        wanted = self.peer_count(own)
+        count = len(linked) if wanted is None else min(wanted, len(linked))
+        peers = sorted(rng.choice(linked, count, replace=False).tolist()) if count else []
         published = {peer: publication(state, peer) for peer in peers}
         return bundle(self.collect(own, published, rng))
 
-    def hears(self, own: Message) -> int | None:
-        """Return how many peers a client collects from; None means all that it is linked to."""
+    def peer_count(self, own: Message) -> int | None:
+        """Return the number of peers that a client collects from; None means all that it is linked to."""
         return self.n_com
 
     def collect(self, own: Message, peers: Mapping[int, Message], rng: np.random.Generator) -> dict[int, Message]:
@@ -90,7 +87,7 @@ class PeerAlgorithm(Algorithm):
         Args:
             own: The client's own publication.
             peers: The peers' publications by id, ascending.
-            rng: The client's, for this round.
+            rng: Random numbers of this client and round.
         """
         return dict(peers)
 
@@ -114,7 +111,7 @@ class PeerAlgorithm(Algorithm):
         load_weights(module.backbone, self.mix(own, received))
         for piece in module.pieces():
             start = piece.initial(len(module.class_counts) if module.class_counts is not None else 0)
-            if module.round == 1 and start:  # what untrained models know is worth nothing
+            if module.round == 1 and start:  # untrained models have no useful knowledge
                 piece.load(start)
             else:
                 piece.load(piece.merge(memory.get(piece.name) or start, [Upload(-1, own), *received]))
@@ -123,7 +120,7 @@ class PeerAlgorithm(Algorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the publication and, after the first fit, the merged knowledge and the terms' state.
 
-        The model that all start from is not kept by each: the state holds it once.
+        The initial model is not part of it: the shared state holds it once.
         """
         if not module.round:
             return {LAID_OUT: message_to_tensors(upload.without("model"))}
@@ -151,7 +148,7 @@ def section(peer: int) -> str:
 
 
 def message_to_tensors(message: Message) -> Tensors:
-    """Convert a message to tensors alone, for the state. A number is under `number/<name>`."""
+    """Convert a message to tensors only, for the state. A number is under `number/<name>`."""
     return message.tensors | {
         f"number/{name}": torch.as_tensor(np.asarray(value)) for name, value in message.numbers.items()
     }

@@ -3,10 +3,10 @@
 Zhu, Fan, Xie: "UA-PDFL: A Personalized Approach for Decentralized Federated Learning", 2024. Equations and algorithms
 below are the paper's.
 
-There is no server. A model's output on a constant tensor, its unit representation, stands for its client's data.
-Clients whose peers are all alike take one peer's model (client-wise dropout), others average feature extractors with
-all peers and classifiers with similar ones (layer-wise personalisation). Eq. 12's term, `UnitAlignment`, works in any
-method, with a server too.
+There is no server. The output of a model on a constant tensor, its unit representation, stands for its client's data.
+If all peers are similar, a client takes over the model of one peer (client-wise dropout). Otherwise it averages feature
+extractors with all peers and classifiers with similar peers (layer-wise personalisation). The term of Eq. 12,
+`UnitAlignment`, also works in methods with a server.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def symmetric_kl(one: Tensor, other: Tensor) -> float:
 
 
 def jensen_shannon(one: Tensor, other: Tensor) -> float:
-    """Return the Jensen-Shannon divergence that the text names; natural logarithm, at most ln 2."""
+    """Return the Jensen-Shannon divergence, as in the paper's text, with the natural logarithm; at most ln 2."""
     p, q = clamp_probabilities(one), clamp_probabilities(other)
     log_mixture = ((p + q) / 2).log()
     value = ((p * (p.log() - log_mixture)).sum() + (q * (q.log() - log_mixture)).sum()) / 2
@@ -75,8 +75,8 @@ class UnitRepresentation(SharedKnowledge):
     """Each client's `I` `(C,)` (Eq. 5) and `I^Aux = g(X_unit)` `(d,)`; the `I^Aux` are averaged (Eq. 11).
 
     Args:
-        value: The constant that `X_unit` is filled with.
-        reference: As the authors' code: `I^Aux` is averaged by samples, over the peers only.
+        value: The constant in `X_unit`.
+        reference: As in the authors' code, average `I^Aux` over the peers only, weighted by samples.
     """
 
     needs_classes = True
@@ -120,16 +120,13 @@ def alignment_loss(features: Tensor, average: Tensor) -> Tensor:
 class UnitAlignment(LossTerm):
     """`μ ||I^Aux_i - I^Aux_avg||²` keeps the feature extractors' outputs on the unit input close to their mean.
 
-    `I^Aux_i` is computed anew each step, with the encoder in eval mode; the average is held through the fit.
+    `I^Aux_i` is computed in each step, with the encoder in eval mode. The average does not change during the fit.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
-        value: The constant that `X_unit` is filled with.
-        reference: As the authors' code: the mean squared distance of the batch's features to the average.
-        knowledge: Share this instance instead of making one from the two arguments before it.
-
-    Raises:
-        ConfigError: `mu` is below 0.
+        value: The constant in `X_unit`.
+        reference: As in the authors' code, use the mean squared distance of the batch's features to the average.
+        knowledge: Use this instance instead of a new one from `value` and `reference`.
     """
 
     name = "unit"
@@ -146,17 +143,12 @@ class UnitAlignment(LossTerm):
         self.mu, self.reference, self.active = mu, reference, mu > 0
         self.unit = knowledge or UnitRepresentation(value, reference)
 
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the unit representation."""
-        return (self.unit,)
-
     def begin(self, module: ClientModule) -> None:
         """Check that the backbone has an encoder."""
         with_encoder(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 12; zero while there is no average."""
+        """Return μ times Eq. 12; zero before there is an average."""
         average = self.unit.average
         if average is None or step.inputs is None:
             return step.logits.new_zeros(())
@@ -187,31 +179,25 @@ def run_in_eval_mode(module: nn.Module, inputs: Tensor) -> Tensor:
 class UAPDFL(PeerAlgorithm):
     """Peers that share whole models, feature extractors or classifiers, depending on how similar their models are.
 
-    Each round a client collects unit representations from `n_com` peers. Are all within `th_i`, it goes on from one
-    random peer's model (client-wise dropout). Else its feature extractor becomes the mean, by samples, of its own and
-    all peers', its classifier that of its own and the similar peers' (layer-wise personalisation).
+    In each round a client collects unit representations from `n_com` peers. If all divergences are within `th_i`, it
+    continues from the model of one random peer (client-wise dropout). Otherwise its feature extractor becomes the mean,
+    by samples, over itself and all peers, and its classifier the mean over itself and the similar peers (layer-wise
+    personalisation).
 
     Bytes a round, each participant, at most: down `n_com * (model + 4 * (C + d) + 8)`, up `0`.
 
     Args:
-        th_i: Threshold on the divergence, 0 or more; 0 finds nobody alike, `.inf` everybody. The paper does not give
-            its own.
-        mu: μ of Eq. 12; the paper does not give its own.
-        n_com: Peers a round.
+        th_i: Threshold on the divergence, 0 or more; 0 finds no similar peer, `.inf` only similar ones. The paper does
+            not report its value.
+        mu: μ of Eq. 12. The paper does not report its value.
+        n_com: Number of peers that a client collects from in a round.
         divergence: `jensen_shannon` (the text and the authors' code) or `symmetric_kl` (Eq. 6 as printed).
         dropout: Client-wise dropout.
-        layerwise: Layer-wise personalisation; off, whole models are averaged with all peers.
-        unit: The constant that the unit input is filled with.
-        graph: Who can hear whom; everybody by default.
-        preset: `paper`, or `reference` for what the authors' published code computes: see `UnitAlignment` and
-            `UnitRepresentation`, dropout asks for divergences below the threshold, a classifier is shared at the
-            threshold too, and a client's optimizer keeps its state from round to round.
-        loss_terms: Loss terms of other papers, added to this one.
-        buffers: BatchNorm's running statistics: `average` them with the weights, keep each client's own (`local`), or
-            `drop` them.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        layerwise: Layer-wise personalisation. Without it, whole models are averaged with all peers.
+        unit: The constant in the unit input.
+        preset: `paper`, or `reference` for the authors' published code. There, dropout needs divergences below the
+            threshold, a classifier is also shared at the threshold, and a client's optimizer keeps its state from round
+            to round. See also `UnitAlignment` and `UnitRepresentation`.
     """
 
     def __init__(
@@ -270,7 +256,7 @@ class UAPDFL(PeerAlgorithm):
         return all(gap < self.th_i if self.reference else gap <= self.th_i for gap in gaps)
 
     def shares_head(self, gap: float) -> bool:
-        """Return whether a client averages its classifier with that of a peer at this divergence."""
+        """Return whether a client averages its classifier with that of a peer with this divergence."""
         if not self.layerwise:
             return True
         return self.th_i > 0 and (gap <= self.th_i if self.reference else gap < self.th_i)

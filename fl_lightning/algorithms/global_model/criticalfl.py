@@ -3,9 +3,9 @@
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection Framework for Efficient
 Federated Learning", KDD 2023.
 
-Clients report how large their gradients were (the federated gradient norm, FGN). While its mean grows from round to
-round the training is in a critical period: the number of participants doubles, and each sends the entries of its model
-that changed most. Afterwards the number falls again and whole models are sent.
+Clients report their gradient norm (the federated gradient norm, FGN). While its mean grows from round to round, the
+training is in a critical period: the number of participants doubles, and each sends the entries of its model that
+changed most. Afterwards the number falls again and whole models are sent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import RunningMean, State, at_least_float32, packed, unpacked
 
 MASK, VALUES = "entries/mask", "entries/values"
-"""Where an upload's `model` holds single entries of the parameters: which of them, a bit each, and what they are."""
+"""Names in an upload's `model` for the mask of the sent entries, one bit each, and for their values."""
 
 DETECTOR = "critical"
-"""The section of the state that says whether the next round is in a critical period, and why."""
+"""The section of the state with the detector of critical periods."""
 
 
 # --- The critical period -----------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def growth(norms: Tensor, window: int) -> float:
 
     Args:
         norms: `(window + 1,)`, the last FGN at the end.
-        window: How many make a mean.
+        window: Number of norms in the moving average.
     """
     old = max(float(norms[:window].mean()), 1e-7)
     return (float(norms[1 : window + 1].mean()) - old) / old
@@ -51,17 +51,14 @@ def growth(norms: Tensor, window: int) -> float:
 class CriticalPeriods:
     """Detect critical periods on the server, and set the number of participants.
 
-    The detector looks before rounds `every`, `2 every`, ..., at the FGN of the round before (before round 1 there is
-    none). What it finds holds until the next look.
+    The detector checks the FGN of the previous round before rounds `every`, `2 every`, and so on, but not before round
+    1. Its result holds until the next check.
 
     Args:
-        delta: δ, how much the norms must grow for the period to be critical.
-        window: How many norms make a mean; before the first there were zeros.
-        every: Rounds between looks.
-        sure: The first so many looks find a critical period, whatever the norms.
-
-    Raises:
-        ConfigError: A number is out of its range.
+        delta: δ, the relative growth of the norms above which a period is critical.
+        window: Number of norms in the moving average. Norms before the first round count as zero.
+        every: Number of rounds between checks.
+        sure: Number of first checks that always find a critical period.
     """
 
     delta: float = 0.01
@@ -88,18 +85,18 @@ class CriticalPeriods:
         """Return the detector's state after a round.
 
         Args:
-            before: What was known before it.
-            norm: The mean FGN of its participants.
-            participants: How many they were, `M`.
+            before: The detector's state before the round.
+            norm: The mean FGN of the participants.
+            participants: The number of participants, `M`.
         """
         after = before | {"round": before["round"] + 1}
         following = int(after["round"]) + 1
         if following % self.every:
             return after
-        look = following // self.every - 1 // self.every  # with every=1 the first look is before round 2
+        check = following // self.every - 1 // self.every  # with every=1 the first check is before round 2
         norms = torch.cat([before["norms"][1:], torch.tensor([norm], dtype=torch.float64)])
         most, achieved = int(before["most"]), bool(before["achieved"]) or participants >= int(before["most"])
-        critical = growth(norms, self.window) > self.delta or look <= self.sure
+        critical = growth(norms, self.window) > self.delta or check <= self.sure
         if critical and not achieved:
             participants = min(most, 2 * participants)
         elif not critical:
@@ -120,7 +117,7 @@ def largest_changes(changes: Tensor, keep: float) -> Tensor:
 
     Args:
         changes: `θ_i - θ^t`, `(P,)`.
-        keep: The share to keep; more are kept where several changed alike.
+        keep: The share of entries to keep. Ties can add more.
     """
     sizes = changes.abs().double()
     return sizes >= float(np.quantile(sizes.numpy(), 1 - keep))
@@ -137,7 +134,7 @@ def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
     Args:
         model: The whole model.
         names: Names of those parameters.
-        chosen: Which of all their entries, `(P,)` bool.
+        chosen: The mask of the entries to keep, `(P,)` bool.
     """
     whole = {name: value for name, value in model.items() if name not in names}
     return whole | {MASK: packed(chosen), VALUES: flat(model, names)[chosen]}
@@ -146,7 +143,7 @@ def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
 class EntryMean(Aggregator):
     """Average each entry over the clients that sent it. An entry that no client sent stays as it was.
 
-    Clients send whole models, or in one round all of them `only_entries` of theirs.
+    In a round, either all clients send whole models, or all send `only_entries`.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> tuple[RunningMean, Tensor | None]:
@@ -156,7 +153,7 @@ class EntryMean(Aggregator):
             model, weight = upload.message.section("model"), upload.n_samples
             if MASK in model:
                 bits, values = model.pop(MASK), model.pop(VALUES)
-                chosen = unpacked(bits, torch.Size([8 * len(bits)]))  # and a few more, which nobody has chosen
+                chosen = unpacked(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen
                 if sums is None:
                     sums = torch.zeros(2, len(chosen), dtype=torch.float64)
                 sums[0, chosen] += weight * values.double()
@@ -180,11 +177,7 @@ class EntryMean(Aggregator):
 
 
 def check_shares(max_share: float, keep: float) -> None:
-    """Refuse shares, of clients and of entries, that are none.
-
-    Raises:
-        ConfigError: Names the option.
-    """
+    """Check the shares of clients and of entries."""
     check_number("algorithm.max_share", max_share, "[0, 1]", "the paper's code uses 0.75")
     check_number("algorithm.keep", keep, "(0, 1]", "the paper's code uses 0.2")
 
@@ -197,7 +190,7 @@ class MeasuredModule(ClientModule):
 
     Attributes:
         critical: Whether the round is in a critical period.
-        received: The weights that the client was sent.
+        received: The received weights.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -213,40 +206,36 @@ class MeasuredModule(ClientModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, then add up the squares of all gradients on the device, so that no step waits for the sum."""
+        """Clip, then sum the squares of all gradients on the device, without synchronising each step."""
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         squares = [at_least_float32(p.grad).square().sum() for p in self.backbone.parameters() if p.grad is not None]
         total = torch.stack(squares).sum()
-        step = total.where(total.isfinite(), 0.0)  # a scaler of losses leaves the other steps out
+        step = total.where(total.isfinite(), 0.0)  # a loss scaler skips the other steps
         self._squares = step if self._squares is None else self._squares + step
         self._epochs, self._lr = self.current_epoch + 1, optimizer.param_groups[0]["lr"]
 
     @property
     def gradient_norm(self) -> float:
-        """Return the FGN: the learning rate times the epochs' mean of the sum over steps of `|g|²`, `g` as clipped."""
+        """Return the FGN: the learning rate times the sum over steps of `|g|²`, per epoch. `g` is clipped."""
         return 0.0 if self._squares is None else self._lr * float(self._squares) / self._epochs
 
 
 class CriticalFL(Algorithm):
     """While gradient norms show a critical period, more clients take part and each sends only its largest changes.
 
-    The experiment's `clients_per_round` is the number to begin with, and the least. With `max_share` 0 and `keep` 1
-    this is FedAvg, bit for bit; with `keep` 1 alone only the number of participants changes.
+    The experiment's `clients_per_round` is the initial and the smallest number of participants. With `max_share` 0 and
+    `keep` 1 this is FedAvg, bit for bit. With `keep` 1 alone only the number of participants changes.
 
     Bytes a round, each participant, at most: down `model + 8`, up `model + P // 8 + 17`.
 
     Args:
-        delta: δ, the growth of the gradients' norm above which a period is critical.
-        window: How many norms make a mean; before the first there were zeros.
-        every: Rounds between the server's looks at the norms.
-        sure: The first so many looks find a critical period, whatever the norms.
-        max_share: The largest share of all clients that takes part in a round, unless the experiment asks for more.
+        delta: δ, the relative growth of the gradient norm above which a period is critical.
+        window: Number of norms in the moving average. Norms before the first round count as zero.
+        every: Number of rounds between the server's checks of the norms.
+        sure: Number of first checks that always find a critical period.
+        max_share: The largest share of all clients that takes part in a round, unless `clients_per_round` is larger.
         keep: Share of the parameters' entries that a client sends in a critical period; 1 sends whole models.
-        loss_terms: Loss terms of other papers.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are always sent whole.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`. They are always sent completely.
     """
 
     module_class = MeasuredModule
@@ -289,7 +278,7 @@ class CriticalFL(Algorithm):
         module.received, module.critical = download.section("model"), bool(download.numbers["critical"])
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
-        """Return the model, or the entries of it that changed most, and the gradient norm."""
+        """Return the model or its entries that changed most, and the gradient norm."""
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         numbers = message.numbers | {"gradient_norm": module.gradient_norm}

@@ -17,10 +17,7 @@ class FedAvg(Algorithm):
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(

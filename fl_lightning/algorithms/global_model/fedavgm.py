@@ -19,10 +19,10 @@ def momentum_step(change: Tensor, momentum: Tensor, beta: float, nesterov: bool)
     """Return the direction of the step, `v'` or with Nesterov `Δ + β v'`, and `v' = β v + Δ`.
 
     Args:
-        change: `Δ`, the clients' mean less the old weights.
+        change: `Δ`, the clients' mean minus the old weights.
         momentum: `v`, of the same shape.
         beta: β.
-        nesterov: Look ahead.
+        nesterov: Whether to use Nesterov's momentum.
     """
     momentum = beta * momentum + change
     return (change + beta * momentum if nesterov else momentum), momentum
@@ -32,13 +32,10 @@ class ServerMomentum(ServerStep):
     """The server of FedAvgM, with momentum over the rounds: `v' = β v + Δ`.
 
     Args:
-        beta: β, from 0 to below 1.
-        server_lr: η_s, the server's learning rate.
-        nesterov: Step by `Δ + β v'`, not by `v'`.
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
-
-    Raises:
-        ConfigError: A number is out of its range.
+        beta: β, in [0, 1).
+        server_lr: Server learning rate η_s, above 0.
+        nesterov: Step by `Δ + β v'` instead of `v'`.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(
@@ -58,20 +55,15 @@ class ServerMomentum(ServerStep):
 class FedAvgM(Algorithm):
     """FedAvg with server momentum.
 
-    With `beta` 0 and `server_lr` 1 this is FedAvg.
+    With `beta` 0 and `server_lr` 1 this is FedAvg. BatchNorm's statistics have no momentum.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        beta: β, how much of its momentum the server keeps.
-        server_lr: η_s, the server's learning rate; 1 goes all the way to the clients' mean.
-        nesterov: Nesterov's momentum, as in the paper's experiments; off is the plain one.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; the mean has no momentum.
-
-    Raises:
-        ConfigError: A number is out of its range.
+        beta: β, the share of the momentum that the server keeps.
+        server_lr: Server learning rate η_s. With 1, a step without momentum ends at the clients' mean.
+        nesterov: Use Nesterov's momentum, as in the paper's experiments.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(

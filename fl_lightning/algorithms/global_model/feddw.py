@@ -4,8 +4,8 @@
 equations below are the paper's.
 
 Each client uploads the mean softmax output of its classes (the soft-label matrix, SL). The server averages them, and
-clients pull the class-relation matrix of their classification layer, `ω ωᵀ`, towards the result. The term is a module
-of its own, `DistillingWeights`, for any other method's `loss_terms`; it brings its shared knowledge with it.
+clients pull the class-relation matrix of their classification layer, `ω ωᵀ`, towards the result. The term,
+`DistillingWeights`, also works in any other method's `loss_terms`, together with its shared knowledge.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def soft_label_matrix(sums: Tensor, counts: Tensor) -> Tensor:
     """Return Eq. 4's soft label (SL) matrix: row i is the mean softmax output over the samples of class i.
 
     Args:
-        sums: `(C, C)`, row i the sum of the softmax outputs of class i.
-        counts: `(C,)` samples a class.
+        sums: `(C, C)`; row i is the sum of the softmax outputs of class i.
+        counts: Samples per class, `(C,)`.
 
     Returns:
         `(C, C)`; rows of classes the client does not hold are zero.
@@ -53,8 +53,8 @@ def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor
 
     Args:
         local: `(K, C, C)` SL matrices.
-        counts: `(K, C)` samples a client and class.
-        previous: `(C, C)`, what a class that nobody holds keeps.
+        counts: Samples per client and class, `(K, C)`.
+        previous: `(C, C)`; a class without samples keeps its row.
     """
     total = counts.sum(dim=0).double()
     shares = counts.double() / total.clamp(min=1)
@@ -65,12 +65,12 @@ def merge_soft_labels(local: Tensor, counts: Tensor, previous: Tensor) -> Tensor
 class SoftLabels(SharedKnowledge):
     """The SL matrix: uploaded with the client's class counts, averaged by Eq. 7 and broadcast with total counts.
 
-    The extra cost is `C + C²` numbers a client each way, the paper's `2 (C + C²)` (Section V-D). Round 1 broadcasts the
-    identity. A class that nobody holds keeps its row.
+    The extra cost is `C + C²` numbers per client in each direction, the paper's `2 (C + C²)` (Section V-D). Round 1
+    broadcasts the identity. A class without samples keeps its row.
 
     Args:
-        reference: As the authors' code: every round so far counts in the average, a class that nobody has held has the
-            identity's row, and `Ω` is the mean of the old one and that average.
+        reference: As in the authors' code, average over all rounds so far. A class without samples has the row of the
+            identity, and `Ω` is the mean of the old `Ω` and that average.
     """
 
     needs_classes = True
@@ -113,7 +113,7 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
     """Return Eq. 11's `1/C² · ||Ω - softmax(ω ωᵀ)||_F²`, softmax by rows.
 
     Args:
-        soft_labels: `Ω`, `(C, C)`, rows sum to 1.
+        soft_labels: `Ω`, `(C, C)`; rows sum to 1.
         weight: `ω`, `(C, d)`.
     """
     return F.mse_loss(class_relations(weight).softmax(dim=1), soft_labels)
@@ -122,12 +122,12 @@ def consistency_loss(soft_labels: Tensor, weight: Tensor) -> Tensor:
 def linearized_consistency_loss(soft_labels: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
     """Return `||Ω - A0ᵀA - AᵀA0 + A0ᵀA0||_F²` (Eq. 26-30), which is convex in `A = ωᵀ`.
 
-    Equals `||Ω - AᵀA||_F²`, the term without its softmax, where `A = A0`.
+    At `A = A0` it equals `||Ω - AᵀA||_F²`, the term without its softmax.
 
     Args:
         soft_labels: `Ω`, `(C, C)`.
         weight: `ω = Aᵀ`, `(C, d)`.
-        anchor: `A0ᵀ`, `(C, d)`, the point that `AᵀA` is linearised at; it has no gradient.
+        anchor: `A0ᵀ`, `(C, d)`, the point of linearisation. It has no gradient.
     """
     cross = anchor @ weight.T
     return (soft_labels - cross - cross.T + class_relations(anchor)).square().sum()
@@ -138,15 +138,13 @@ class DistillingWeights(LossTerm):
 
     Args:
         mu: μ of Eq. 12, 0 or more; 0 switches the term off. The paper's best is 0.1 on CIFAR-10 and 10 on CIFAR-100,
-            with Adam; under SGD 0.1 hardly shows, and 10 to 100 is what helps.
-        linearize_every: Use the convex surrogate of Eq. 26-30, with `A0` taken anew every so many steps.
-        reference: As the authors' code: μ falls to a tenth with every ninth round, the 9th itself first, and see
-            `SoftLabels`.
-        allow_bias: Let the classification layer have a bias, which the method has no place for.
+            with Adam. With SGD, 0.1 has little effect; 10 to 100 works.
+        linearize_every: Use the convex surrogate of Eq. 26-30. `A0` is updated after this number of steps.
+        reference: As in the authors' code, divide μ by 10 in every ninth round, from round 9 on. See also `SoftLabels`.
+        allow_bias: Accept a classification layer with a bias, which the method ignores.
 
     Raises:
-        ConfigError: `mu` is below 0, `linearize_every` below 1, or a fit begins with a classification layer that has a
-            bias and `allow_bias` is off.
+        ConfigError: A fit begins with a classification layer that has a bias, and `allow_bias` is false.
 
     Example:
         >>> term = DistillingWeights(mu=0.1)
@@ -175,17 +173,12 @@ class DistillingWeights(LossTerm):
         self._anchor: Tensor | None = None
         self._steps = 0
 
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the SL matrix."""
-        return (self.soft_labels,)
-
     def load(self, values: Tensor) -> None:
-        """Set the SL matrix `(C, C)` by hand."""
+        """Set the SL matrix, `(C, C)`."""
         self.soft_labels.load({"values": values})
 
     def begin(self, module: ClientModule) -> None:
-        """Check the layer, and start the round's μ and linearisation."""
+        """Check the layer, and set the round's μ and linearisation."""
         if classification_layer(module.backbone).bias is not None and not self.allow_bias:
             raise ConfigError(
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
@@ -195,7 +188,7 @@ class DistillingWeights(LossTerm):
         self._steps = 0
 
     def forward(self, step: Step) -> Tensor:
-        """Return μ times Eq. 11 or its surrogate; zero while no SL matrix is known."""
+        """Return μ times Eq. 11 or its surrogate; zero before there is an SL matrix."""
         soft_labels = self.soft_labels.values
         if soft_labels is None or step.backbone is None:
             return step.logits.new_zeros(())
@@ -224,16 +217,13 @@ class FedDW(Algorithm):
     Bytes a round, each participant: down `model + 4 * (C + C**2)`, up `model + 4 * (C + C**2) + 8`.
 
     Args:
-        mu: μ of Eq. 12, the weight of the regulariser; the default is the paper's, for Adam. Under SGD try 10 to 100.
-        linearize_every: Use the convex surrogate, linearised anew every so many steps.
-        drop_bias: Take the bias of the model's classification layer away; otherwise it must have none.
-        preset: `paper`, or `reference` for what the authors' published code computes, which keeps the bias.
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+        mu: μ of Eq. 12, the weight of the regulariser. The default is the paper's, for Adam. With SGD try 10 to 100.
+        linearize_every: Use the convex surrogate, linearised again after this number of steps.
+        drop_bias: Remove the bias of the model's classification layer. Otherwise a bias is refused.
+        preset: `paper`, or `reference` for the authors' published code, which keeps the bias.
 
     Raises:
-        ConfigError: A value is outside its range, or the classification layer has a bias and `drop_bias` is off.
+        ConfigError: The classification layer has a bias, and `drop_bias` is false.
     """
 
     def __init__(

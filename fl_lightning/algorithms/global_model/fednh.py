@@ -26,7 +26,7 @@ from fl_lightning.models.base import Backbone, with_encoder
 from fl_lightning.models.heads import CosineLinear
 
 PROTOTYPES = "prototypes"
-"""The section of an upload that holds a client's prototypes and its samples a class."""
+"""The section of an upload with a client's prototypes and its samples per class."""
 
 
 def uniform_prototypes(classes: int, width: int) -> Tensor:
@@ -38,8 +38,8 @@ def class_prototypes(sums: Tensor, counts: Tensor) -> Tensor:
     """Return `μ_c`, `(C, d)`: the normalised mean of a client's normalised features of class c; 0 if it has none.
 
     Args:
-        sums: `(C, d)`, the features' sums a class.
-        counts: `(C,)` samples a class.
+        sums: Sums of the features per class, `(C, d)`.
+        counts: Samples per class, `(C,)`.
     """
     return F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
 
@@ -51,7 +51,7 @@ def update_prototypes(prototypes: Tensor, sums: Tensor, counts: Tensor, rho: flo
         prototypes: `W`, `(C, d)`, unit rows.
         sums: `Σ_k n_kc μ_kc`, `(C, d)`.
         counts: `Σ_k n_kc`, `(C,)`.
-        rho: ρ; with 1 they stay as they are, to the bit.
+        rho: ρ; with 1 the prototypes do not change.
     """
     target = F.normalize(sums / counts.clamp(min=1)[:, None], dim=1)
     moved = F.normalize(rho * prototypes.double() + (1 - rho) * target, dim=1).to(prototypes.dtype)
@@ -63,7 +63,7 @@ class RoundSums(NamedTuple):
     """The sums that the server keeps of a round's uploads.
 
     Attributes:
-        mean: The clients' weights, all the same.
+        mean: The unweighted mean of the clients' weights.
         sums: `Σ_k n_kc μ_kc`, `(C, d)`, float64.
         counts: `Σ_k n_kc`, `(C,)`, float64.
     """
@@ -74,16 +74,13 @@ class RoundSums(NamedTuple):
 
 
 class PrototypeAveraging(Aggregator):
-    """The plain mean of trained weights, and class prototypes that follow the clients', weighted by class counts.
+    """The unweighted mean of trained weights, and class prototypes updated with the clients', weighted by class counts.
 
-    The prototypes are the one entry of the shared model that clients do not send: they send `values` `(C, d)` and
-    `counts` `(C,)` in the section `prototypes`.
+    The prototypes are the only entry of the shared model that clients do not send. Instead they send `values` `(C, d)`
+    and `counts` `(C,)` in the section `prototypes`.
 
     Args:
-        rho: ρ, how much of the old prototypes stays in a round.
-
-    Raises:
-        ConfigError: `rho` is not within [0, 1].
+        rho: ρ, the share of the old prototypes that is kept in a round, in [0, 1].
     """
 
     needs_classes = True
@@ -113,20 +110,15 @@ class PrototypeAveraging(Aggregator):
 class FedNH(Algorithm):
     """FedAvg with class prototypes as its classification layer, which only the server updates.
 
-    The model's classification layer, whatever it was, is replaced by one of scaled cosines. With `rho` 1 this is
-    FedAvg's plain mean under a layer that stays as it was drawn, bit for bit.
+    The model's classification layer is replaced by one of scaled cosines. With `rho` 1 this is FedAvg with
+    `weighting: uniform` and a fixed random layer, bit for bit.
 
     Bytes a round, each participant: down `model`, up `model + 4 * C + 8`.
 
     Args:
-        rho: ρ, how much of the old prototypes stays in a round.
-        scale: What the factor on the cosines starts from; the authors' code has 1 for a CNN and 20 for a ResNet.
-        learn_scale: Train the factor and average it with the weights; off, it stays at `scale`.
-        loss_terms: Loss terms of other papers.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        rho: ρ, the share of the old prototypes that is kept in a round.
+        scale: Initial factor on the cosines. The authors' code uses 1 for a CNN and 20 for a ResNet.
+        learn_scale: Train the factor and average it with the weights. Otherwise it stays at `scale`.
     """
 
     def __init__(
@@ -171,13 +163,15 @@ def prototype_layer(backbone: nn.Module) -> tuple[str, nn.Linear | CosineLinear]
     """Return the classification layer and its name.
 
     Raises:
-        ConfigError: The model ends with something else.
+        ConfigError: The model does not end with a linear layer.
     """
     whole = with_encoder(backbone)
     layer = whole.classifier
     if not isinstance(layer, nn.Linear | CosineLinear):
         kind = type(layer).__name__
-        raise ConfigError(f"model: FedNH puts prototypes in a linear classification layer's place, not in a {kind}'s")
+        raise ConfigError(
+            f"model: FedNH needs a linear classification layer, not {kind}. Use a model that ends with nn.Linear."
+        )
     return next((name, layer) for name, module in whole.named_modules() if module is layer)
 
 

@@ -36,23 +36,20 @@ def yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
 
 
 RULES: dict[Rule, Callable[[Tensor, Tensor, float], Tensor]] = {"adagrad": adagrad, "adam": adam, "yogi": yogi}
-"""How the second moment `v` goes on, from it, `Δ²` and `β2`."""
+"""The update of the second moment, from `v`, `Δ²` and `β2`."""
 
 
 class AdaptiveServer(ServerStep):
-    """The server of FedOpt: it steps by `m / (√v + τ)`, with moments of the mean update, without bias correction.
+    """The server of FedOpt. Its step is `m / (√v + τ)`, with moments of the mean update and without bias correction.
 
     Args:
-        rule: How the second moment goes on: `adagrad`, `adam` or `yogi`.
-        server_lr: η_s, the server's learning rate.
-        beta1: β1 of the first moment, `m' = β1 m + (1 - β1) Δ`, from 0 to below 1.
-        beta2: β2 of the second moment, from 0 to below 1; Adagrad has none.
-        tau: τ, the degree of adaptivity, above 0: the smaller, the more adaptive.
-        initial_v: What the second moment starts from, 0 or more; τ² by default.
-        weighting: Weigh each client by its number of `samples`, or all the same (`uniform`).
-
-    Raises:
-        ConfigError: A number is out of its range.
+        rule: Update of the second moment: `adagrad`, `adam` or `yogi`.
+        server_lr: Server learning rate η_s, above 0.
+        beta1: β1 of the first moment, `m' = β1 m + (1 - β1) Δ`, in [0, 1).
+        beta2: β2 of the second moment, in [0, 1). Adagrad does not use it.
+        tau: Degree of adaptivity τ, above 0. A smaller τ is more adaptive.
+        initial_v: Initial second moment, 0 or more; τ² by default.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(
@@ -84,21 +81,16 @@ class AdaptiveServer(ServerStep):
 class FedAdagrad(Algorithm):
     """FedAvg with Adagrad as server optimizer. Its gradient is the mean update of a round.
 
-    With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
+    With `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        server_lr: η_s, the server's learning rate; the default and that of `tau` are the paper's for CIFAR-10.
-        beta1: β1, how much of its momentum the server keeps.
-        tau: τ, the degree of adaptivity: the smaller, the more adaptive.
-        initial_v: What the sum of squares starts from; τ² by default.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; the mean is taken as it is.
-
-    Raises:
-        ConfigError: A number is out of its range.
+        server_lr: Server learning rate η_s. This default and that of `tau` are the paper's for CIFAR-10.
+        beta1: β1, the share of the first moment that the server keeps.
+        tau: Degree of adaptivity τ. A smaller τ is more adaptive.
+        initial_v: Initial sum of squares; τ² by default.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(
@@ -118,22 +110,17 @@ class FedAdagrad(Algorithm):
 class FedAdam(Algorithm):
     """FedAvg with Adam as server optimizer. Its gradient is the mean update of a round.
 
-    With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
+    With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        server_lr: η_s, the server's learning rate; the default and that of `tau` are the paper's for CIFAR-10.
-        beta1: β1, how much of its momentum the server keeps.
-        beta2: β2, how much of the second moment the server keeps.
-        tau: τ, the degree of adaptivity: the smaller, the more adaptive.
-        initial_v: What the second moment starts from; τ² by default.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; the mean is taken as it is.
-
-    Raises:
-        ConfigError: A number is out of its range.
+        server_lr: Server learning rate η_s. This default and that of `tau` are the paper's for CIFAR-10.
+        beta1: β1, the share of the first moment that the server keeps.
+        beta2: β2, the share of the second moment that the server keeps.
+        tau: Degree of adaptivity τ. A smaller τ is more adaptive.
+        initial_v: Initial second moment; τ² by default.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     rule: Rule = "adam"
@@ -156,22 +143,9 @@ class FedAdam(Algorithm):
 class FedYogi(FedAdam):
     """FedAvg with Yogi as server optimizer: like FedAdam, but the second moment decreases more slowly.
 
-    With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg but for rounding.
+    With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
-
-    Args:
-        server_lr: η_s, the server's learning rate; the default and that of `tau` are the paper's for CIFAR-10.
-        beta1: β1, how much of its momentum the server keeps.
-        beta2: β2, how slowly the second moment changes.
-        tau: τ, the degree of adaptivity: the smaller, the more adaptive.
-        initial_v: What the second moment starts from; τ² by default.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; the mean is taken as it is.
-
-    Raises:
-        ConfigError: A number is out of its range.
     """
 
     rule: Rule = "yogi"

@@ -23,16 +23,13 @@ def proximal_distance(weights: Sequence[Tensor], anchors: Sequence[Tensor]) -> T
 
 
 class Proximal(LossTerm):
-    """`μ/2 · ||w - w^t||²`, with `w^t` the weights that the fit starts from, unless a method sets others.
+    """`μ/2 · ||w - w^t||²`, where `w^t` are the weights before the fit unless a method sets others.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
 
-    Raises:
-        ConfigError: `mu` is below 0.
-
     Attributes:
-        anchor: Set before a fit, the weights to stay near, by name; where it has none, those that the fit starts from.
+        anchor: The weights `w^t` by name, set before a fit. Missing entries are those before the fit.
     """
 
     def __init__(self, mu: float = 0.01) -> None:
@@ -63,9 +60,6 @@ class FedProx(Algorithm):
 
     Args:
         mu: μ, the weight of the proximal term.
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Seo, Kim, Kim, Han: "Relaxed Contrastive Learning for Federated Learning", CVPR 2024.
 
-The loss compares the samples of a local batch with one another; no other model takes part. What is here is what the
-authors' published code computes: the hardest pairs only.
+The loss compares the samples of a local batch with one another, without another model. As in the authors' published
+code, it uses the hardest pairs only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fl_lightning.core.state import at_least_float32
 from fl_lightning.models.base import with_encoder
 
 HARDEST = 2
-"""How many samples of other classes a sample is pushed away from, the most similar ones."""
+"""Number of samples of other classes, the most similar ones, that a sample is pushed away from."""
 
 
 def similarities(features: Tensor) -> Tensor:
     """Return `s_ij`, the cosines between the features of a batch, `(B, B)`.
 
     Args:
-        features: `(B, d)`, or maps `(B, d, ...)`, which are averaged over their positions.
+        features: `(B, d)`, or feature maps `(B, d, ...)`, which are averaged over their positions.
     """
     pooled = features.flatten(2).mean(dim=2) if features.ndim > 2 else features
     unit = F.normalize(pooled, dim=1)
@@ -54,8 +54,8 @@ def contrastive_loss(similar: Tensor, targets: Tensor, tau: float) -> Tensor:
 def relaxation_loss(similar: Tensor, targets: Tensor, tau: float, threshold: float) -> Tensor:
     """Return PEN, the mean over i of `log(1 + exp((q - 1)/τ))`, which separates too similar samples of a class.
 
-    `q` is the least similarity of i to another sample of its class, if that is at least λ; else it is the constant -1,
-    as where there is no other.
+    `q` is the least similarity of i to another sample of its class if it is at least λ. Otherwise, and without another
+    sample, `q` is -1.
 
     Args:
         similar: `s_ij`, `(B, B)`.
@@ -74,12 +74,11 @@ def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[st
 
     Args:
         backbone: The network.
-        levels: The levels, by the names of the network's modules; by default the encoder's parts that hold a ReLU: a
-            residual network's stem and stages, each hidden layer of a plain one. A level without a ReLU is itself the
-            layer.
+        levels: Names of the network's modules. By default the encoder's parts with a ReLU: the stem and stages of a
+            residual network, or each hidden layer of a plain one. A level without a ReLU is itself the layer.
 
     Raises:
-        ConfigError: There is no such module, or no level.
+        ConfigError: The network does not have a level, or no level was found.
     """
     modules = dict(backbone.named_modules())
     if levels is None:
@@ -91,7 +90,9 @@ def level_taps(backbone: nn.Module, levels: list[str] | None = None) -> tuple[st
             known = ", ".join(name for name in modules if name.count(".") == 1)
             raise ConfigError(f"algorithm.levels: the model has no {level!r}; it has, for example, {known}")
     if not levels:
-        raise ConfigError("algorithm.levels: the model has no ReLU layer to find levels by; name its layers")
+        raise ConfigError(
+            "algorithm.levels: the model has no ReLU layers, which mark the levels. List the layers to use."
+        )
     return tuple((relu_names(modules, level) or [level])[-1] for level in levels)
 
 
@@ -111,11 +112,11 @@ class RelaxedContrastive(LossTerm):
         w_s: Weight of the contrastive loss, 0 or more.
         w_p: Weight of the relaxation, 0 or more. With both 0 the term is off.
         tau: τ, above 0.
-        threshold: λ: how alike samples of a class must be for the relaxation to act.
-        levels: Names of the network's modules to take for levels; see `level_taps`.
+        threshold: λ, the similarity of samples of a class above which the relaxation acts.
+        levels: Names of the network's modules to use as levels; see `level_taps`.
 
     Raises:
-        ConfigError: A value is outside its range, or a fit begins and the model has not those levels.
+        ConfigError: A fit begins with a model that does not have the levels.
     """
 
     needs_classes = True
@@ -134,7 +135,7 @@ class RelaxedContrastive(LossTerm):
         check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.05")
         check_number("algorithm.threshold", threshold, "(-inf, inf)", "the paper uses 0.7")
         if levels == []:
-            raise ConfigError("algorithm.levels: [] is empty; name at least one, or leave it out")
+            raise ConfigError("algorithm.levels: [] is empty. Name at least one level, or omit the option.")
         self.w_s, self.w_p, self.tau, self.threshold = w_s, w_p, tau, threshold
         self.levels, self.active = levels, w_s > 0 or w_p > 0
 
@@ -160,9 +161,9 @@ class RelaxedContrastive(LossTerm):
 
 
 class FedRCL(Algorithm):
-    """FedAvg with relaxed contrastive learning on every level of the network, and a uniform mean.
+    """FedAvg with relaxed contrastive learning on every level of the network, and equal weights of clients.
 
-    With `w_s` and `w_p` 0 this is FedAvg's plain mean, bit for bit.
+    With `w_s` and `w_p` 0 this is FedAvg of the same weighting, bit for bit.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
@@ -170,16 +171,10 @@ class FedRCL(Algorithm):
         w_s: Weight of the contrastive loss.
         w_p: Weight of the relaxation, which keeps the samples of a class from collapsing into one.
         tau: τ, the temperature of both.
-        threshold: λ: how alike samples of a class must be for the relaxation to act.
-        levels: Names of the network's modules whose last ReLU's inputs are contrasted; by default the encoder's parts
-            that hold a ReLU, a residual network's stem and stages.
-        weighting: Weigh clients all the same (`uniform`), or by their number of `samples`.
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        threshold: λ, the similarity of samples of a class above which the relaxation acts.
+        levels: Names of the network's modules. The inputs of their last ReLU are contrasted. By default the encoder's
+            parts with a ReLU, such as a residual network's stem and stages.
+        weighting: Weight clients equally (`uniform`), or by their number of `samples`.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 Yang, Wang, Wang, Zhang, Wu, Cheng: "FedSiam-DA: Dual-aggregated Federated Learning via Siamese Network under Non-IID
 Data", 2022. Sections and equations below are the paper's.
 
-On the client, `SiameseAlignment` draws the client's and the global model together through a stop-gradient, and
-`HistoryContrast` pushes the client's model away from what it was an epoch ago. On the server, `DualAggregation`
-weighs each client by how close it is to the mean. Each can be used in another method.
+On the client, `SiameseAlignment` pulls the client's and the global model together through a stop-gradient, and
+`HistoryContrast` pushes the client's model away from its state one epoch earlier. On the server, `DualAggregation`
+weights each client by its similarity to the mean. Each part also works in other methods.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
     """Return Eq. 6's `½ D-(p, sg(z))`. Eq. 7 is its sum for the global model and for the client's model.
 
     Args:
-        prediction: `p` of the model that learns, `(B, d)`.
-        representation: `z` of the other model, `(B, d)`; no gradient flows into it.
+        prediction: `p` of the model in training, `(B, d)`.
+        representation: `z` of the other model, `(B, d)`, which gets no gradient.
     """
     return negative_similarity(prediction, representation.detach()) / 2
 
@@ -56,25 +56,25 @@ def stop_gradient_half(prediction: Tensor, representation: Tensor) -> Tensor:
 class SiameseAlignment(LossTerm):
     """`μ L_stop`: the client's model and a trainable copy of the received one predict each other's outputs.
 
-    Each step first updates the copy with its half of Eq. 7 (Eq. 8, by an optimizer like the client's own), then
-    returns the client's half against the updated copy (Eq. 9). The copy starts from the received weights and ends
-    with the fit. Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model stays as it
-    is.
+    Each step first updates the copy with its half of Eq. 7 (Eq. 8), with its own optimizer of the client's kind. Then
+    it returns the client's half with the updated copy (Eq. 9). The copy starts from the received weights in each fit.
+    Without the stop-gradient this is Eq. 5's `μ ½ D-(z_global, z)`, and the received model is not trained.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
-        stop_gradient: The paper's ablation when off.
+        stop_gradient: Whether to use the stop-gradient. Without it, this is the paper's ablation.
 
     Raises:
-        ConfigError: `mu` is below 0, or a fit begins and the model has no predictor though `stop_gradient` is on.
+        ConfigError: A fit begins with a model without predictor, and `stop_gradient` is true.
     """
 
     name = "siamese"
 
     def __init__(self, mu: float = 0.1, stop_gradient: bool = True) -> None:
         super().__init__()
-        self.mu, self.stop_gradient, self.active = check_mu(mu), stop_gradient, mu > 0
-        self._copy: list[Backbone] = []  # in a list: it is no part of the client's module
+        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
+        self.mu, self.stop_gradient, self.active = mu, stop_gradient, mu > 0
+        self._copy: list[Backbone] = []  # a list keeps it out of the client's module
         self._optimizer: torch.optim.Optimizer | None = None
 
     def begin(self, module: ClientModule) -> None:
@@ -83,7 +83,9 @@ class SiameseAlignment(LossTerm):
             return
         backbone = copy.deepcopy(with_encoder(module.backbone))
         if self.stop_gradient and backbone.predictor is None:
-            raise ConfigError("model.head.prediction: the siamese loss needs a predictor; set its hidden width, as 256")
+            raise ConfigError(
+                "model.head.prediction: the siamese loss needs a predictor. Set its hidden width, such as 256."
+            )
         self._copy = [backbone]
         self._optimizer = module.optimizer_for(backbone.parameters()) if self.stop_gradient else None
 
@@ -113,15 +115,13 @@ class SiameseAlignment(LossTerm):
 class HistoryContrast(LossTerm):
     """`μ L_hist` (Eq. 10) pushes representations away from those of the client's model one epoch earlier.
 
-    In a round's first epoch the earlier model is the one that the client ended its previous round with, which it keeps
-    to itself; in a client's first round the term is off until the second epoch. It is in eval mode.
+    In the first epoch of a round, the earlier model is the client's model at the end of its previous round, which never
+    leaves the client. In a client's first round the term is off until the second epoch. The earlier model is in eval
+    mode.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
-        factor: What `D+` is multiplied with beside μ: 1, or ½ in Eq. 5.
-
-    Raises:
-        ConfigError: `mu` or `factor` is below 0.
+        factor: Factor on `D+` in addition to μ: 1, or ½ in Eq. 5.
     """
 
     name = "history"
@@ -129,19 +129,20 @@ class HistoryContrast(LossTerm):
     def __init__(self, mu: float = 0.1, factor: float = 1.0) -> None:
         super().__init__()
         check_number("algorithm.loss_terms.factor", factor, "[0, inf)", "1, or 0.5 for Eq. 5")
-        self.mu, self.factor, self.active = check_mu(mu), factor, mu > 0
+        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
+        self.mu, self.factor, self.active = mu, factor, mu > 0
         self._kept: Tensors = {}
-        self._earlier: list[nn.Module] = []  # in a list: it is no part of the client's module
+        self._earlier: list[nn.Module] = []  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:
         """Load the model of the last round."""
         self._earlier = []
         if self.active:
-            earlier = frozen_encoder(module.backbone, self._kept)  # refuses at once a model that has none
+            earlier = frozen_encoder(module.backbone, self._kept)  # refuse a model without encoder before round 1
             self._earlier = [earlier] if self._kept else []
 
     def begin_epoch(self, module: ClientModule) -> None:
-        """Copy the model at the end of each epoch but the first."""
+        """Copy the model at the start of each epoch after the first."""
         if self.active and module.current_epoch > 0:
             self._earlier = [frozen_encoder(module.backbone)]
 
@@ -154,29 +155,19 @@ class HistoryContrast(LossTerm):
         self._kept = kept
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 10 on a batch; zero while there is no earlier model."""
+        """Return Eq. 10 on a batch; zero without an earlier model."""
         if not self._earlier or step.inputs is None or step.features is None:
             return step.logits.new_zeros(())
         return self.mu * self.factor * positive_similarity(self._earlier[0](step.inputs), step.features)
-
-
-def check_mu(mu: float) -> float:
-    """μ.
-
-    Raises:
-        ConfigError: It is below 0.
-    """
-    check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
-    return mu
 
 
 # --- Section III-B: dual aggregation ------------------------------------------------------------------------------
 
 
 def dual_weights(models: Tensor) -> Tensor:
-    """Return `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), with `w0` the plain mean; `(K,)`, float64.
+    """Return `ξ_k = cos(w_k, w0) / Σ cos` (Eq. 13-15), with `w0` the unweighted mean; `(K,)`, in float64.
 
-    Cosines that are not all positive give no weights: then all clients count the same, with a warning.
+    If a cosine is not positive, all clients get the same weight, with a warning.
 
     Args:
         models: `(K, P)`, each client's parameters in one row.
@@ -185,15 +176,17 @@ def dual_weights(models: Tensor) -> Tensor:
     cosines = F.cosine_similarity(models, mean, dim=1)
     if bool((cosines > 0).all()):
         return cosines / cosines.sum()
-    warnings.warn("dual aggregation: a client's weights point away from the mean; all count the same", stacklevel=2)
+    warnings.warn(
+        "dual aggregation: a client's weights point away from the mean. All clients get the same weight.", stacklevel=2
+    )
     return torch.full_like(cosines, 1 / len(cosines))
 
 
 class DualAggregation(Aggregator):
-    """Dual aggregation: weigh clients by the cosine of their parameters with the plain mean (Eq. 13-16).
+    """Dual aggregation: weight clients by the cosine of their parameters with the unweighted mean (Eq. 13-16).
 
-    BatchNorm's statistics are averaged by the same weights but have no part in the cosine. It holds all of a round's
-    uploads at once: the second aggregation needs the first.
+    BatchNorm's statistics are averaged with the same weights but do not enter the cosine. All uploads of a round are in
+    memory at once, because the weights depend on the mean.
     """
 
     leaves = ("weights",)
@@ -219,21 +212,15 @@ class DualAggregation(Aggregator):
 class FedSiamDA(Algorithm):
     """Siamese training with a copy of the global model, away from the past model, and dual aggregation.
 
-    With `mu` 0 and `aggregation: uniform` this is FedAvg's plain mean, bit for bit. The model needs a projection and a
-    predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
+    With `mu` 0 and `aggregation: uniform` this is FedAvg with `weighting: uniform`, bit for bit. The model needs a
+    projection and a predictor: `model.head.projection: 256`, `model.head.prediction: 256`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
         mu: μ of Eq. 11; the paper's best is 0.1.
-        stop_gradient: Off is Eq. 5: `μ [½ D+(z_hist, z) + ½ D-(z_global, z)]`, with no predictor and no trained copy.
+        stop_gradient: With false, use Eq. 5: `μ [½ D+(z_hist, z) + ½ D-(z_global, z)]`, without predictor and copy.
         aggregation: `dual`, or the ablations `uniform` and `weighted` (by samples).
-        loss_terms: Loss terms of other papers, added to these.
-        aggregator: Any paper's aggregator in place of the one that `aggregation` names.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: `mu` is below 0.
     """
 
     def __init__(

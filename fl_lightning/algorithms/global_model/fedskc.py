@@ -3,10 +3,10 @@
 Wang, Li, Chen, Yan, Wang, Shi, Chen, Shen: "FedSKC: Federated Learning with Non-IID Data via Structural Knowledge
 Collaboration", 2025. The sections and equations below are the paper's.
 
-Three parts, each of which can be switched off or used in another method: local contrastive learning (LCL, a loss
-term), global discrepancy aggregation (GDA, an aggregator) and global period review (GPR, an aggregator around
-another). The paper leaves some points open; what was chosen, and what the authors' published code does otherwise
-(`preset="reference"`), is told in docs/algorithms.md.
+The method has three parts: local contrastive learning (LCL, a loss term), global discrepancy aggregation (GDA, an
+aggregator) and global period review (GPR, an aggregator around another). Each can be switched off or used in another
+method. docs/algorithms.md lists our choices where the paper is ambiguous, and the differences of the authors' published
+code (`preset="reference"`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
     """Return `c_k^j = m_j · sigmoid(m_j)`, with `m_j` the mean logits of the client's class j (Section III-A).
 
     Args:
-        sums: `(C, C)`, row j the sum of the logits of the client's samples of class j.
-        counts: `(C,)` samples a class.
-        silu: False leaves the sigmoid out, as the authors' code does.
+        sums: `(C, C)`; row j is the sum of the logits of the client's samples of class j.
+        counts: Samples per class, `(C,)`.
+        silu: Whether to multiply by the sigmoid. The authors' code does not.
 
     Returns:
         `(C, C)`; rows of classes the client does not hold are zero.
@@ -52,21 +52,21 @@ def local_knowledge(sums: Tensor, counts: Tensor, silu: bool = True) -> Tensor:
 def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple[Tensor, Tensor]:
     """Merge by Eq. 1: average each client's class with its nearest clients', then over clients.
 
-    Only the holders of a class take part in it; with h holders `min(M, h - 1)` neighbours are used.
+    Only the clients that hold a class take part in it. With h holders, `min(M, h - 1)` neighbours are used.
 
     Args:
         local: `(K, C, C)` knowledge of the participants.
-        held: `(K, C)` bool, which classes each of them holds.
-        similar_clients: M, how many nearest clients join each client.
+        held: `(K, C)` bool, the classes that each client holds.
+        similar_clients: M, the number of nearest clients that are averaged with each client.
 
     Returns:
-        Global knowledge `(C, C)` and the `(C,)` mask of classes that somebody holds; other rows are zero.
+        Global knowledge `(C, C)` and the `(C,)` mask of classes that any client holds; other rows are zero.
     """
     merged = torch.zeros_like(local[0])
     for j in range(held.shape[1]):
         own = local[held[:, j], j].double()
         if len(own):
-            distance = (own[:, None] - own[None, :]).norm(dim=2).fill_diagonal_(-1)  # oneself first
+            distance = (own[:, None] - own[None, :]).norm(dim=2).fill_diagonal_(-1)  # each client is its own nearest
             group = distance.argsort(dim=1, stable=True)[:, : min(similar_clients, len(own) - 1) + 1]
             merged[j] = own[group].mean(dim=1).mean(dim=0).to(merged.dtype)
     return merged, held.any(dim=0)
@@ -76,7 +76,7 @@ class StructuralKnowledge(SharedKnowledge):
     """Class-wise mean logits of the clients, merged by Eq. 1: `(C, C)` values and a `(C,)` mask of known classes.
 
     Args:
-        similar_clients: M of Eq. 1.
+        similar_clients: M of Eq. 1, 0 or more.
     """
 
     needs_classes = True
@@ -104,7 +104,7 @@ class StructuralKnowledge(SharedKnowledge):
         return {"values": local_knowledge(sums, counts), "known": counts > 0}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload]) -> Tensors:
-        """Merge the uploads by Eq. 1. A class that no participant held this round keeps its last knowledge."""
+        """Merge the uploads by Eq. 1. A class that no participant of the round holds keeps its last knowledge."""
         values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
         values = torch.where(known[:, None], values, previous["values"])
         return {"values": values, "known": known | previous["known"]}
@@ -113,7 +113,7 @@ class StructuralKnowledge(SharedKnowledge):
 class ReferenceKnowledge(StructuralKnowledge):
     """Structural knowledge as in the authors' code: the mean logits of the last local epoch, without the sigmoid.
 
-    The logits are those seen while training. A class that no participant held this round is forgotten.
+    The logits are observed during training. A class that no participant of the round holds becomes unknown.
 
     Args:
         similar_clients: M of Eq. 1.
@@ -160,12 +160,12 @@ def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
 def similarity(logits: Tensor, knowledge: Tensor, spread: Spread = "batch") -> Tensor:
     """Return `s(l_i, c̃^j) = cos(l_i, c̃^j) / U_j` (Eq. 2), with `U_j` the batch's mean distance to `c̃^j`.
 
-    `U_j` carries no gradient and is at least 1e-6; the paper takes it over the client's whole data.
+    `U_j` has no gradient and is at least 1e-6. The paper computes it over the client's whole data.
 
     Args:
         logits: `(B, C)`.
-        knowledge: `(J, C)`, one row a class.
-        spread: `none` leaves `U_j` out, as the authors' code does.
+        knowledge: `(J, C)`, one row per class.
+        spread: `none` omits `U_j`, as in the authors' code.
 
     Returns:
         `(B, J)`.
@@ -186,15 +186,15 @@ def local_contrastive_loss(
 ) -> Tensor:
     """Return Eq. 3, the mean cross-entropy of the similarities divided by `τ`.
 
-    Classes without knowledge are left out of the sum, and their samples add nothing.
+    Classes without knowledge are omitted from the sum, and their samples add nothing.
 
     Args:
         logits: `(B, C)`.
         targets: `(B,)`.
         knowledge: `(C, C)` global knowledge.
-        known: `(C,)` bool, or None where every class is.
+        known: `(C,)` bool, or None if every class is known.
         tau: Temperature, above 0.
-        spread: What divides the cosines, see `similarity`.
+        spread: The divisor of the cosines, see `similarity`.
     """
     scores = similarity(logits, knowledge, spread) / tau
     if known is None:
@@ -208,7 +208,7 @@ def local_contrastive_loss(
 def reference_contrastive_loss(logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor, tau: float) -> Tensor:
     """Return Eq. 3 as in the authors' code: without `U_j`, and with the positive twice in the sum.
 
-    A sample whose class is not known has its own detached logits for positive.
+    For a sample of an unknown class, the positive is its own detached logits.
     """
     scores = cosine(logits, knowledge) / tau
     own = F.cosine_similarity(logits, logits.detach(), dim=1) / tau
@@ -221,7 +221,7 @@ class PaperContrast(NamedTuple):
     """The contrastive loss of the paper, at full weight in every round.
 
     Attributes:
-        spread: What divides the cosines, see `similarity`.
+        spread: The divisor of the cosines, see `similarity`.
     """
 
     spread: Spread
@@ -231,7 +231,7 @@ class PaperContrast(NamedTuple):
         return 1.0
 
     def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
-        """Return Eq. 3; arguments as of `local_contrastive_loss`."""
+        """Return Eq. 3, with the arguments of `local_contrastive_loss`."""
         return local_contrastive_loss(logits, targets, knowledge, known, tau, self.spread)
 
 
@@ -243,7 +243,7 @@ class ReferenceContrast(NamedTuple):
         return min(round / 100, 1.0)
 
     def loss(self, logits: Tensor, targets: Tensor, knowledge: Tensor, known: Tensor | None, tau: float) -> Tensor:
-        """Return Eq. 3 as in the code; arguments as of `reference_contrastive_loss`."""
+        """Return Eq. 3 as in the code, with the arguments of `reference_contrastive_loss`."""
         every = torch.ones(len(knowledge), dtype=torch.bool, device=logits.device)
         return reference_contrastive_loss(logits, targets, knowledge, every if known is None else known, tau)
 
@@ -251,17 +251,14 @@ class ReferenceContrast(NamedTuple):
 class LocalContrastive(LossTerm):
     """LCL: pulls a sample's logits towards its class's global knowledge and away from the other classes'.
 
-    Computed in float32 under mixed precision. It is off while nothing is known, as in round 1.
+    It is computed in float32 under mixed precision. It is off before there is knowledge, as in round 1.
 
     Args:
         tau: Temperature `τ` of Eq. 3, above 0.
         similar_clients: M of Eq. 1; the server uses it to merge the knowledge.
-        spread: `batch` divides the similarities by `U_j` (Eq. 2), `none` does not, as the authors' code.
-        reference: As the authors' code, scaled by `min(round / 100, 1)`; it has no `U_j`, whatever `spread` says.
-        knowledge: Share this instance instead of making one from the two arguments before it.
-
-    Raises:
-        ConfigError: `tau` is not above 0.
+        spread: `batch` divides the similarities by `U_j` (Eq. 2), `none` does not, as in the authors' code.
+        reference: As in the authors' code, scale by `min(round / 100, 1)`. There is no `U_j`; `spread` is ignored.
+        knowledge: Use this instance instead of a new one from `similar_clients` and `reference`.
 
     Example:
         >>> term = LocalContrastive(tau=0.08)
@@ -288,13 +285,8 @@ class LocalContrastive(LossTerm):
         self.scale = 1.0
         self.all_known = False
 
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the structural knowledge."""
-        return (self.structural,)
-
     def load(self, values: Tensor, known: Tensor) -> None:
-        """Set the global knowledge by hand: `values` `(C, C)` and `known` `(C,)` bool."""
+        """Set the global knowledge: `values` `(C, C)` and `known` `(C,)` bool."""
         self.structural.load({"values": values, "known": known})
         self.all_known = bool(known.all())
 
@@ -306,7 +298,7 @@ class LocalContrastive(LossTerm):
         self.scale = self.contrast.scale(module.round)
 
     def forward(self, step: Step) -> Tensor:
-        """Return Eq. 3 on a batch; zero while nothing is known."""
+        """Return Eq. 3 on a batch; zero without knowledge."""
         values, known = self.structural.values, self.structural.known
         if values is None or known is None:
             return step.logits.new_zeros(())
@@ -326,7 +318,7 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
         local: `(K, C, C)` knowledge of the participants.
         held: `(K, C)` bool.
         knowledge: `(C, C)`, global.
-        scale: `share` takes the mean over the classes a client holds: the sum punishes those that hold many.
+        scale: `share` uses the mean over the classes that a client holds, because the sum penalises clients with many.
     """
     distances = (local.double() - knowledge.double()).norm(dim=2)
     total = (distances * held).sum(dim=1)
@@ -336,8 +328,8 @@ def discrepancy(local: Tensor, held: Tensor, knowledge: Tensor, scale: GdaScale 
 def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale = "count") -> Tensor:
     """Return `e_k = sigmoid(N_k - a_k d_k + b_k) / Σ_i sigmoid(N_i - a_i d_i + b_i)`, `(K,)`, float64 (Eq. 4).
 
-    With raw counts the sigmoid is 1 to the last digit and `e_k = 1/K`, the uniform mean; `scale="share"` puts
-    `K · N_k / Σ N` in the place of `N_k`, so that the sigmoid does not saturate and the discrepancy counts.
+    With raw counts the sigmoid saturates at 1, so `e_k = 1/K`, the uniform mean. `scale="share"` replaces `N_k` by
+    `K · N_k / Σ N`, so that the sigmoid does not saturate and the discrepancy has an effect.
 
     Args:
         discrepancies: `d_k`, `(K,)`.
@@ -349,19 +341,19 @@ def aggregation_weights(discrepancies: Tensor, samples: Tensor, scale: GdaScale 
     b = n / n.sum()
     size = n if scale == "count" else b * len(n)
     gate = torch.sigmoid(size - a * d + b)
-    # All gates at zero is possible for huge discrepancies: nothing then tells the clients apart.
+    # Huge discrepancies can make all gates zero. All clients then get the same weight.
     return gate / gate.sum() if gate.sum() > 0 else torch.full_like(gate, 1 / len(gate))
 
 
 class GlobalDiscrepancy(Aggregator):
     """GDA: give less weight to clients whose knowledge is far from the global knowledge.
 
-    Its weights depend on every client's knowledge, so it holds all of a round's uploads at once.
+    The weights depend on every client's knowledge, so all uploads of a round are in memory at once.
 
     Args:
         gda_scale: The paper's `count`, or `share`: see `aggregation_weights` and `discrepancy`.
         similar_clients: M of Eq. 1.
-        knowledge: Share this instance instead of making one from `similar_clients`.
+        knowledge: Use this instance instead of a new one.
     """
 
     leaves = ("weights",)
@@ -381,7 +373,7 @@ class GlobalDiscrepancy(Aggregator):
         return (self.structural,)
 
     def fold(self, uploads: Iterable[Upload]) -> list[Upload]:
-        """Keep every upload: Eq. 4 needs all of the knowledge before the first weight."""
+        """Keep every upload, because Eq. 4 needs all of the knowledge."""
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
@@ -402,14 +394,14 @@ class GlobalDiscrepancy(Aggregator):
 def review_ratio(now: Tensor, before: Tensor) -> float:
     """Return `Σ_j (σ²_{r(j)} - σ²_{r-1(j)}) / Σ_j σ²_{r-1(j)}` (Eq. 5), with `σ²_{(j)}` the variance of row j.
 
-    The authors' code has the unbiased variance, a factor `C / (C - 1)` that cancels.
+    The authors' code uses the unbiased variance. The factor `C / (C - 1)` cancels.
 
     Args:
-        now: This round's global knowledge, `(J, C)`, a row a class that counts.
-        before: The last round's, `(I, C)`.
+        now: This round's global knowledge, `(J, C)`, with one row per counted class.
+        before: The last round's global knowledge, `(I, C)`.
 
     Returns:
-        The ratio; 0 where the last round's rows are all flat.
+        The ratio; 0 if all of the last round's rows are constant.
     """
     now_var, before_var = (rows.double().var(dim=1, correction=0).sum() for rows in (now, before))
     return float((now_var - before_var) / before_var) if before_var > 0 else 0.0
@@ -420,13 +412,13 @@ def known_in_both_rounds(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         now: `(C,)` bool, the classes known in this round.
-        before: `(C,)` bool, those known in the last.
+        before: `(C,)` bool, the classes known in the last round.
     """
     return now & before, now & before
 
 
 def known_in_each_round(now: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as in the authors' code: in each round, all classes known in that round."""
+    """Return the classes known in each round, as in the authors' code."""
     return now, before
 
 
@@ -434,21 +426,19 @@ class GlobalPeriodReview(Aggregator):
     """GPR: after another aggregator, correct this round's model `w_r` by the previous one, from round 2 on.
 
     Eq. 5 as printed, `review="literal"`, is `β w_r + (1-β) · ratio · (w_{r-1} - w_r)`. Its first term shrinks every
-    weight by `1 - β` a round, BatchNorm's statistics included, which alone costs all that it loses to plain averaging
-    (docs/results.md). The paper's text has GPR combine the two models "via linear interpolation" by a relative
-    confidence, so the default, `interpolation`, is `w_r + c (w_{r-1} - w_r)` with `c = (1-β) · ratio` held in [0, 1].
+    weight by `1 - β` per round, including BatchNorm's statistics. This explains its whole loss of accuracy compared
+    with plain averaging (docs/results.md). In the paper's text, GPR combines the two models "via linear interpolation"
+    by a relative confidence. The default, `interpolation`, is therefore `w_r + c (w_{r-1} - w_r)` with `c = (1-β) ·
+    ratio`, clamped to [0, 1].
 
     Args:
-        inner: The aggregator whose model is reviewed; the weighted mean by default.
-        beta: β, in [0, 1]; 1 leaves the model alone.
+        inner: The aggregator that computes the model to review; the weighted mean by default.
+        beta: β, in [0, 1]; 1 does not change the model.
         review: `interpolation` or `literal`.
         similar_clients: M of Eq. 1.
-        reference: As the authors' code: variances are summed over all classes known this round and over all known the
-            round before, not over those known in both.
-        knowledge: Share this instance instead of making one from `similar_clients`.
-
-    Raises:
-        ConfigError: `beta` is outside [0, 1].
+        reference: As in the authors' code, sum variances over all classes known in each round, instead of the classes
+            known in both rounds.
+        knowledge: Use this instance instead of a new one.
     """
 
     def __init__(
@@ -483,16 +473,16 @@ class GlobalPeriodReview(Aggregator):
 
     def finish(self, folded: object, before: State, knowledge: State) -> State:
         """Return the inner aggregator's model, corrected by Eq. 5."""
-        decided = self.inner.finish(folded, before, knowledge)
+        inner = self.inner.finish(folded, before, knowledge)
         last, now = before[self.structural.name], knowledge[self.structural.name]
         if not bool(last["known"].any()):  # round 1
-            return decided
+            return inner
         classes_now, classes_last = self.compared(now["known"], last["known"])
         ratio = review_ratio(now["values"][classes_now], last["values"][classes_last])
         keep, step = self.beta, (1 - self.beta) * ratio
         if self.review == "interpolation":
             keep, step = 1.0, min(max(step, 0.0), 1.0)
-        return decided | {"model": extrapolate(decided["model"], before["model"], keep, step)}
+        return inner | {"model": extrapolate(inner["model"], before["model"], keep, step)}
 
 
 # --- The method --------------------------------------------------------------------------------------------------
@@ -507,23 +497,19 @@ class FedSKC(Algorithm):
 
     Args:
         tau: Temperature τ of the contrastive loss (Eq. 3).
-        similar_clients: M, how many nearest clients join each client in Eq. 1.
-        beta: β of the period review (Eq. 5); 0.95 in the paper, 0.99 with `preset: reference`, unless set.
+        similar_clients: M, the number of nearest clients that are averaged with each client in Eq. 1.
+        beta: β of the period review (Eq. 5). By default 0.95 (the paper), or 0.99 with `preset: reference`.
         lcl: Local contrastive learning.
-        gda: Global discrepancy aggregation; off with `preset: reference`, whose code overwrites its result.
+        gda: Global discrepancy aggregation. It is off with `preset: reference`, because that code overwrites its
+            result.
         gpr: Global period review.
         gda_scale: `count` (the paper) or `share`, see `aggregation_weights` and `discrepancy`.
-        spread: `batch` divides similarities by `U_j` as Eq. 2 does, `none` does not, as the authors' code, and may need
-            a smaller learning rate.
-        review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`; `literal` with
-            `preset: reference`, unless set.
-        preset: `paper`, or `reference` for what the authors' published code computes.
-        loss_terms: Loss terms of other papers, added to these.
+        spread: `batch` divides similarities by `U_j` (Eq. 2). `none` does not, as in the authors' code, and may need a
+            smaller learning rate.
+        review: `interpolation`, or `literal` for Eq. 5 as printed, see `GlobalPeriodReview`. By default
+            `interpolation`, or `literal` with `preset: reference`.
+        preset: `paper`, or `reference` for the authors' published code.
         aggregator: Replaces GDA and GPR.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: A value is outside its range.
     """
 
     def __init__(

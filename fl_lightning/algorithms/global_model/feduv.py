@@ -2,8 +2,8 @@
 
 Son, Kim, Chung, Huang, Liu: "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
 
-`ClassifierVariance` regularises the classifier's outputs, `HypersphericalUniformity` the encoder's; each is a loss term
-for any other method too.
+`ClassifierVariance` regularises the classifier's outputs, `HypersphericalUniformity` the encoder's. Each loss term also
+works in other methods.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fl_lightning.models.base import with_features
 def variance_loss(probabilities: Tensor) -> Tensor:
     """Return V, `1/C Σ_c max(0, γ - std_b(p_bc))`: the hinge on each class probability's deviation over the batch.
 
-    γ is the standard deviation of a column of the `C x C` identity, `1/√C`: that of one-hot predictions on data with
-    as many samples of each class. Unbiased standard deviations; zero for a batch of one, which has none.
+    γ is the standard deviation of a column of the `C x C` identity, `1/√C`, as for one-hot predictions on balanced
+    data. Standard deviations are unbiased. The loss is zero for a batch of one.
 
     Args:
-        probabilities: `(B, C)`, rows sum to 1.
+        probabilities: `(B, C)`; rows sum to 1.
     """
     samples, classes = probabilities.shape
     if samples < 2:
@@ -38,12 +38,12 @@ def variance_loss(probabilities: Tensor) -> Tensor:
 def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
     """Return U, the mean over pairs of `exp(-d / σ)`; `d` are squared distances, σ is the median of those above 0.
 
-    Of an even number of distances σ is the lower of the middle two. Zero where all features are equal or alone: there
-    is no median.
+    For an even number of distances, σ is the lower of the middle two. The loss is zero if all features are equal, or
+    for a batch of one.
 
     Args:
         features: `(B, d)`.
-        detach_sigma: Take σ for a constant in the gradient.
+        detach_sigma: Treat σ as a constant in the gradient.
     """
     samples = len(features)
     if samples < 2:
@@ -59,8 +59,8 @@ def uniformity_loss(features: Tensor, detach_sigma: bool = False) -> Tensor:
 def median_of_positive(values: Tensor) -> Tensor:
     """Return the lower median of the values `(n,)` that are above 0; 1 if there are none.
 
-    As with `torch.median`, all that are equal to it share the gradient. No branch depends on the values, so that it can
-    be batched.
+    As in `torch.median`, all values equal to the median share the gradient. No branch depends on the values, so that
+    `vmap` works.
     """
     positive = values > 0
     ordered = torch.where(positive, values.detach(), torch.inf).sort().values
@@ -75,9 +75,6 @@ class ClassifierVariance(LossTerm):
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
-
-    Raises:
-        ConfigError: `lam` is below 0.
 
     Example:
         >>> step = Step(torch.zeros(4, 4), torch.arange(4))
@@ -98,15 +95,15 @@ class ClassifierVariance(LossTerm):
 
 
 class HypersphericalUniformity(LossTerm):
-    """Return `μ U`, which pushes the features of a batch away from each other.
+    """`μ U` pushes the features of a batch away from each other.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
-        normalize_z: Put the features on the unit sphere first, as the paper's text has it; its code does not.
-        detach_sigma: Let no gradient flow through the median.
+        normalize_z: Normalise the features to unit length first, as in the paper's text but not in its code.
+        detach_sigma: Treat the median as a constant in the gradient.
 
     Raises:
-        ConfigError: `mu` is below 0, or a fit begins with a model that has no encoder.
+        ConfigError: A fit begins with a model without an encoder.
     """
 
     def __init__(self, mu: float = 0.5, normalize_z: bool = False, detach_sigma: bool = False) -> None:
@@ -140,14 +137,8 @@ class FedUV(Algorithm):
     Args:
         lam: λ, the weight of V.
         mu: μ, the weight of U.
-        normalize_z: Put the features on the unit sphere for U.
-        detach_sigma: Take the median distance in U for a constant.
-        loss_terms: Loss terms of other papers, added to these.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        normalize_z: Normalise the features to unit length for U.
+        detach_sigma: Treat the median distance in U as a constant.
     """
 
     def __init__(

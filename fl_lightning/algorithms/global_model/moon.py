@@ -2,7 +2,7 @@
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Section 3.3.
 
-The term is a module of its own, `ModelContrast`, for any other method's `loss_terms`.
+The term, `ModelContrast`, also works in any other method's `loss_terms`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 
     Args:
         now: `z`, the representations of the model in training, `(B, d)`.
-        received: `z_glob`, those of the received model, `(B, d)`.
-        previous: `z_prev`, those of each earlier model, `(B, d)`.
+        received: `z_glob`, the representations of the received model, `(B, d)`.
+        previous: `z_prev`, the representations of each earlier model, `(B, d)`.
         tau: τ, the temperature.
     """
     cosines = F.cosine_similarity(now[:, None], torch.stack([received, *previous], dim=1), dim=2)
@@ -38,16 +38,16 @@ def contrastive_loss(now: Tensor, received: Tensor, previous: Sequence[Tensor], 
 class ModelContrast(LossTerm):
     """`μ` times the model-contrastive loss of the encoder's output. The other models are in eval mode.
 
-    The client keeps the encoders that it ended its last rounds with to itself. In its first round it has none, and the
-    received one takes their place: the term is then `μ log 2` and has no gradient.
+    The client keeps the encoders from the end of its last rounds; they never leave it. In its first round the received
+    encoder takes their place: the term is then `μ log 2` and has no gradient.
 
     Args:
         mu: μ, 0 or more; 0 switches the term off.
         tau: τ, the temperature, above 0.
-        history: How many of its last models the client compares with, 1 or more.
+        history: Number of its last models that the client compares with, 1 or more.
 
     Raises:
-        ConfigError: A number is out of its range, or a fit begins with a model that has no encoder.
+        ConfigError: A fit begins with a model without an encoder.
     """
 
     def __init__(self, mu: float = 5.0, tau: float = 0.5, history: int = 1) -> None:
@@ -57,7 +57,7 @@ class ModelContrast(LossTerm):
         check_positive("algorithm.", history=history)
         self.mu, self.tau, self.history, self.active = mu, tau, history, mu > 0
         self._kept: list[Tensors] = []  # the newest first
-        self._received: list[nn.Module] = []  # in a list, as the next: they are no part of the client's module
+        self._received: list[nn.Module] = []  # lists keep them out of the client's module
         self._previous: list[nn.Module] = []
 
     def begin(self, module: ClientModule) -> None:
@@ -94,21 +94,16 @@ class ModelContrast(LossTerm):
 class MOON(Algorithm):
     """FedAvg that pulls features towards the global model's and away from those of the client's last model.
 
-    With `mu` 0 this is FedAvg, bit for bit; so is the first round of every client. The paper's network has a projection
-    before the classification layer: `model.head.projection: 256`. Without one, features are compared as they are.
+    With `mu` 0 this is FedAvg, bit for bit, and so is the first round of every client. The paper's network has a
+    projection before the classification layer: `model.head.projection: 256`. Without it, features are compared
+    directly.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        mu: μ, the weight of the term; 5 is the paper's for CIFAR-10, 1 for CIFAR-100.
+        mu: μ, the weight of the term. The paper uses 5 for CIFAR-10 and 1 for CIFAR-100.
         tau: τ, the temperature.
-        history: How many of its last models a client compares with; the paper's buffer has one.
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: A number is out of its range, or the model has no encoder.
+        history: Number of its last models that a client compares with. The paper uses one.
     """
 
     def __init__(

@@ -18,16 +18,12 @@ from fl_lightning.data.few_shot import prototype_logits
 class Prototypical(LossTerm):
     """The cross-entropy of an episode's queries under the prototypes of its support (Algorithm 1).
 
-    Any batch is an episode: of each class, the first `shots` samples are the support, the others queries. Zero for
-    a batch without queries. It is added to the cross-entropy of the classification layer, whose logits FedSKC's
-    knowledge is made of.
+    Every batch is an episode: for each class, the first `shots` samples are the support and the others are queries. The
+    term is zero for a batch without queries. It is added to the cross-entropy of the classification layer.
 
     Args:
-        shots: Support samples a class.
+        shots: Number of support samples per class, 1 or more.
         weight: Factor on the loss, 0 or more.
-
-    Raises:
-        ConfigError: `shots` is below 1, or `weight` below 0.
 
     Example:
         >>> features, targets = torch.tensor([[0.0], [2.0], [1.0]]), torch.tensor([4, 7, 7])

@@ -3,8 +3,8 @@
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
 2020, Algorithm 1 with option II.
 
-The server's control variate `c` estimates the gradient over all clients' data, a client's `c_i` that over its own. Each
-local step adds `c - c_i` to the gradient; what gradients a client met on its way says its next `c_i`.
+The server's control variate `c` estimates the gradient over all clients' data, a client's `c_i` the gradient over its
+own. Each local step adds `c - c_i` to the gradient. A client's next `c_i` is the mean of its gradients during the fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import RunningMean, State
 
 CONTROL = "control"
-"""The section of the state that holds `c`, and of an upload that holds `Δc`."""
+"""The section of the state with `c`, and of an upload with `Δc`."""
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------------------------
 
@@ -34,22 +34,22 @@ def next_control(start: Tensor, end: Tensor, steps: int, lr: float, correction: 
 
     Args:
         start: `x`, a received parameter.
-        end: `y`, the same after the fit.
-        steps: K, how many steps lie between, at least 1.
-        lr: η, the learning rate of each, above 0.
-        correction: `c - c_i`, what line 10 adds to the gradient.
+        end: `y`, the parameter after the fit.
+        steps: K, the number of steps, at least 1.
+        lr: η, the learning rate of each step, above 0.
+        correction: `c - c_i`, which line 10 adds to the gradient.
     """
     return (start - end) / (steps * lr) - correction
 
 
 def next_server_control(server: Tensor, mean_change: Tensor, participants: int, clients: int) -> Tensor:
-    """Return line 17's `c + |S| / N · mean Δc`, over all N clients; in float64, rounded once.
+    """Return line 17's `c + |S| / N · mean Δc`, over all N clients, computed in float64.
 
     Args:
         server: `c`.
         mean_change: The mean of the participants' `Δc`.
-        participants: `|S|`, how many sent one.
-        clients: N, all there are.
+        participants: `|S|`, the number of uploads.
+        clients: N, the number of all clients.
     """
     return (server.double() + participants / clients * mean_change.double()).to(mean_change.dtype)
 
@@ -60,10 +60,10 @@ def next_server_control(server: Tensor, mean_change: Tensor, participants: int, 
 class ControlVariates(LossTerm):
     """`<c - c_i, y - x>` over the trainable parameters `y` with start `x`. Its gradient is SCAFFOLD's correction.
 
-    Part of `SCAFFOLD`, whose server has a `c` to send.
+    It is part of `SCAFFOLD`, which sends `c`.
 
     Raises:
-        ConfigError: A fit begins in which a client's steps do not add up to `K η` times the mean gradient.
+        ConfigError: A fit begins that is not plain SGD with one learning rate; see `learning_rate`.
     """
 
     name = "control"
@@ -88,7 +88,7 @@ class ControlVariates(LossTerm):
         """Keep the received weights, and compute the correction of each step."""
         self.lr = learning_rate(module)
         parameters = dict(trainable(module.backbone))
-        server, self._own = (complete_control(held, parameters) for held in (self._server, self._own))
+        server, self._own = (complete_control(control, parameters) for control in (self._server, self._own))
         self._starts = {name: p.detach().clone() for name, p in parameters.items()}
         self._corrections = {name: server[name] - self._own[name] for name in parameters}
         self._server = {}
@@ -117,7 +117,7 @@ class ControlVariates(LossTerm):
 
 
 def trainable(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, by name; each has a control variate."""
+    """Return the trained parameters by name. Each has a control variate."""
     return ((name, p) for name, p in backbone.named_parameters() if p.requires_grad)
 
 
@@ -132,30 +132,30 @@ def complete_control(control: Tensors, parameters: dict[str, nn.Parameter]) -> T
 
 
 def learning_rate(module: ClientModule) -> float:
-    """Return η, the learning rate of every step; refuse a fit that is not plain SGD with one learning rate.
+    """Return η, the learning rate of every step.
 
     Raises:
-        ConfigError: Another fit is asked for; names the key.
+        ConfigError: The fit is not plain SGD with one learning rate. The message names the key.
     """
     optimizer, trainer = module.optimizer_for(module.backbone.parameters()), module.trainer
     groups = optimizer.param_groups
     rates = {float(group["lr"]) for group in groups}
     plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] or group["maximize"] for group in groups)
     wrong = {
-        "optimizer: SCAFFOLD needs plain SGD with one learning rate; set momentum 0": not plain or len(rates) > 1,
-        "lr_scheduler: SCAFFOLD needs one learning rate within a fit; use round_lr_scheduler": module.scheduler_factory,
-        "trainer.accumulate_grad_batches: SCAFFOLD needs a step a batch; use a larger batch_size": (
+        "optimizer: SCAFFOLD needs plain SGD with one learning rate. Set momentum 0.": not plain or len(rates) > 1,
+        "lr_scheduler: SCAFFOLD needs one learning rate per fit. Use round_lr_scheduler.": module.scheduler_factory,
+        "trainer.accumulate_grad_batches: SCAFFOLD needs one step per batch. Use a larger batch_size.": (
             trainer.accumulate_grad_batches > 1
         ),
-        "trainer.gradient_clip_val: it would clip SCAFFOLD's correction with the gradient; leave it out": (
+        "trainer.gradient_clip_val: it would clip SCAFFOLD's correction with the gradient. Remove it.": (
             trainer.gradient_clip_val
         ),
-        "trainer.precision: 16-mixed leaves out steps that SCAFFOLD counts; use bf16-mixed": (
+        "trainer.precision: 16-mixed skips steps that SCAFFOLD counts. Use bf16-mixed.": (
             trainer.precision == "16-mixed"
         ),
     }
-    for message, found in wrong.items():
-        if found:
+    for message, is_wrong in wrong.items():
+        if is_wrong:
             raise ConfigError(message)
     return rates.pop()
 
@@ -166,19 +166,13 @@ def learning_rate(module: ClientModule) -> float:
 class SCAFFOLD(Algorithm):
     """FedAvg that corrects each local step by the difference of the server's and the client's control variate.
 
-    In round 1, and with one local step and all clients in every round, this is FedAvg with `weighting: uniform`. It
-    needs plain SGD.
+    In round 1, and with one local step of all clients in every round, this is FedAvg with `weighting: uniform`. It
+    needs plain SGD. BatchNorm's statistics have no control variate.
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 4 * P + 8`.
 
     Args:
-        server_lr: η_g, the server's learning rate; 1 goes all the way to the clients' mean.
-        loss_terms: Loss terms of other papers, added to the correction.
-        aggregator: Any paper's aggregator in place of the server's step towards the plain mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they have no control variate.
-
-    Raises:
-        ConfigError: `server_lr` is not above 0.
+        server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """
 
     def __init__(

@@ -32,23 +32,23 @@ from fl_lightning.core.state import State
 Schedule = Literal["epsilon", "cosine"]
 
 CORE, RATIOS, CORES = "core", "ratios", "cores"
-"""The sections of a client's memory with its last upload and its ratios; the section of the state about all cores."""
+"""Sections: the last upload and the ratios in the client state, and the cores in the shared state."""
 
 EPSILON = 1e-3
-"""ε of the schedule: what λ comes down to."""
+"""ε of the schedule: the final λ."""
 
 
 def personal_model(ratios: Tensor, client: int, core: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """Return `w_i = Σ_j p_ij c_j`, parameter by parameter.
 
-    So with `g = ∂L/∂w_i` the core's gradient is `∂L/∂c_i = p_ii g`, and a ratio's the sum over all parameters
-    `∂L/∂p_ij = ⟨g, c_j⟩`.
+    With `g = ∂L/∂w_i`, the gradient of the core is `∂L/∂c_i = p_ii g`, and that of a ratio is the sum over all
+    parameters `∂L/∂p_ij = ⟨g, c_j⟩`.
 
     Args:
         ratios: `p_i`, `(N,)`.
         client: i.
-        core: `c_i`, each parameter.
-        others: All clients' cores, each parameter `(N, ...)`; the client's own are zero.
+        core: The parameters of `c_i`.
+        others: The parameters of all clients' cores, each `(N, ...)`. The client's own row is zero.
     """
     pairs = zip(core, others, strict=True)
     return [ratios[client] * own + torch.tensordot(ratios, rest, dims=1) for own, rest in pairs]
@@ -68,22 +68,22 @@ def penalty_weight(round: int, length: float, schedule: Schedule) -> float:
 
 
 def mixed_parameters(backbone: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that cores are mixed of, by name: all but those that the model freezes."""
+    """Return the parameters that are mixed from cores, by name: all that the model does not freeze."""
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
 
 
 class MixedModule(ClientModule):
-    """A client with a mixture of core models as network. It trains its own core and the mixing ratios.
+    """A client whose network is a mixture of core models. It trains its own core and the mixing ratios.
 
-    The backbone always holds the mixture: it is made anew after each step, and the gradient in its weights is handed on
-    to the core and the ratios. By itself, without others' cores, it trains as a `ClientModule` does.
+    The backbone holds the mixture, which is updated after each step. The gradients of the backbone's weights are passed
+    on to the core and the ratios. Without other clients' cores it trains like a `ClientModule`.
 
     Args:
-        parts: What `ClientModule` takes.
+        parts: The arguments of `ClientModule`.
         dr_lr: The learning rate of the ratios.
-        mu: μ, the weight of their distance to what they were first.
+        mu: μ, the weight of the squared distance between the ratios and the initial ones.
         length: L of `penalty_weight`.
-        schedule: Its kind.
+        schedule: The schedule of `penalty_weight`.
     """
 
     def __init__(
@@ -93,18 +93,17 @@ class MixedModule(ClientModule):
         self.dr_lr, self.mu, self.length, self.schedule = dr_lr, mu, length, schedule
         self._mixture: list[Tensor] = []
         weights = list(mixed_parameters(self.backbone).values())
-        alone = [torch.zeros_like(p)[None] for p in weights]
-        self.set_mixture(0, torch.ones(1), torch.ones(1), weights, alone)
+        self.set_mixture(0, torch.ones(1), torch.ones(1), weights, [torch.zeros_like(p)[None] for p in weights])
 
     def set_mixture(
         self, client: int, ratios: Tensor, first: Tensor, core: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Set the core, the others' cores and the ratios, and load the mixture; arguments as of `personal_model`.
+        """Set the core, the others' cores and the ratios, and load the mixture.
 
         Args:
-            client: i.
+            client: i, as all but `first` in `personal_model`.
             ratios: `p_i`.
-            first: `p^0`, what they were first.
+            first: `p^0`, the initial ratios.
             core: `c_i`.
             others: The other clients' cores.
         """
@@ -126,7 +125,7 @@ class MixedModule(ClientModule):
         return mixture
 
     def trainables(self) -> Iterable[Any]:
-        """Return the core, and the ratios with a learning rate of their own."""
+        """Return the core, and the ratios with their own learning rate."""
         return [{"params": list(self.core)}, {"params": [self.ratios], "lr": self.dr_lr}]
 
     def on_fit_start(self) -> None:
@@ -151,8 +150,8 @@ class MixedModule(ClientModule):
         """Propagate the mixture's gradient to the core and the ratios, before a gradient scaler unscales it."""
         weights = mixed_parameters(self.backbone).values()
         pairs = [(value, p.grad) for value, p in zip(self._mixture, weights, strict=True)]
-        made, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
-        torch.autograd.backward(made, gradients)
+        mixture, gradients = zip(*[(value, grad) for value, grad in pairs if grad is not None], strict=True)
+        torch.autograd.backward(mixture, gradients)
         self.backbone.zero_grad()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -182,22 +181,19 @@ class Cores(Aggregator):
 class APPLE(Algorithm):
     """Clients train a core model each. A personalised model mixes all cores in ratios that the client learns.
 
-    The server keeps everybody's last core and averages nothing. A core that its client has not trained yet is the
-    initial model. With ratios that stay at 1 for the client's own core this is `Local`, bit for bit.
+    The server keeps the last core of each client and does not average. The core of a client that has not trained yet is
+    the initial model. With constant ratios of 1 for the own core and 0 otherwise, this is `Local`, bit for bit.
 
     Bytes a round, each participant, at most: down `(N - 1) * (model - buffers + 8) + 4 * N + 8`, up
     `model - buffers + 8`.
 
     Args:
-        dr_lr: The learning rate of the ratios; that of the cores is the optimizer's. With 0 the ratios stay.
-        mu: μ, the weight of the squared distance of the ratios to what they were first, the clients' shares of all
-            training samples.
-        length: L, the rounds after which that distance does not count any more; the paper has a tenth of all rounds.
-        schedule: How its weight falls until then: `epsilon`, down to a thousandth, or `cosine`.
-        loss_terms: Loss terms of any paper, on the mixture.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        dr_lr: Learning rate of the ratios. With 0 they stay constant. Cores use the optimizer's learning rate.
+        mu: μ, the weight of the squared distance between the ratios and the initial ones, which are the clients' shares
+            of all training samples.
+        length: L, the number of rounds until that weight is 0. The paper uses a tenth of all rounds.
+        schedule: How the weight falls until then: `epsilon`, down to a thousandth, or `cosine`.
+        loss_terms: Loss terms on the mixture.
     """
 
     one_model = False
@@ -239,8 +235,8 @@ class APPLE(Algorithm):
         assert isinstance(module, MixedModule)
         initial = {name: p.detach().clone() for name, p in mixed_parameters(module.backbone).items()}
         super().receive(module, download, memory)
-        told = download.section(RATIOS)
-        client, first = int(told["client"]), told["first"]
+        start = download.section(RATIOS)
+        client, first = int(start["client"]), start["first"]
         trained = {j: message.section("model") for j, message in unbundle(download)}
         zero = {name: torch.zeros_like(value) for name, value in initial.items()}
         cores = [zero if j == client else trained.get(j, initial) for j in range(len(first))]

@@ -3,10 +3,9 @@
 Lee, Choi: "Regularizing and Aggregating Clients with Class Distribution for Personalized Federated Learning", 2024.
 Sections, equations and tables below are the paper's.
 
-The server estimates each client's class distribution from the row norms of its classification layer, so nothing but
-weights and sample counts goes up. The weight distribution regularizer (WDR, a loss term) makes that estimate a good
-one. Either part can be used in another method: `WeightDistribution` in its `loss_terms`, `ClassWise` as its
-`aggregator`.
+The server estimates each client's class distribution from the row norms of its classification layer, so clients upload
+only weights and sample counts. The weight distribution regularizer (WDR, a loss term) improves that estimate. Both
+parts also work in other methods: `WeightDistribution` in `loss_terms`, `ClassWise` as `aggregator`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fl_lightning.models import classification_layer
 Distribution = Literal["weights", "true"]
 
 BLOCK_BYTES = 64 << 20
-"""How much the starts may take that are worked out together, in float64."""
+"""Memory limit of the initial models that are computed together, in float64."""
 
 # --- Section 4: class distributions, in the data and in the weights ----------------------------------------------
 
@@ -44,7 +43,7 @@ def weight_distribution(weight: Tensor) -> Tensor:
     """Return Eq. 9's `p̃_ij = ||θ_ij||_2 / Σ_j ||θ_ij||_2`, `(C,)`; uniform if every row is zero.
 
     Args:
-        weight: `(C, d)`, the classification layer's weights; row j is `θ_ij`.
+        weight: The classification layer's weights, `(C, d)`; row j is `θ_ij`.
     """
     norms = weight.norm(dim=1)
     total = norms.sum()
@@ -68,10 +67,10 @@ class WeightDistribution(LossTerm):
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
-        reference: Half of it, as the authors' code has it.
+        reference: As in the authors' code, use half of λ.
 
     Raises:
-        ConfigError: `lam` is below 0, or a fit begins in a module without `class_counts`.
+        ConfigError: A fit begins in a module without `class_counts`.
 
     Example:
         >>> term = WeightDistribution(lam=1.0)
@@ -94,7 +93,9 @@ class WeightDistribution(LossTerm):
     def begin(self, module: ClientModule) -> None:
         """Keep the client's class shares."""
         if module.class_counts is None:
-            raise ConfigError("WeightDistribution: set module.class_counts to the client's training samples a class")
+            raise ConfigError(
+                "WeightDistribution: module.class_counts is missing. Set it to the client's training samples per class."
+            )
         self.shares = class_shares(module.class_counts).to(module.device)
 
     def forward(self, step: Step) -> Tensor:
@@ -125,14 +126,14 @@ def mixing_weights(distribution: Tensor, q: Tensor) -> Tensor:
     """Return the coefficients `(K,)` of client i's next start, `Σ_m (Σ_j p̃_ij q_mj) w_m` (Eq. 3 and 7 in one).
 
     Args:
-        distribution: `p̃_i`, `(C,)`; or `(n, C)` for n clients at once, which gives `(n, K)`.
+        distribution: `p̃_i`, `(C,)`, or `(n, C)` for n clients, which gives `(n, K)`.
         q: `(K, C)`.
     """
     return distribution.double() @ q.double().T
 
 
 def class_models(state: State) -> Tensors:
-    """The class models `w_j^G = Σ_i q_ij w_i` (Eq. 3), computed on access; each entry has a first dimension C."""
+    """Return the class models `w_j^G = Σ_i q_ij w_i` (Eq. 3), computed from the state; each entry is `(C, ...)`."""
     return combine(state["weights"]["value"].T, state["sources"])
 
 
@@ -159,17 +160,17 @@ class ClassShares(SharedKnowledge):
 class ClassWise(Aggregator):
     """Average a model for each class, and send each client the mixture that matches its class distribution.
 
-    Class models are not stored: the state keeps the round's uploads and `q`, from which any client's start is one
-    weighted sum. So it holds all of a round's uploads at once. The shared `model` is the mean of the uploads by
-    samples, FedAvg's, for measuring only. A client that has never taken part counts as one with as much of each class
-    (Algorithm 1, line 4).
+    Class models are not stored. The state keeps the round's uploads and `q`, from which the initial model of any client
+    is a weighted sum. All uploads of a round are therefore in memory at once. The shared `model` is FedAvg's mean of
+    the uploads, for evaluation only. A client that has never taken part has a uniform class distribution (Algorithm 1,
+    line 4).
 
     Args:
-        distribution: `weights` estimates class distributions from the classification layer (the method), `true` has
-            clients send their class shares (Table 1, "w/ Dist.").
+        distribution: `weights` estimates class distributions from the classification layer, as in the paper. With
+            `true`, clients upload their class shares (Table 1, "w/ Dist.").
 
     Raises:
-        ConfigError: The model has no classification layer in a part called `head`.
+        ConfigError: The model does not have a classification layer in a part called `head`.
     """
 
     needs_classes = True
@@ -186,7 +187,7 @@ class ClassWise(Aggregator):
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return the initial state, in which every class model is the initial model."""
         if self.distribution == "weights":
-            class_layer_name(model)  # refused at once where there is none
+            class_layer_name(model)  # refuse a model without one before round 1
         q = torch.ones(1, num_classes, dtype=torch.float64)
         return {
             "sources": stack([model]),
@@ -195,7 +196,7 @@ class ClassWise(Aggregator):
         }
 
     def model_for(self, state: State, client: int) -> Tensors:
-        """Return the client's start by Eq. 7, from its latest distribution."""
+        """Return the client's initial model by Eq. 7, from its latest distribution."""
         if start(client) not in state:
             state = next(self.ahead(state, [client]))
         return state[start(client)]
@@ -203,8 +204,8 @@ class ClassWise(Aggregator):
     def ahead(self, state: State, clients: Iterable[int]) -> Iterator[State]:
         """Add the initial models of clients to the state, computed in blocks.
 
-        A block's product has the same shape however many clients are in it, and so rounds the same. What starts are
-        mixed from, class models or uploads, whichever are fewer, is held in float64 meanwhile.
+        The product of a block always has the same shape, so its rounding does not depend on the number of clients. The
+        models are mixed from class models or uploads, whichever are fewer, in float64.
         """
         sources, q, known = state["sources"], state["weights"]["value"], state["distributions"]
         unknown = torch.full((q.shape[1],), 1 / q.shape[1], dtype=q.dtype)
@@ -225,7 +226,7 @@ class ClassWise(Aggregator):
         return list(uploads)
 
     def finish(self, folded: list[Upload], before: State, knowledge: State) -> State:
-        """Aggregate by Eq. 4-5. A class with no weight keeps its model."""
+        """Aggregate by Eq. 4-5. A class without weight keeps its model."""
         models = [upload.message.section("model") for upload in folded]
         samples = torch.tensor([upload.n_samples for upload in folded])
         distributions = torch.stack([self._distribution(upload) for upload in folded])
@@ -257,7 +258,7 @@ def start(client: int) -> str:
 
 
 def block_rows(stacked: Tensors) -> int:
-    """Return how many starts are computed together; it depends only on the size of one."""
+    """Return the number of initial models that are computed together. It depends only on the size of one."""
     numbers = sum(value[0].numel() for value in stacked.values())
     return max(1, min(16, BLOCK_BYTES // (8 * numbers)))
 
@@ -283,11 +284,13 @@ def class_layer_name(model: Tensors) -> str:
     """Return the name of the entry with the classification layer's weights: the last matrix of the `head`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such entry.
     """
     matrices = [name for name, value in model.items() if name.startswith("head.") and value.ndim == 2]
     if not matrices:
-        raise ConfigError("model: a head that ends with a row of weights a class is needed, and there is none")
+        raise ConfigError(
+            "model: class-wise averaging needs a `head` that ends with a linear layer, and the model has none"
+        )
     return matrices[-1]
 
 
@@ -295,20 +298,18 @@ def class_layer_name(model: Tensors) -> str:
 
 
 class CwFedAvg(Algorithm):
-    """Class-wise averaging with the weight distribution regularizer; every client starts from a personal mixture.
+    """Class-wise averaging with the weight distribution regularizer. Every client starts from a personal mixture.
 
-    Table 1's variants: `lam: 0` is "w/o WDR", `distribution: true` with `lam: 0` is "w/ Dist.".
+    Variants of Table 1: `lam: 0` is "w/o WDR", and `distribution: true` with `lam: 0` is "w/ Dist.".
 
     Bytes a round, each participant: down `model`, up `model + 8`, and `4 * C` more with `distribution: true`.
 
     Args:
         lam: λ, the weight of the regularizer.
-        distribution: What the server goes by: `weights` or `true` class shares.
-        preset: `paper`, or `reference` for what the authors' published code computes: half of λ, no training on a last
-            batch that is not full, and BatchNorm's statistics never leave the client (`buffers: local`).
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the class-wise one.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; by default `average`, or as the preset.
+        distribution: Source of the class distributions: the `weights`, or the `true` class shares.
+        preset: `paper`, or `reference` for the authors' published code: half of λ, no training on an incomplete last
+            batch, and BatchNorm's statistics never leave the client (`buffers: local`).
+        buffers: BatchNorm's running statistics: `average`, `local` or `drop`. The default depends on the preset.
     """
 
     def __init__(

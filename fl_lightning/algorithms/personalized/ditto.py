@@ -23,18 +23,18 @@ from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state import State, first_non_finite
 
 PERSONAL_MODEL = "personal_model"
-"""The section of a client's memory that holds `v`."""
+"""The section of the client state with `v`."""
 
 
-class BesideShared(ClientModule):
+class TwoModels(ClientModule):
     """A client that trains two models on the same batches: the shared one and a personalised one near it.
 
-    The own model, `v`, descends `f(v) + λ/2 ||v - w^t||²`, with `w^t` the weights that the fit starts from, by an
-    optimizer, a schedule and a bound on gradients like the shared one's. It draws the same random numbers and moves
-    none of the other's.
+    The personalised model `v` minimises `f(v) + λ/2 ||v - w^t||²`, where `w^t` are the received weights. Its optimizer,
+    scheduler and gradient clipping are like those of the shared model. It uses the same random numbers and does not
+    affect the shared model.
 
     Args:
-        parts: What `ClientModule` takes.
+        parts: The arguments of `ClientModule`.
         lam: λ.
     """
 
@@ -72,27 +72,21 @@ class BesideShared(ClientModule):
 
 def own_model(module: ClientModule) -> nn.Module:
     """Return a client's personalised model, `v`."""
-    assert isinstance(module, BesideShared)
+    assert isinstance(module, TwoModels)
     return module.own
 
 
 class Ditto(Algorithm):
     """FedAvg, and a personalised model for each client that is kept near the global one and is evaluated.
 
-    The shared model is FedAvg's of the same weighting, bit for bit, whatever `lam` is; with `lam: 0` the own models are
-    those of `Local`.
+    For every `lam`, the shared model is that of FedAvg with the same weighting, bit for bit. With `lam: 0` the
+    personalised models are those of `Local`.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        lam: λ, how much the own model is held; 0 lets it go.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the shared model's cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: BatchNorm's running statistics of the shared model: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: `lam` is below 0.
+        lam: λ, the weight of the distance between the personalised and the received model, 0 or more.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(
@@ -105,7 +99,7 @@ class Ditto(Algorithm):
     ) -> None:
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
         check_number("algorithm.lam", lam, "[0, inf)", "the paper tries 0.05 to 2")
-        self.module_class = partial(BesideShared, lam=lam)
+        self.module_class = partial(TwoModels, lam=lam)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the shared model, and the personalised model of the client's last round or the initial one."""
@@ -117,12 +111,14 @@ class Ditto(Algorithm):
         """Return the client state with the personalised model.
 
         Raises:
-            NonFiniteError: It holds NaN or Inf.
+            NonFiniteError: The personalised model contains NaN or Inf.
         """
         weights = own_model(module).state_dict()
         kept = to_cpu({PERSONAL_MODEL: {name: value for name, value in weights.items() if name not in self.fixed}})
         if bad := first_non_finite(kept[PERSONAL_MODEL]):
-            raise NonFiniteError(f"the own model's {bad!r} is NaN or Inf: lower the learning rate or algorithm.lam")
+            raise NonFiniteError(
+                f"the personalised model's {bad!r} is NaN or Inf. Lower the learning rate or algorithm.lam."
+            )
         return super().remember(module, upload) | kept
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:

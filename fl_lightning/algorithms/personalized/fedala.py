@@ -21,13 +21,13 @@ from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.state import State
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
-"""The sections of a client's memory that hold its last model's top and the weights it was made with."""
+"""The sections of the client state with the top layers of its last model and the mixing weights."""
 
 ONE_ROUND = 1
-"""Passes over the sampled data in every round but a client's first."""
+"""Number of passes over the sampled data after a client's first round."""
 
 LAST = 10
-"""Passes whose losses tell whether the weights have settled."""
+"""Number of last passes whose losses decide on convergence."""
 
 
 def mix_models(local: Tensors, received: Tensors, weights: Tensors) -> Tensors:
@@ -40,7 +40,7 @@ def update_weights(weights: Tensors, gradients: Tensors, local: Tensors, receive
 
     Args:
         weights: `W`.
-        gradients: `g`, of the loss in the mixed model.
+        gradients: `g`, the gradients of the loss with respect to the mixed model.
         local: `θ_i`.
         received: `θ`.
         eta: η.
@@ -65,25 +65,21 @@ def top_names(backbone: nn.Module, layers: int) -> list[str]:
 class FedALA(Algorithm):
     """FedAvg with clients that start from an element-wise mixture of the received model and their own last one.
 
-    The weights of the mixture are learnt, on part of the client's data, before it trains; the lower layers are taken
-    as received. With `layers` 0 this is FedAvg, bit for bit. A client's model is the mixture, before training: measure
-    it with `evaluation.client_model: received`.
+    Before it trains, a client learns the weights of the mixture on part of its data. The lower layers are not mixed.
+    With `layers` 0 this is FedAvg, bit for bit. A client's personalised model is the mixture before training: evaluate
+    it with `evaluation.client_model: received`. BatchNorm's statistics are not mixed.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        layers: p, how many of the model's last parameter tensors are mixed; a layer's bias is one of its own.
-        rand_percent: s, the share of its training data, in percent, that a client draws to learn the weights on.
-        eta: η, the learning rate of the weights; between 0 and 1 they stay in any case.
-        threshold: In a client's first time the weights are learnt until the losses of ten passes have a standard
-            deviation below this; later, in one pass.
-        max_epochs: Most passes of the first time.
-        loss_terms: Loss terms of other papers, for the training that follows.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`; they are not mixed.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        layers: p, the number of the model's last parameter tensors that are mixed. A layer's bias is a tensor of its
+            own.
+        rand_percent: s, the percentage of its training data that a client samples to learn the mixing weights.
+        eta: η, the learning rate of the mixing weights, 0 or more. The weights are clipped to [0, 1].
+        threshold: The first time, a client learns the weights until the losses of ten passes have a standard deviation
+            below this threshold; later, in one pass.
+        max_epochs: Maximum number of passes the first time.
+        loss_terms: Loss terms for training. They are not used to learn the mixing weights.
     """
 
     def __init__(
@@ -117,7 +113,7 @@ class FedALA(Algorithm):
         super().receive(module, download, memory)
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Learn the mixing weights, and load the mixture; skip it if the two models are equal, as in round 1."""
+        """Learn the mixing weights, and load the mixture. Skip it if the two models are equal, as in round 1."""
         parameters = dict(module.backbone.named_parameters())
         local = {name: own.to(parameters[name]) for name, own in module.notes[LOCAL].items()}
         received = {name: parameters[name].detach() for name in local}

@@ -22,13 +22,13 @@ from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.state import State, flatten, weighted_mean
 
 UPLOADED = "uploaded"
-"""The section of a client's memory that holds its last upload, which the server has too."""
+"""The section of the client state with its last upload, which the server has too."""
 
 
 def message_weights(own: Tensor, others: Sequence[Tensor], alpha: float, sigma: float) -> Tensor:
     """Return FedAMP's `ξ_ij = α A'(||w_i - w_j||²)`, `A'(x) = exp(-x/σ)/σ`, for each j ≠ i; `(m,)`, sum at most 1.
 
-    A larger sum, which α allows, is scaled down to 1; what is missing to 1 is `ξ_ii`.
+    A larger sum, which is possible for a large α, is scaled to 1. The rest to 1 is `ξ_ii`.
 
     Args:
         own: `w_i`, `(P,)`.
@@ -57,8 +57,8 @@ def heuristic_weights(own: Tensor, others: Sequence[Tensor], self_weight: float,
 class LastUploads(Aggregator):
     """Record which clients have uploaded, for a server that uses each client's last upload.
 
-    `heard`'s `last` `(N,)` marks this round's participants, `ever` all so far. The state's `model` stays the initial
-    one, which is every client's until it has trained.
+    In the section `heard`, `last` `(N,)` marks this round's participants and `ever` all participants so far. The
+    state's `model` stays the initial one, which is every client's model before it trains.
     """
 
     def fold(self, uploads: Iterable[Upload]) -> list[int]:
@@ -75,20 +75,17 @@ class LastUploads(Aggregator):
 class FedAMP(Algorithm):
     """Personalised models, each kept near an attentive mixture of all. More similar models weigh more.
 
-    Each client goes on from its own model and adds `λ/2α ||w - u_i||²` to its loss; `u_i`, its personalized cloud
-    model, is made of its own last upload and those of the last round's participants. In round 1 there is none yet.
-    With `lam` 0 clients train by themselves. BatchNorm's statistics never leave the client.
+    Each client continues from its own model and adds `λ/2α ||w - u_i||²` to its loss. Its personalized cloud model
+    `u_i` is a mixture of its own last upload and those of the last round's participants. Round 1 has no cloud model.
+    With `lam` 0 clients train independently. BatchNorm's statistics never leave the client.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
     Args:
-        alpha: α, the step size of the message passing.
-        sigma: σ, how far apart models may be to attend to each other: to be set to the size of `||w_i - w_j||²`.
-        lam: λ, the weight of the proximal term.
-        loss_terms: Loss terms of other papers, added to this one.
-
-    Raises:
-        ConfigError: `alpha` or `sigma` is not above 0, or `lam` below 0.
+        alpha: α, the step size of the message passing, above 0.
+        sigma: σ, the scale of squared distances at which models attend to each other, above 0. Choose it near
+            `||w_i - w_j||²`.
+        lam: λ, the weight of the proximal term, 0 or more.
     """
 
     one_model = False
@@ -120,7 +117,7 @@ class FedAMP(Algorithm):
         return Message.pack(sections)
 
     def cloud_model(self, state: State, client: int) -> Tensors:
-        """Return `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet counts with the initial model."""
+        """Return `u_i = Σ_j ξ_ij w_j`. A client that has not trained yet has the initial model."""
         own = state[f"peer_{client}"] if state["heard"]["ever"][client] else state["model"]
         peers = [j for j in state["heard"]["last"].nonzero()[:, 0].tolist() if j != client]
         if not peers:
@@ -150,14 +147,10 @@ class HeurFedAMP(FedAMP):
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
     Args:
-        self_weight: `ξ_ii`, the share of a client's own model in its cloud model; by default as large as the others'
-            mean share.
-        sigma: σ, how much more alike models attend to each other; 0 not at all.
+        self_weight: `ξ_ii`, the share of a client's own model in its cloud model, in [0, 1]. By default it equals the
+            mean share of the others.
+        sigma: σ, the sharpness of the attention to similar models, 0 or more; 0 weights all models equally.
         lam: λ, the weight of the proximal term `λ/2 ||w - u_i||²`.
-        loss_terms: Loss terms of other papers, added to this one.
-
-    Raises:
-        ConfigError: `self_weight` is outside [0, 1], or `sigma` or `lam` below 0.
     """
 
     def __init__(

@@ -30,17 +30,14 @@ class FedBABU(Algorithm):
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
     Args:
-        frozen: Parts of the model whose weights stay as initialised; all know them from the start.
-        tune: What a client fine-tunes, on its own data, before its model is measured or handed out: the `full` model,
-            its `body` (all that is not frozen) or its `head` (what is).
-        tune_epochs: For how many epochs; 0 leaves the model as it is.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
+        frozen: Parts of the model that keep their initial weights and are not sent.
+        tune: The part that a client fine-tunes on its data before its model is evaluated or returned: the `full` model,
+            its `body` (everything that is not frozen) or its `head` (the frozen parts).
+        tune_epochs: Number of epochs of fine-tuning, 0 or more.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
 
     Raises:
-        ConfigError: `tune_epochs` is below 0, or a head is to be tuned and nothing is frozen.
+        ConfigError: `tune` is `head` but nothing is frozen.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class FedBABU(Algorithm):
         super().__init__(loss_terms, aggregator or WeightedMean(weighting), buffers)
         check_number("algorithm.tune_epochs", tune_epochs, "[0, inf)", "use 0 to measure without fine-tuning")
         if tune == "head" and not frozen:
-            raise ConfigError("algorithm.tune: head, and nothing is frozen that could be it; use full")
+            raise ConfigError("algorithm.tune: 'head' needs a frozen part. Use 'full', or set algorithm.frozen.")
         self.frozen, self.tune, self.tune_epochs = beginnings(frozen), tune, tune_epochs
 
     def client_module(
@@ -68,7 +65,7 @@ class FedBABU(Algorithm):
         """Build a client's LightningModule, with the frozen parts of the backbone without gradient.
 
         Raises:
-            ConfigError: The backbone has no such part.
+            ConfigError: The backbone does not have a frozen part.
         """
         require_parts("frozen", self.frozen, backbone)
         for name, parameter in backbone.named_parameters():
@@ -87,6 +84,6 @@ class FedBABU(Algorithm):
         return self.tune == "full" or name.startswith(self.frozen) == (self.tune == "head")
 
     def _shared(self, backbone: nn.Module) -> Tensors:
-        """Return all entries but the frozen weights, which every client has. Buffers among them are shared."""
+        """Return all entries except frozen weights, which every client has. Buffers in frozen parts are shared."""
         frozen = {name for name, _ in backbone.named_parameters() if name.startswith(self.frozen)}
         return {name: value for name, value in super()._shared(backbone).items() if name not in frozen}

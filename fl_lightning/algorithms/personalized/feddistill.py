@@ -2,10 +2,10 @@
 
 Jeong, Oh, Kim, Park, Bennis, Kim: "Communication-Efficient On-Device Machine Learning: Federated Distillation and
 Augmentation under Non-IID Private Data", 2018, and Seo, Park, Oh, Bennis, Kim: "Federated Knowledge Distillation",
-2020, have the idea. FedDistill+, where models are averaged too, and the form of the loss are those of the code of Zhu,
+2020, introduce the idea. FedDistill+, which also averages models, and the form of the loss follow the code of Zhu,
 Hong, Zhou: "Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (FedGen), ICML 2021.
 
-The term is `LogitDistillation`, for any other method's `loss_terms`; it brings its shared knowledge with it.
+The term, `LogitDistillation`, also works in any other method's `loss_terms`, together with its shared knowledge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Buffers
-from fl_lightning.client.knowledge import ClassMeans, SharedKnowledge
+from fl_lightning.client.knowledge import ClassMeans
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors
@@ -25,11 +25,11 @@ from fl_lightning.core.state import at_least_float32
 
 
 def tracked_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return FedGen's means: counts start from 1, so that a class never seen has a row of zeros.
+    """Return FedGen's means. Counts start from 1, so a class without samples has a row of zeros.
 
     Args:
-        sums: `(C, C)` sums of logits by class.
-        counts: `(C,)` samples a class.
+        sums: Sums of logits per class, `(C, C)`.
+        counts: Samples per class, `(C,)`.
     """
     return sums / (counts + 1)[:, None]
 
@@ -38,7 +38,8 @@ class MeanLogits(ClassMeans):
     """The mean training logits of each class, `(C, C)`; row c is for class c.
 
     Args:
-        cumulative: As FedGen's code: over all of a client's rounds, counted from 1, and rows of zeros count.
+        cumulative: As in FedGen's code, average over all of a client's rounds, with counts from 1 and rows of zeros for
+            classes without samples.
     """
 
     name = "mean_logits"
@@ -52,7 +53,7 @@ class MeanLogits(ClassMeans):
         return step.logits
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
-        """Return the client's means, and the mask of the classes that they are of."""
+        """Return the client's means, and the mask of the classes that have a mean."""
         if not self.cumulative or self.tracked is None:
             return super().summarize(module, batches, num_classes)
         sums, counts = self.tracked
@@ -60,7 +61,7 @@ class MeanLogits(ClassMeans):
 
 
 def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: Tensor) -> Tensor:
-    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of an unknown class add nothing.
+    """Return the batch mean of `KL(softmax(G[y]) || softmax(o))`; samples of an unknown class add zero.
 
     Args:
         logits: `o`, `(B, C)`.
@@ -69,21 +70,18 @@ def distillation_loss(logits: Tensor, targets: Tensor, teacher: Tensor, known: T
         known: `(C,)` bool.
     """
     aims = teacher.log_softmax(dim=1)[targets]
-    gaps = (aims.exp() * (aims - logits.log_softmax(dim=1))).sum(dim=1)  # F.kl_div cannot be stacked by vmap
+    gaps = (aims.exp() * (aims - logits.log_softmax(dim=1))).sum(dim=1)  # F.kl_div does not work under vmap
     return torch.where(known[targets], gaps, 0.0).mean()
 
 
 class LogitDistillation(LossTerm):
     """`γ KL(softmax(G[y]) || softmax(o))` pulls a client's outputs towards the mean logits of their class, `G`.
 
-    Off while nothing is known, as in round 1; computed in float32 under mixed precision.
+    It is off before there is knowledge, as in round 1. It is computed in float32 under mixed precision.
 
     Args:
         gamma: γ, 0 or more; 0 switches the term off.
         cumulative: See `MeanLogits`.
-
-    Raises:
-        ConfigError: `gamma` is below 0.
 
     Example:
         >>> term = LogitDistillation(gamma=1.0)
@@ -98,11 +96,6 @@ class LogitDistillation(LossTerm):
         self.gamma, self.active = gamma, gamma > 0
         self.logits = MeanLogits(cumulative)
 
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the mean logits."""
-        return (self.logits,)
-
     def remember(self, module: ClientModule) -> Tensors:
         """Return the sums so far, if `cumulative`."""
         if not self.logits.cumulative or self.logits.tracked is None:
@@ -114,7 +107,7 @@ class LogitDistillation(LossTerm):
         self.logits.tracked = (kept["sums"], kept["counts"]) if kept else None
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch; zero while nothing is known."""
+        """Return the term on a batch; zero without knowledge."""
         values, known = self.logits.values, self.logits.known
         if values is None or known is None:
             return step.logits.new_zeros(())
@@ -124,18 +117,14 @@ class LogitDistillation(LossTerm):
 class FedDistill(Algorithm):
     """Clients keep personalised models and distil from all clients' mean logits of each class.
 
-    With `gamma` 0 this is `Local`, bit for bit. Models stay where they are, so there is none to measure globally.
+    With `gamma` 0 this is `Local`, bit for bit. There is no global model.
 
     Bytes a round, each participant: down `4 * C**2 + C`, up `4 * C**2 + C + 8`, and nothing down in round 1.
 
     Args:
         gamma: γ, the weight of the distillation.
-        cumulative: As FedGen's code: a client's means are over all its rounds, with counts from 1, and a class that it
-            does not hold counts as a row of zeros.
-        loss_terms: Loss terms of other papers, added to this one.
-
-    Raises:
-        ConfigError: `gamma` is below 0.
+        cumulative: As in FedGen's code, average a client's logits over all its rounds, with counts from 1 and rows of
+            zeros for classes that it does not hold.
     """
 
     personal = ("",)
@@ -155,13 +144,7 @@ class FedDistillPlus(Algorithm):
 
     Args:
         gamma: γ, the weight of the distillation.
-        cumulative: As FedGen's code, see `FedDistill`.
-        loss_terms: Loss terms of other papers, added to this one.
-        aggregator: Any paper's aggregator in place of the weighted mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: `gamma` is below 0.
+        cumulative: As in FedGen's code, see `FedDistill`.
     """
 
     def __init__(

@@ -29,28 +29,28 @@ from fl_lightning.core.state import State, flatten, weighted_mean
 from fl_lightning.evaluation.evaluation import evaluate
 
 UPLOADED = "uploaded"
-"""The section of a client's memory that holds its last upload, which is its model."""
+"""The section of the client state with its last upload, which is its model."""
 
 PREVIOUS = "fomo_previous"
-"""The section that holds the model which its last training started from."""
+"""The section of the client state with the model from which its last training started."""
 
 AFFINITY = "affinity"
-"""The section of the state that holds what models were worth to whom, and of uploads that holds what they are now."""
+"""The section of the state with the affinity matrix, and of uploads with the weights of the received models."""
 
 
 def model_benefit(previous_loss: float, loss: float, distance: float) -> float:
     """Return Eq. 3's `w_n = (L(θ_prev) - L(θ_n)) / ||θ_n - θ_prev||`, the benefit of model n; 0 for its own copy.
 
     Args:
-        previous_loss: `L(θ_prev)`, on the client's held back data.
-        loss: `L(θ_n)`, likewise.
+        previous_loss: `L(θ_prev)` on the client's validation data.
+        loss: `L(θ_n)` on the same data.
         distance: `||θ_n - θ_prev||_2`, over all parameters.
     """
     return (previous_loss - loss) / (distance + 1e-5)
 
 
 def mixing_shares(worths: Tensor) -> Tensor:
-    """Return Eq. 4's `max(w, 0)`, normalised to a sum of 1; all 0 if none is positive. `(M,)`."""
+    """Return Eq. 4's `max(w, 0)`, normalised to a sum of 1, `(M,)`. All are 0 if no weight is positive."""
     positive = worths.clamp(min=0)
     total = positive.sum()
     return positive / total if total > 0 else positive
@@ -62,11 +62,11 @@ def choose_models(
     """Choose the models that a client is sent: those of highest affinity or, when it explores, random ones.
 
     Args:
-        row: `(N,)`, the client's row of the affinity matrix; ties are broken at random.
-        others: Who can be chosen.
-        models: How many, at most.
-        explores: Whether the row does not count.
-        rng: The client's, for this round.
+        row: The client's row of the affinity matrix, `(N,)`. Ties are broken at random.
+        others: The clients to choose from.
+        models: Maximum number of models.
+        explores: Whether to ignore the affinities.
+        rng: Random numbers of this client and round.
     """
     order = rng.permutation(np.asarray(others, dtype=np.int64)).tolist()
     return sorted((order if explores else sorted(order, key=lambda j: -float(row[j])))[:models])
@@ -91,22 +91,20 @@ class Affinities(Aggregator):
 class FedFomo(Algorithm):
     """Clients mix their model with a few others' models, weighted by their benefit on validation data.
 
-    The server keeps everybody's last model and how much each was worth to whom. A client weighs its own model and those
-    it is sent by the gain over the model that its last training started from; where none gains it keeps its own. With
-    `models` 0 this is `Local` with a share `validation` of the training data held back, bit for bit.
+    The server keeps the last model of each client and the affinities between clients. A client weights its own and the
+    received models by their gain over the model from which its last training started. If no model gains, it keeps its
+    own. With `models` 0 this is `Local` without the share `validation` of the training data, bit for bit.
 
     Bytes a round, each participant, at most: down `models * (model + 8)`, up `model + 16 * models + 8`.
 
     Args:
-        models: M, how many models a client is sent at most; of clients that have not trained there is none to send.
-        epsilon: ε, the chance in round 1 that a client is sent models drawn at random.
-        decay: What that chance loses with each round.
-        validation: Share of a client's training data that is held back; with 0 it goes by its training data.
-        loss_terms: Loss terms of any paper.
-        buffers: BatchNorm's running statistics: `average` mixes them as the weights are, `local` or `drop`.
-
-    Raises:
-        ConfigError: A value is outside its range.
+        models: M, the maximum number of models that a client receives. Only models of clients that have trained are
+            sent.
+        epsilon: ε, the initial probability that a client receives random models, in [0, 1].
+        decay: Decrease of that probability per round, in [0, 1].
+        validation: Share of a client's training data that is used for validation instead, in [0, 1). With 0, the
+            weights come from the training data.
+        buffers: BatchNorm's running statistics: `average` mixes them like the weights; `local` or `drop`.
     """
 
     one_model = False
@@ -148,14 +146,14 @@ class FedFomo(Algorithm):
         return Message(known.tensors | models.tensors, models.numbers)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
-        """Load the client's own last model, and keep the models that it was sent."""
+        """Load the client's own last model, and keep the received models."""
         own = tensors_to_message(memory.get(UPLOADED, {})).section("model")
         super().receive(module, Message(download.tensors | Message.pack({"model": own}).tensors), memory)
         module.notes = {PREVIOUS: memory.get(PREVIOUS) or self._copy_model(module)}
         module.notes |= {str(j): message.section("model") for j, message in unbundle(download)}
 
     def prepare(self, module: ClientModule, batches: Batches, validation: Batches) -> None:
-        """Weigh the client's own and the received models by Eq. 3 and 4, and load the mixture."""
+        """Weight the client's own and the received models by Eq. 3 and 4, and load the mixture."""
         previous, models = module.notes.pop(PREVIOUS), [self._copy_model(module), *module.notes.values()]
         peers = [int(name) for name in module.notes]
         worths = self._benefits(module, previous, models, list(validation) or list(batches))
@@ -180,7 +178,7 @@ class FedFomo(Algorithm):
         return to_cpu({"model": self._shared(module.backbone)})["model"]
 
     def _benefits(self, module: ClientModule, previous: Tensors, models: Sequence[Tensors], batches: Batches) -> Tensor:
-        """Return the benefit of each model to the client, `(M,)`. Afterwards the module holds any of them."""
+        """Return the benefit of each model to the client, `(M,)`. Afterwards the module's weights are arbitrary."""
 
         def loss(model: Tensors) -> float:
             load_weights(module.backbone, model)

@@ -21,11 +21,8 @@ class FedPer(Algorithm):
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
     Args:
-        personal: Parts of the model that stay on their client: `head`, or `encoder.3` for a layer of the encoder.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: The shared part's BatchNorm statistics: `average`, `local` or `drop`.
+        personal: Parts of the model that stay on their client, such as `head` or `encoder.3`.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning 
 2022. Equations below are the paper's.
 
 A prototype is the mean feature of a class's samples. `PrototypeAlignment` pulls a client's features towards the
-prototypes that all clients together have; it works in any other method's `loss_terms` too.
+averaged prototypes of all clients. It also works in any other method's `loss_terms`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm, Batches
-from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge
+from fl_lightning.client.knowledge import ClassMeans, Seen
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.state import at_least_float32
@@ -37,7 +37,7 @@ class Prototypes(ClassMeans):
 def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, known: Tensor) -> Tensor:
     """Return Eq. 8, the mean squared distance of features to the prototype of their class.
 
-    Samples of a class without prototype are at no distance.
+    Samples of a class without a prototype have distance zero.
 
     Args:
         features: `(B, d)`.
@@ -50,14 +50,14 @@ def prototype_distance(features: Tensor, targets: Tensor, prototypes: Tensor, kn
 
 
 class PrototypeAlignment(LossTerm):
-    """`λ` times the mean squared distance of features to the prototype of their class; off while none is known.
+    """`λ` times the mean squared distance of features to the prototype of their class; off without prototypes.
 
     Args:
         lam: λ, 0 or more; 0 switches the term off.
-        seen: Which features make a client's prototypes, see `ClassMeans`.
+        seen: The features that a client averages to prototypes, see `ClassMeans`.
 
     Raises:
-        ConfigError: `lam` is below 0, or a fit begins in a module without an encoder.
+        ConfigError: A fit begins with a model without an encoder.
 
     Example:
         >>> term = PrototypeAlignment(lam=1.0)
@@ -72,17 +72,12 @@ class PrototypeAlignment(LossTerm):
         self.lam, self.active = lam, lam > 0
         self.prototypes = Prototypes(seen)
 
-    @property
-    def knowledge(self) -> tuple[SharedKnowledge, ...]:
-        """Return the prototypes."""
-        return (self.prototypes,)
-
     def begin(self, module: ClientModule) -> None:
         """Check that there are features."""
         with_features(module.backbone)
 
     def forward(self, step: Step) -> Tensor:
-        """Return the term on a batch; zero while nothing is known."""
+        """Return the term on a batch; zero without prototypes."""
         values, known = self.prototypes.values, self.prototypes.known
         if values is None or known is None or step.features is None:
             return step.logits.new_zeros(())
@@ -94,7 +89,7 @@ class NearestPrototype(nn.Module):
 
     Args:
         prototypes: `(C, d)`.
-        known: `(C,)` bool; other classes are infinitely far.
+        known: `(C,)` bool; other classes are never predicted.
     """
 
     def __init__(self, prototypes: Tensor, known: Tensor) -> None:
@@ -113,20 +108,16 @@ class NearestPrototype(nn.Module):
 class FedProto(Algorithm):
     """Clients keep personalised models and share class prototypes, which pull their features.
 
-    With `lam` 0 this is `Local`, bit for bit. Models stay where they are, so there is none to measure globally.
+    With `lam` 0 this is `Local`, bit for bit. There is no global model.
 
     Bytes a round, each participant: down `4 * C * d + C`, up `4 * C * d + C + 8`, and nothing down in round 1.
 
     Args:
-        lam: λ of Eq. 7, the weight of the distance to the prototypes, which is a mean over features too.
-        seen: Which features make a client's prototypes: of one pass `after` training, or those seen in training, in its
-            `last_epoch` (as the authors' code) or in the whole `round`.
-        predict: What a client's model goes by when it is measured or handed out: its `logits`, or the nearest of the
-            `prototypes` that it was sent.
-        loss_terms: Loss terms of other papers, added to this one.
-
-    Raises:
-        ConfigError: `lam` is below 0.
+        lam: λ of Eq. 7, the weight of the distance to the prototypes. The distance is also averaged over features.
+        seen: The features that a client averages to prototypes: from a pass `after` training, or observed during
+            training in the `last_epoch` (as in the authors' code) or the whole `round`.
+        predict: Prediction of a client's model when it is evaluated or returned: by its `logits`, or by the nearest of
+            the received `prototypes`.
     """
 
     personal = ("",)
@@ -143,7 +134,7 @@ class FedProto(Algorithm):
         super().__init__([PrototypeAlignment(lam, seen), *(loss_terms or [])])
 
     def personalize(self, module: ClientModule, batches: Batches) -> None:
-        """Replace the head by the nearest-prototype classifier, if it was asked for and prototypes are known."""
+        """Replace the head by the nearest-prototype classifier, if `predict` asks for it and prototypes are known."""
         (prototypes,) = (piece for piece in module.pieces() if isinstance(piece, Prototypes))
         if self.predict == "prototypes" and prototypes.values is not None and prototypes.known is not None:
             with_encoder(module.backbone).head = NearestPrototype(prototypes.values, prototypes.known)

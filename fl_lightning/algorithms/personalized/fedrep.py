@@ -21,13 +21,13 @@ from fl_lightning.core.errors import ConfigError, check_number
 class HeadThenBody(ClientModule):
     """A client that trains the personal parts for some epochs, and then the others.
 
-    What does not learn is in eval mode: its BatchNorm neither adapts nor drifts. It has no gradient, so that momentum
-    and weight decay leave it alone.
+    Parts that are not trained are in eval mode, so their BatchNorm statistics do not change. They have no gradient, so
+    momentum and weight decay do not change them.
 
     Args:
-        parts: What `ClientModule` takes.
-        personal: What the personal entries' names begin with.
-        head_epochs: The epochs of the first phase.
+        parts: The arguments of `ClientModule`.
+        personal: Prefixes of the names of personal entries.
+        head_epochs: Number of epochs of the first phase.
     """
 
     def __init__(self, *parts: Any, personal: tuple[str, ...], head_epochs: int) -> None:
@@ -36,12 +36,12 @@ class HeadThenBody(ClientModule):
         self.among = learnable(self.backbone)
 
     def check_fit(self) -> None:
-        """Refuse a number of epochs that leaves none for the second phase."""
+        """Refuse a fit without an epoch for the second phase."""
         last = self.trainer.max_epochs if self.head_epochs else None
         if last is not None and 0 <= last <= self.head_epochs:
             raise ConfigError(
-                f"algorithm.head_epochs: {self.head_epochs} of trainer.max_epochs, {self.trainer.max_epochs}, leaves "
-                f"the body none; set trainer.max_epochs higher"
+                f"algorithm.head_epochs: {self.head_epochs} of {self.trainer.max_epochs} epochs leave none for the "
+                f"body. Increase trainer.max_epochs."
             )
 
     def on_train_epoch_start(self) -> None:
@@ -59,17 +59,13 @@ class FedRep(FedPer):
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
     Args:
-        personal: Parts of the model that stay on their client and make up the head.
-        head_epochs: Epochs of a fit that train the head, 0 or more; the rest of `trainer.max_epochs` trains the body.
-        final_epochs: Epochs that a client trains its head for, on a body that stays as it is, before its model is
-            measured or handed out; nothing of that is kept. The authors do so once, after the last round.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: The shared part's BatchNorm statistics: `average`, `local` or `drop`.
+        personal: Parts of the model that stay on their client and form the head.
+        head_epochs: Number of epochs that train the head, 0 or more. The rest of `trainer.max_epochs` trains the body.
+        final_epochs: Number of epochs that a client trains its head, on a fixed body, before its model is evaluated or
+            returned. The result is not kept. The authors do so once, after the last round.
 
     Raises:
-        ConfigError: A number of epochs is below 0, or there is no personal part to train.
+        ConfigError: `head_epochs` or `final_epochs` is above 0, but there is no personal part.
     """
 
     def __init__(
@@ -86,7 +82,9 @@ class FedRep(FedPer):
         for name, epochs in {"head_epochs": head_epochs, "final_epochs": final_epochs}.items():
             check_number(f"algorithm.{name}", epochs, "[0, inf)")
             if epochs and not self.personal:
-                raise ConfigError(f"algorithm.{name}: {epochs} without a personal part to train; use 0, or name one")
+                raise ConfigError(
+                    f"algorithm.{name}: {epochs} needs a personal part to train. Use 0, or set algorithm.personal."
+                )
         self.final_epochs = final_epochs
         self.module_class = partial(HeadThenBody, personal=self.personal, head_epochs=head_epochs)
 

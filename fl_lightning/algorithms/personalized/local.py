@@ -14,13 +14,13 @@ from fl_lightning.core.state import State
 class Local(Algorithm):
     """Each client trains its own model on its own data. Nothing is sent.
 
-    All start from one initial model, and a client trains in the rounds that it is drawn for, as in any other method.
-    Of a single client it makes what FedAvg makes of it, bit for bit.
+    All clients start from the same initial model, and a client trains in the rounds that it is sampled for. With a
+    single client this is FedAvg, bit for bit.
 
     Bytes a round, each participant: down `0`, up `0`.
 
     Args:
-        loss_terms: Loss terms of any paper that need nothing from other clients.
+        loss_terms: Loss terms without shared knowledge.
 
     Raises:
         ConfigError: A loss term needs shared knowledge.
@@ -34,7 +34,7 @@ class Local(Algorithm):
         for term in self.loss_terms:
             if term.knowledge:
                 raise ConfigError(
-                    f"algorithm.loss_terms: {term.name!r} needs what other clients know, and in Local nothing crosses"
+                    f"algorithm.loss_terms: {term.name!r} needs shared knowledge, but Local sends nothing. Remove it."
                 )
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:

@@ -40,22 +40,23 @@ def meta_gradient(
 ) -> Tensors:
     """Estimate the gradient of `F(w) = f(w - α ∇f(w))`, which is `(I - α ∇²f(w)) ∇f(w - α ∇f(w))` (Eq. 5).
 
-    The first order leaves the Hessian out. The other has its product with `v = ∇f(w - α ∇f(w))` from a difference of
-    gradients (Eq. 10): `v - α (∇f(w + δ v) - ∇f(w - δ v)) / 2δ`.
+    The first-order estimate omits the Hessian. The Hessian-free estimate computes its product with
+    `v = ∇f(w - α ∇f(w))` from a difference of gradients (Eq. 10): `v - α (∇f(w + δ v) - ∇f(w - δ v)) / 2δ`.
 
     Args:
-        gradient: `∇f` at some weights, on some batch; both of a difference draw the same random numbers.
+        gradient: Returns `∇f` at given weights on a given batch. Both gradients of the difference use the same random
+            numbers.
         weights: `w`.
-        batches: The batches `D`, `D'` and, where there is a δ, `D''`, one for each gradient.
+        batches: The batches `D`, `D'` and, with a δ, `D''`.
         alpha: α.
-        delta: δ; without it, the first order.
+        delta: δ; None for the first-order estimate.
     """
     v = gradient(take_step(weights, gradient(weights, batches[0]), alpha), batches[1])
     if delta is None:
         return v
     draws = RandomStates(next(iter(v.values())).device)
     ahead = gradient(take_step(weights, v, -delta), batches[2])
-    with draws.drawing():  # other dropout masks would make more of a difference than δ does
+    with draws.drawing():  # different dropout masks would have more effect than δ
         behind = gradient(take_step(weights, v, delta), batches[2])
     return {name: g - alpha / (2 * delta) * (ahead[name] - behind[name]) for name, g in v.items()}
 
@@ -71,13 +72,13 @@ def split_batch(batch: tuple[Tensor, Tensor], parts: int) -> list[tuple[Tensor, 
 class MetaStep(ClientModule):
     """A client whose training step minimises the meta-objective: the loss after one step of length α.
 
-    What is recorded, what the shared knowledge sees and what moves BatchNorm's statistics is the batch after that
-    step, `D'`. The trainer is handed a loss of that value whose gradient is the meta-gradient.
+    Logged losses, shared knowledge and BatchNorm's statistics come from the batch `D'`, after that step. The trainer
+    receives a loss with this value whose gradient is the meta-gradient.
 
     Args:
-        parts: What `ClientModule` takes.
+        parts: The arguments of `ClientModule`.
         alpha: α.
-        delta: δ, or None for the first order.
+        delta: δ, or None for the first-order estimate.
     """
 
     def __init__(self, *parts: Any, alpha: float, delta: float | None) -> None:
@@ -93,7 +94,7 @@ class MetaStep(ClientModule):
         def gradient(weights: Tensors, batch: tuple[Tensor, Tensor]) -> Tensors:
             load_parameters(weights, own)
             statistics = {buffer: buffer.clone() for buffer in self.backbone.buffers()}
-            exact = torch.autocast(self.device.type, enabled=False)  # a difference has no digits to spare
+            exact = torch.autocast(self.device.type, enabled=False)  # a difference of gradients needs full precision
             with exact if len(seen) > 1 else nullcontext():
                 step = self.step(batch)
                 losses = self.losses(step)
@@ -109,8 +110,8 @@ class MetaStep(ClientModule):
         )
         load_parameters(start, own)
         self.note(*seen[1])
-        leaning = [(g * (own[name] - start[name])).sum() for name, g in found.items()]
-        return functools.reduce(torch.add, leaning, total(seen[1][1]).detach())
+        linear = [(g * (own[name] - start[name])).sum() for name, g in found.items()]
+        return functools.reduce(torch.add, linear, total(seen[1][1]).detach())
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
@@ -123,7 +124,7 @@ def load_parameters(weights: Tensors, parameters: Tensors) -> None:
     with torch.no_grad():
         for name, value in weights.items():
             parameters[name].copy_(value)
-    torch.clear_autocast_cache()  # it may hold the weights from before
+    torch.clear_autocast_cache()  # it may contain the old weights
 
 
 def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
@@ -144,24 +145,19 @@ def adapt(module: ClientModule, batches: Batches, alpha: float) -> None:
 class PerFedAvg(Algorithm):
     """Model-agnostic meta-learning of a global model that each client adapts with one local step of length alpha.
 
-    With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch, whatever the order.
+    With `alpha: 0` this is FedAvg of the same weighting on the part `D'` of each batch.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
-        order: `first` leaves the Hessian out of the meta-gradient; `hessian_free` takes its product with a vector from
+        order: `first` omits the Hessian from the meta-gradient. `hessian_free` computes its product with a vector from
             a difference of two gradients, which doubles the cost of a step.
-        alpha: α, the length of the step that adapts; β, that of the meta-step, is the optimizer's learning rate.
-        delta: δ of the difference.
-        adapt_steps: Steps that a client takes, each on all of its training data, before its model is measured or
-            handed out; 0 leaves it as it is.
-        weighting: Weigh clients by their number of `samples`, or all the same (`uniform`).
-        loss_terms: Loss terms of any paper, added to the cross-entropy.
-        aggregator: Any paper's aggregator in place of the mean.
-        buffers: BatchNorm's running statistics: `average`, `local` or `drop`.
-
-    Raises:
-        ConfigError: `alpha` or `adapt_steps` is below 0, or `delta` not above it.
+        alpha: α, the length of the adaptation step, 0 or more. The length of the meta-step, β, is the optimizer's
+            learning rate.
+        delta: δ of the difference, above 0.
+        adapt_steps: Number of adaptation steps before a client's model is evaluated or returned, 0 or more. Each uses
+            all of the client's training data.
+        weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
     def __init__(
