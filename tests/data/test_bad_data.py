@@ -1,12 +1,11 @@
-"""Bad data get one line that names the file, the key or the class, and what is wrong; nothing hangs, nothing is run."""
+"""Wrong data are refused with one line. It names the file, the key or the class, and what is wrong."""
 
 import os
 import pickle
-import signal
-import socket
+import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import contents, run
+from commands import run
 from layouts import (
     images,
     write_ag_news,
@@ -33,6 +32,7 @@ from layouts import (
     write_tiny_imagenet,
 )
 from PIL import Image
+from refusals import NO_FILES, ONE_ROUND, check_refused_command, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import (
@@ -47,6 +47,7 @@ from fl_lightning.data import (
     SVHN,
     AGNews,
     Arrays,
+    ByClient,
     Dataset,
     Digits,
     Dirichlet,
@@ -66,32 +67,7 @@ from fl_lightning.data import (
 )
 from fl_lightning.data.transforms import Normalize
 
-SECONDS = 20
-"""What hangs is told apart from what is slow by this."""
-
-
-@pytest.fixture(autouse=True)
-def no_hanging() -> Iterator[None]:
-    def hung(*_: Any) -> None:
-        raise TimeoutError(f"still at it after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, hung)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def refusal(dataset: Dataset) -> str:
-    with pytest.raises(ConfigError) as caught:
-        dataset.checked()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "KeyError" not in message
-    return message
-
-
-# --- Files that are there and cannot be used ---
+# --- Files that cannot be read ---
 
 
 @dataclass(frozen=True)
@@ -102,7 +78,7 @@ class Layout:
         write: Writes it into a folder.
         make: Makes the dataset of that folder.
         files: Some of its files, one of each kind at least.
-        open_ended: The end of a file says nothing: cut in half it may be a smaller one.
+        open_ended: Whether half a file is a valid file.
     """
 
     write: Callable[[Path, pytest.MonkeyPatch], Any]
@@ -168,62 +144,32 @@ FILES = [(name, file) for name, layout in LAYOUTS.items() for file in layout.fil
 FAST_FILES = ("MNIST/raw/t10k-labels-idx1-ubyte", "cifar-100-python/test", "aclImdb/test/neg/0_1.txt", "mine.npz")
 
 
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def halved(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
 def garbage(path: Path) -> None:
     path.write_bytes(np.random.default_rng(5).bytes(path.stat().st_size + 1))
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def spoil(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return spoil
-
-
-def bound(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
-    try:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-SPOILT = {
-    "emptied": (emptied, ""),
-    "halved": (halved, ""),
+DAMAGE = {
+    "empty": (empty, ""),
+    "halved": (halve, ""),
     "garbage": (garbage, ""),
-    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
-    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
-    "a device": (instead(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
-    "a socket": (instead(bound), "is a socket, it needs to be a file"),
-    "links in a circle": (instead(lambda path: path.symlink_to(path)), "Too many levels of symbolic links"),
+    **NO_FILES,
+    "links in a circle": (replace_by(lambda path: path.symlink_to(path)), "Too many levels of symbolic links"),
 }
 
 
-@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
     ("name", "file"),
     [pytest.param(*one, marks=() if one[1] in FAST_FILES else pytest.mark.thorough) for one in FILES],
 )
-def test_a_file_that_is_there_and_cannot_be_used_is_named_with_what_is_wrong(
-    name: str, file: str, spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_message_names_a_damaged_file_and_the_damage(
+    name: str, file: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, (spoil, why) = LAYOUTS[name], SPOILT[spoilt]
+    layout, (apply, why) = LAYOUTS[name], DAMAGE[damage]
     layout.write(tmp_path, monkeypatch)
     path = tmp_path / file
-    spoil(path)
-    if layout.open_ended and spoilt == "halved":
+    apply(path)
+    if layout.open_ended and damage == "halved":
         layout.make(str(tmp_path)).checked()
         return
     message = refusal(layout.make(str(tmp_path)))
@@ -233,23 +179,14 @@ def test_a_file_that_is_there_and_cannot_be_used_is_named_with_what_is_wrong(
     assert message.startswith(f"scenario.dataset.path: {path}: " if name == "Arrays" else "scenario.dataset: ")
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "FC100"])
-def test_without_what_was_spoilt_each_layout_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    LAYOUTS[name].write(tmp_path, monkeypatch)
-    assert len(LAYOUTS[name].make(str(tmp_path)).checked().y_train)
-
-
 @pytest.mark.parametrize(
     ("name", "gone"),
     [
-        ("MNIST", ["MNIST/raw/t10k-labels-idx1-ubyte"]),
         ("CIFAR10", ["cifar-10-batches-py/data_batch_2", "cifar-10-batches-py/batches.meta"]),
-        ("SVHN", ["test_32x32.mat"]),
-        ("AGNews", ["ag_news_csv/train.csv"]),
         ("TinyImageNet", ["tiny-imagenet-200/wnids.txt"]),
     ],
 )
-def test_of_files_that_are_missing_in_part_those_are_named_alone(
+def test_only_the_missing_files_are_named(
     name: str, gone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LAYOUTS[name].write(tmp_path, monkeypatch)
@@ -261,17 +198,17 @@ def test_of_files_that_are_missing_in_part_those_are_named_alone(
     )
 
 
-def test_who_cannot_download_is_not_told_to(tmp_path: Path) -> None:
-    """IMDB's one csv file is fetched by nobody, and who has asked for a download is not to ask again."""
+def test_a_download_is_only_suggested_if_it_is_possible(tmp_path: Path) -> None:
+    """IMDB's csv file cannot be downloaded, and a second download of AG News is not suggested."""
     assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("or set scenario.dataset.data_dir")
     write_imdb_csv(tmp_path)
-    emptied(tmp_path / "IMDB Dataset.csv")
+    empty(tmp_path / "IMDB Dataset.csv")
     assert refusal(IMDB(str(tmp_path), layout="csv")).endswith("IMDB Dataset.csv: is empty. Replace the file")
     write_ag_news(tmp_path)
-    emptied(tmp_path / "ag_news_csv" / "train.csv")
-    mend = "Replace the file, or delete it"
-    assert refusal(AGNews(str(tmp_path))).endswith(f"{mend} and set scenario.dataset.download true")
-    assert refusal(AGNews(str(tmp_path), download=True)).endswith(mend)
+    empty(tmp_path / "ag_news_csv" / "train.csv")
+    fix = "Replace the file, or delete it"
+    assert refusal(AGNews(str(tmp_path))).endswith(f"{fix} and set scenario.dataset.download true")
+    assert refusal(AGNews(str(tmp_path), download=True)).endswith(fix)
 
 
 @pytest.mark.parametrize("name", ["TinyImageNet", "IMDB"])
@@ -287,54 +224,43 @@ def test_missing_and_empty_folders_are_named(name: str, tmp_path: Path, monkeypa
     assert f"{folder}: is a file, it needs to be a folder" in refusal(LAYOUTS[name].make(str(tmp_path)))
 
 
+@pytest.mark.parametrize("make", [MNIST, Arrays])
 @pytest.mark.parametrize(
-    ("data_dir", "why"),
+    ("path", "why"),
     [
         ("x" * 300, "File name too long"),
         ("a\0b", "null"),
-        ("a\nfile", "a file: is a file, it needs to be a folder"),
         ("circle", "Too many levels of symbolic links"),
-        ("a\nfile/below", "Not a directory"),
+        ("a\nfile/below", "a file/below: Not a directory"),
     ],
 )
-@pytest.mark.parametrize("download", [False, True])
-def test_a_data_dir_that_cannot_be_one_is_told_of_by_its_key(
-    data_dir: str, why: str, download: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_impossible_path_is_refused_by_its_key(
+    make: Callable[[str], Dataset], path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a\nfile").write_text("")
     Path("circle").symlink_to("circle")
-    message = refusal(MNIST(data_dir, download=download))
-    assert message.startswith("scenario.dataset.data_dir: ")
-    assert why in message
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [("x" * 300, "File name too long"), ("a\0b", "null"), ("a\nb", "a b: no such file"), ("", ": is a folder")],
-)
-def test_a_path_that_cannot_be_one_is_told_of_by_its_key(path: str, why: str) -> None:
-    message = refusal(Arrays(path))
-    assert message.startswith("scenario.dataset.path: ")
+    message = refusal(make(path))
+    assert message.startswith(f"scenario.dataset.{'data_dir' if make is MNIST else 'path'}: ")
     assert why in message
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+def test_the_message_names_a_file_without_permission(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     path.chmod(0)
     assert f"{path}: cannot be read: Permission denied" in refusal(MNIST(str(tmp_path)))
 
 
-# --- Files that can be read, with something else in them ---
+# --- Files with wrong content ---
 
 
-def test_idx_files_are_what_their_headers_say(tmp_path: Path) -> None:
+def test_the_header_of_an_idx_file_is_checked(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     content = path.read_bytes()
-    for spoilt, why in (
+    for damaged, why in (
         (content[:-1], "its size is 47,055 bytes, by its header it is 47,056"),
         (content + b"\0", "its size is 47,057 bytes, by its header it is 47,056"),
         (struct.pack(">3sB3I", b"\0\0\x08", 3, 2**31, 2**31, 2**31), "by its header it is"),
@@ -342,13 +268,11 @@ def test_idx_files_are_what_their_headers_say(tmp_path: Path) -> None:
         (content[:3] + b"\1" + content[4:], "its dimensions are 1, not 3"),
         (content[:9], "not a readable idx file"),
     ):
-        path.write_bytes(spoilt)
+        path.write_bytes(damaged)
         assert why in refusal(MNIST(str(tmp_path)))
 
 
-def test_the_files_of_another_dataset_are_refused_for_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_another_dataset_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_emnist(tmp_path, "balanced")
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for ours, theirs in zip(IDX, EMNIST_FILES, strict=True):
@@ -360,14 +284,7 @@ def test_the_files_of_another_dataset_are_refused_for_what_they_hold(
     assert "cifar-100-python/test: is damaged, or another file: its MD5" in refusal(CIFAR100(str(tmp_path)))
 
 
-def test_mnist_with_fewer_labels_than_images_is_refused(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    path = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
-    path.write_bytes(struct.pack(">3sBI", b"\0\0\x08", 1, 59) + path.read_bytes()[8:-1])
-    assert "MNIST: x_train has 60 rows and y_train 59. They need equally many" in refusal(MNIST(str(tmp_path)))
-
-
-def test_emnists_letters_count_from_one(tmp_path: Path) -> None:
+def test_the_letters_of_emnist_count_from_one(tmp_path: Path) -> None:
     write_emnist(tmp_path, "letters")
     path = tmp_path / EMNIST_FILES[1]
     content = bytearray(path.read_bytes())
@@ -376,32 +293,18 @@ def test_emnists_letters_count_from_one(tmp_path: Path) -> None:
     assert "EMNIST: y_train holds label -1. Labels count from 0" in refusal(EMNIST("letters", str(tmp_path)))
 
 
-def half(labels: np.ndarray) -> np.ndarray:
-    return labels + 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        ("train_labels", half, "train_labels needs one whole number per sample, got float64 of shape (54, 1)"),
-        ("test_labels", lambda y: y.astype(float), "test_labels needs one whole number per sample, got float64"),
+        ("train_labels", lambda y: y + 0.5, "train_labels needs one whole number per sample, got float64 of shape (54"),
         ("train_labels", lambda y: y + 246, "y_train holds label 254, which is out of range for num_classes 9"),
-        ("test_labels", lambda y: y.astype(int) - 1, "y_test holds label -1"),
-        (
-            "train_labels",
-            lambda y: np.tile(y, 14),
-            "y_train needs one whole number per sample, got int64 of shape (54, 14",
-        ),
-        ("train_labels", lambda y: y[1:], "x_train has 54 rows and y_train 53"),
-        ("train_images", lambda x: x.astype(np.int64), "x_train is int64 of shape (54, 3, 28, 28); it needs uint8 or"),
+        ("train_labels", lambda y: np.tile(y, 14), "y_train needs one whole number per sample, got int64 of shape"),
         ("train_images", lambda x: x / 255, "x_train is float64 of shape (54, 3, 28, 28); it needs uint8 or float32"),
-        ("test_images", lambda x: x[:, ::2], "x_train and x_test hold inputs of different shapes"),
         ("test_images", lambda x: x[0, 0, 0], "not a readable MedMNIST file"),
-        ("test_images", lambda x: np.full(x.shape, None), "not a readable .npz file (Object arrays cannot be loaded"),
         ("test_images", lambda x: None, "has no test_images. It needs test_images, test_labels"),
     ],
 )
-def test_pathmnist_is_not_made_to_fit(name: str, change: Callable, told: str, tmp_path: Path) -> None:
+def test_wrong_arrays_of_pathmnist_are_refused(name: str, change: Callable, told: str, tmp_path: Path) -> None:
     write_pathmnist(tmp_path)
     path = tmp_path / "pathmnist.npz"
     with np.load(path) as archive:
@@ -411,7 +314,7 @@ def test_pathmnist_is_not_made_to_fit(name: str, change: Callable, told: str, tm
     assert told in refusal(PathMNIST(str(tmp_path)))
 
 
-def test_a_picture_of_another_size_and_one_without_a_file_are_named(tmp_path: Path) -> None:
+def test_the_message_names_an_image_of_another_size_or_without_a_file(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path, classes=2)
     val = tmp_path / "tiny-imagenet-200" / "val"
     path = val / "images" / "val_0.JPEG"
@@ -423,7 +326,7 @@ def test_a_picture_of_another_size_and_one_without_a_file_are_named(tmp_path: Pa
     )
 
 
-def test_tiny_imagenets_folders_are_those_of_its_list_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+def test_folders_of_tiny_imagenet_match_its_list_and_hidden_files_are_ignored(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path, classes=2)
     root = tmp_path / "tiny-imagenet-200"
     for folder in ("train", "val/images", "train/n00000000/images"):
@@ -435,7 +338,7 @@ def test_tiny_imagenets_folders_are_those_of_its_list_and_hidden_files_do_not_co
     assert f"{root}/wnids.txt: does not match the folders in train: ../val" in refusal(TinyImageNet(str(tmp_path)))
 
 
-def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
+def test_an_annotation_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path, classes=2)
     table = tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt"
     Image.new("RGB", (64, 64)).save(tmp_path / "elsewhere.JPEG")
@@ -449,31 +352,27 @@ def test_an_annotation_leads_nowhere_else(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ('"five","a","b"\n', "row 41 (column 1 (the label) holds 'five', not a class from 1 to 4)"),
-        ('"1.5","a","b"\n', "row 41 (column 1 (the label) holds '1.5', not a class from 1 to 4)"),
+        ('"5","a","b"\n', "row 41 (column 1 (the label) holds '5', not a class from 1 to 4)"),
+        (f'"{"9" * 5000}","a","b"\n', f"row 41 (column 1 (the label) holds '{'9' * 40}', not a class from 1 to 4)"),
         ('"1","a"\n', "row 41 (not enough values to unpack"),
-        ('"1","a","b","c"\n', "row 41 (too many values to unpack"),
         ("\n", "row 41 (not enough values to unpack"),
         ('"1","a","cut', "not a readable csv file (unexpected end of data)"),
-        ('"5","a","b"\n', "row 41 (column 1 (the label) holds '5', not a class from 1 to 4)"),
-        ('"0","a","b"\n', "row 41 (column 1 (the label) holds '0', not a class from 1 to 4)"),
-        (f'"{"9" * 20}","a","b"\n', f"row 41 (column 1 (the label) holds '{'9' * 20}', not a class from 1 to 4)"),
-        (f'"{"9" * 5000}","a","b"\n', f"row 41 (column 1 (the label) holds '{'9' * 40}', not a class from 1 to 4)"),
     ],
 )
-def test_a_row_of_ag_news_that_is_none_is_named(row: str, told: str, tmp_path: Path) -> None:
+def test_the_message_names_a_bad_row_of_ag_news(row: str, told: str, tmp_path: Path) -> None:
     write_ag_news(tmp_path)
     with (tmp_path / "ag_news_csv" / "train.csv").open("a") as file:
         file.write(row)
     assert told in refusal(AGNews(str(tmp_path)))
 
 
-def test_a_length_that_no_memory_holds_is_told_of_by_its_key(tmp_path: Path) -> None:
+def test_a_length_beyond_the_memory_is_refused_by_its_key(tmp_path: Path) -> None:
     write_ag_news(tmp_path)
-    for length in (10**13, 10**18, 10**30):
+    for length in (10**13, 10**30):
         assert refusal(AGNews(str(tmp_path), length=length)).startswith("scenario.dataset.length: ")
 
 
-# --- Nothing in a data folder is run ---
+# --- Files cannot execute code ---
 
 
 class Trap:
@@ -484,8 +383,8 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_no_file_of_a_data_folder_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a pickle could lie, one that would make a folder lies: in the files' own places, and in old caches."""
+def test_no_file_in_a_data_folder_can_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles that would make a folder are in the place of every file, and of old caches."""
     for layout in LAYOUTS.values():
         with suppress(FileExistsError):
             layout.write(tmp_path, monkeypatch)
@@ -511,21 +410,12 @@ def test_no_file_of_a_data_folder_can_run_code(tmp_path: Path, monkeypatch: pyte
     assert sprung.exists()
 
 
-def test_an_old_cache_beside_the_files_is_not_taken_for_them(tmp_path: Path) -> None:
-    train, _ = write_mnist(tmp_path)
-    (tmp_path / "MNIST" / "processed").mkdir()
-    for name in ("training", "test"):
-        content = torch.zeros(3, 28, 28, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64)
-        torch.save(content, tmp_path / "MNIST" / "processed" / f"{name}.pt")
-    assert np.array_equal(MNIST(str(tmp_path)).checked().x_train[:, 0].numpy(), train.x)
-
-
-# --- What a dataset holds ---
+# --- Loaded data ---
 
 
 @dataclass
 class MyData(Dataset):
-    """Somebody's own dataset."""
+    """A custom dataset."""
 
     changed: dict[str, Any] = field(default_factory=dict)
 
@@ -546,86 +436,67 @@ def labels(at_seven: int) -> torch.Tensor:
     return y
 
 
+ONE_NUMBER = "needs one whole number per sample"
 WRONG = {
-    "label above": ({"y_train": labels(255)}, "y_train holds label 255, which is out of range for num_classes 10"),
-    "label one above": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
-    "test label above": ({"y_test": labels(10)}, "y_test holds label 10, which is out of range for num_classes 10"),
+    "label too large": ({"y_train": labels(10)}, "y_train holds label 10, which is out of range for num_classes 10"),
+    "test label too large": ({"y_test": labels(255)}, "y_test holds label 255, which is out of range for num_classes"),
     "negative label": ({"y_test": labels(-1)}, "y_test holds label -1. Labels count from 0"),
-    "half labels": (
+    "float labels": (
         {"y_train": labels(0) / 2},
         "y_train needs 10 numbers per sample, got float32 of shape (20,). Use float32 of that shape, or int64",
     ),
-    "short labels": (
+    "int32 labels": (
         {"y_train": labels(0).to(torch.int32)},
-        "y_train needs one whole number per sample, got int32 of shape (20,). Convert it to int64",
+        f"y_train {ONE_NUMBER}, got int32 of shape (20,). Convert it to int64",
     ),
-    "labels in a column": (
-        {"y_test": labels(0)[:, None]},
-        "y_test needs one whole number per sample, got int64 of shape (20, 1)",
-    ),
+    "label column": ({"y_test": labels(0)[:, None]}, f"y_test {ONE_NUMBER}, got int64 of shape (20, 1)"),
     "too few labels": ({"y_train": labels(0)[1:]}, "x_train has 20 rows and y_train 19. They need equally many"),
-    "no tensor": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),
-    "nothing to test": (
+    "array": ({"x_test": images(3, 1, 4, 4)}, "x_test is of type ndarray, not a torch.Tensor"),
+    "no test samples": (
         {"x_test": torch.zeros(0, 1, 4, 4, dtype=torch.uint8), "y_test": labels(0)[:0]},
         "x_test has 0 rows and y_test 0. They need equally many, and at least one",
     ),
-    "unlike shapes": (
+    "different shapes": (
         {"x_test": torch.zeros(20, 1, 4, 5, dtype=torch.uint8)},
         "x_train and x_test hold inputs of different shapes, (1, 4, 4) and (1, 4, 5)",
     ),
-    "unlike types": ({"x_test": filled(0)}, "x_train and x_test need the same dtype"),
-    "bare numbers": ({"x_train": torch.zeros(20)}, "x_train has shape (20,); it needs one row per sample: (n, ...)"),
-    "inputs of no size": ({"x_train": torch.zeros(20, 0)}, "x_train has shape (20, 0); it needs one row per sample"),
+    "different dtypes": ({"x_test": filled(0)}, "x_train and x_test need the same dtype"),
+    "scalars": ({"x_train": torch.zeros(20)}, "x_train has shape (20,); it needs one row per sample: (n, ...)"),
+    "inputs of size 0": ({"x_train": torch.zeros(20, 0)}, "x_train has shape (20, 0); it needs one row per sample"),
     "NaN": ({"x_train": filled(np.nan)}, "x_train holds NaN or Inf"),
-    "Inf": ({"x_train": filled(0), "x_test": filled(np.inf)}, "x_test holds NaN or Inf"),
-    "minus Inf": ({"x_train": filled(-np.inf)}, "x_train holds NaN or Inf"),
-    "whole pixels": (
+    "minus Inf": ({"x_train": filled(0), "x_test": filled(-np.inf)}, "x_test holds NaN or Inf"),
+    "integer pixels": (
         {"x_train": filled(200, torch.int64)},
         "x_train is int64 of shape (20, 1, 4, 4); it needs uint8 or float32, or int64 for token ids (n, length)",
     ),
-    "doubles": ({"x_train": filled(0, torch.float64)}, "x_train is float64 of shape (20, 1, 4, 4); it needs uint8 or"),
+    "float64": ({"x_train": filled(0, torch.float64)}, "x_train is float64 of shape (20, 1, 4, 4); it needs uint8 or"),
     "negative token": (
         {"x_train": torch.full((20, 5), -1), "x_test": torch.zeros(20, 5, dtype=torch.int64)},
         "x_train holds -1; token ids count from 0",
     ),
     "sparse": ({"x_train": filled(1).to_sparse()}, "x_train is torch.sparse_coo on cpu; it needs to be dense"),
-    "on no device": ({"y_test": torch.zeros(20, device="meta")}, "y_test is torch.strided on meta; it needs to be"),
+    "meta device": ({"y_test": torch.zeros(20, device="meta")}, "y_test is torch.strided on meta; it needs to be"),
     "one class": (
         {"num_classes": 1, "y_train": labels(0) * 0, "y_test": labels(0) * 0},
         "num_classes is 1, not between 2 and",
     ),
     "too many classes": ({"num_classes": 10**9}, "num_classes is 1000000000, not between 2 and 10,000,000"),
-    "no class": ({"num_classes": 0}, "y_train holds label 9, which is out of range for num_classes 0"),
-    "classes in part": ({"num_classes": 10.0}, "num_classes is 10.0, not an integer"),
-    "classes or not": ({"num_classes": True}, "num_classes is True, not an integer"),
-    "nothing to prepare with": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
-    "no number of classes": ({"num_classes": None}, "num_classes is None, not an integer"),
-    "clients in a list": ({"client_train": [0] * 20}, "client_train is of type list, not a numpy array"),
-    "clients in a column": (
+    "float num_classes": ({"num_classes": 10.0}, "num_classes is 10.0, not an integer"),
+    "boolean num_classes": ({"num_classes": True}, "num_classes is True, not an integer"),
+    "no prepare": ({"prepare": None}, "prepare is of type NoneType, which cannot be called"),
+    "client list": ({"client_train": [0] * 20}, "client_train is of type list, not a numpy array"),
+    "client column": (
         {"client_train": np.zeros((20, 1), np.int64)},
         "client_train needs one id per sample, integers or text, got int64 of shape (20, 1)",
     ),
-    "half clients": (
-        {"client_train": np.zeros(20)},
-        "client_train needs one id per sample, integers or text, got f",
-    ),
-    "clients that are objects": (
-        {"client_train": np.arange(20), "client_test": np.array(["a"] * 20, dtype=object)},
-        "client_test needs one id per sample, integers or text, got object of shape (20,)",
-    ),
-    "too few clients": (
-        {"client_train": np.arange(19)},
-        "client_train has ids of 19 samples, but there are 2",
-    ),
-    "test clients alone": (
-        {"client_test": np.arange(20)},
-        "client_test is given, but client_train is missing",
-    ),
+    "float clients": ({"client_train": np.zeros(20)}, "client_train needs one id per sample, integers or text, got f"),
+    "too few clients": ({"client_train": np.arange(19)}, "client_train has ids of 19 samples, but there are 2"),
+    "only test clients": ({"client_test": np.arange(20)}, "client_test is given, but client_train is missing"),
     "clients of two kinds": (
         {"client_train": np.arange(20), "client_test": np.arange(20).astype(str)},
         "client_train and client_test need ids of one dtype",
     ),
-    "clients that meet as floats": (
+    "clients compared as floats": (
         {"client_train": np.arange(20, dtype=np.int64), "client_test": np.arange(20, dtype=np.uint64)},
         "client_train and client_test need ids of one dtype",
     ),
@@ -633,12 +504,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_every_dataset_is_checked_and_its_class_named(case: str) -> None:
+def test_a_dataset_is_checked_and_its_class_named(case: str) -> None:
     changed, told = WRONG[case]
-    with pytest.raises(ConfigError) as caught:
-        Scenario(MyData(changed), IID(), 2).build(0)
-    assert str(caught.value).startswith(f"scenario.dataset: MyData: {told}")
-    assert "\n" not in str(caught.value)
+    message = refusal(lambda: Scenario(MyData(changed), IID(), 2).build(0))
+    assert message.startswith(f"scenario.dataset: MyData: {told}")
 
 
 @pytest.mark.parametrize(
@@ -652,23 +521,14 @@ def test_every_dataset_is_checked_and_its_class_named(case: str) -> None:
         {"client_train": np.arange(20, dtype=np.uint8), "client_test": -np.arange(20)},
         {"client_train": np.array(["ann", "bert"] * 10)},
     ],
-    ids=[
-        "images",
-        "largest numbers",
-        "token ids",
-        "numpy's whole number",
-        "classes that do not occur",
-        "clients by number",
-        "clients by name",
-    ],
 )
-def test_what_is_sound_is_left_as_it_is(changed: dict[str, Any]) -> None:
+def test_valid_data_are_not_changed(changed: dict[str, Any]) -> None:
     data = MyData(changed).checked()
     for name, value in changed.items():
         assert getattr(data, name) is value
 
 
-def test_what_a_datasets_own_code_raises_is_put_down_to_it() -> None:
+def test_an_exception_in_a_custom_dataset_names_its_class() -> None:
     class Broken(Dataset):
         def load(self) -> LoadedData:
             return {}["images"]
@@ -685,7 +545,7 @@ def test_what_a_datasets_own_code_raises_is_put_down_to_it() -> None:
         Forgetful().checked()
 
 
-def test_many_classes_are_counted_from_few_samples_only_if_told_so(tmp_path: Path) -> None:
+def test_more_classes_than_samples_need_num_classes(tmp_path: Path) -> None:
     write_arrays(tmp_path / "mine.npz")
     with np.load(tmp_path / "mine.npz") as archive:
         arrays = dict(archive)
@@ -705,50 +565,51 @@ def test_many_classes_are_counted_from_few_samples_only_if_told_so(tmp_path: Pat
 # --- Scenarios and partitions ---
 
 
-@pytest.mark.parametrize("clients", [1438, 10**8, 10**18, 10**30])
-def test_more_clients_than_samples_are_refused_before_anything_is_dealt(
-    clients: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("clients", [1438, 10**30])
+def test_more_clients_than_samples_are_refused_before_the_split(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IID, "split", None)
-    told = f"scenario.clients: {clients} is above the 1437 training samples. Each client needs one"
-    with pytest.raises(ConfigError, match=f"^{told}$"):
+    message = f"scenario.clients: {clients} is above the 1437 training samples. Each client needs one"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         Scenario(Digits(), IID(), clients).build(0)
 
 
-def test_clients_are_held_against_the_samples_that_are_left() -> None:
+def test_the_number_of_clients_is_compared_to_train_samples() -> None:
     with pytest.raises(ConfigError, match=r"^scenario.clients: 11 is above the 10 training samples"):
         Scenario(Digits(), IID(), 11, train_samples=10).build(0)
     assert len(Scenario(Digits(), IID(), 10, train_samples=10).build(0).shards) == 10
 
 
 NUMBERS = {
+    "clients": [0, -1],
     "local_test": [True, -0.1, 1, np.nan, np.inf, "0.5"],
     "long_tail": [True, 0.5, -1, np.nan, np.inf],
-    "train_samples": [True, 0, -1, 1.5, np.nan, np.inf],
+    "train_samples": [True, 0, -1, 0.0, 1.0, 1.5, np.nan, np.inf],
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NUMBERS.items() for value in values])
-def test_a_scenarios_numbers_are_refused_when_it_is_made(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.{key}: {value} is "):
-        Scenario(Digits(), IID(), 2, **{key: value})
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_of_a_scenario_are_checked(key: str) -> None:
+    for value in NUMBERS[key]:
+        with pytest.raises(ConfigError, match=rf"^scenario.{key}: {value} is "):
+            Scenario(Digits(), IID(), **{key: value})
 
 
 @pytest.mark.parametrize(
     ("make", "key", "values"),
     [
-        (Dirichlet, "alpha", [0, -1, np.nan, np.inf, -np.inf, 1e300, 1.1e6]),
-        (QuantitySkew, "alpha", [0, np.nan, 1e300]),
+        (Dirichlet, "alpha", [0, -1, np.nan, np.inf, 1e300, 1.1e6]),
+        (QuantitySkew, "alpha", [0]),
         (Dirichlet, "min_samples", [0, -(10**30)]),
         (QuantitySkew, "min_samples", [0]),
+        (ByClient, "min_samples", [0]),
         (Shards, "per_client", [0, -(10**30)]),
         (Pathological, "classes_per_client", [0, -(10**30)]),
         (DisjointClasses, "classes_per_client", [0]),
     ],
 )
-def test_a_partitions_numbers_are_refused_when_it_is_made(make: type, key: str, values: list[float]) -> None:
+def test_numbers_of_a_partition_are_checked(make: type, key: str, values: list[float]) -> None:
     for value in values:
-        with pytest.raises(ConfigError, match=rf"^scenario.partition.{key}: "):
+        with pytest.raises(ConfigError, match=rf"^scenario.partition.{key}: {re.escape(str(value))} is "):
             make(**{key: value})
 
 
@@ -762,20 +623,20 @@ def test_a_partitions_numbers_are_refused_when_it_is_made(make: type, key: str, 
         (Pathological(10**30), "classes_per_client"),
     ],
 )
-def test_what_a_partition_cannot_do_is_told_of_by_its_key(partition: Partition, key: str) -> None:
+def test_an_impossible_partition_is_refused_by_its_key(partition: Partition, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^scenario.partition.{key}: "):
         Scenario(Digits(), partition, 20).build(0)
 
 
 @pytest.mark.parametrize("partition", [Dirichlet(1e-300), Dirichlet(5e-324, form="balanced"), DisjointClasses(10**30)])
-def test_extreme_numbers_that_mean_something_are_met(partition: Partition) -> None:
+def test_extreme_but_valid_numbers_are_accepted(partition: Partition) -> None:
     data = Scenario(Digits(), partition, 5).build(0)
     assert data.class_counts("train").sum() + data.class_counts("test").sum() == 1437
 
 
 @dataclass
 class MyPartition(Partition):
-    """Somebody's own partition."""
+    """A custom partition."""
 
     parts: Any
 
@@ -787,23 +648,20 @@ class MyPartition(Partition):
     ("parts", "told"),
     [
         ([[0, 1]], "MyPartition: returned 1 index arrays for 2 clients"),
-        ([[0], [1], [2]], "MyPartition: returned 3 index arrays for 2 clients"),
         ([[0.0], [1.0]], "MyPartition: returned arrays of float64. They must be sample indices"),
         ([[0, 1437], [1]], "MyPartition: assigned sample 1437, but there are 1437"),
         ([[0], [-1]], "MyPartition: assigned sample -1, but there are 1437"),
         ([[0, 5], [1, 5]], "MyPartition: assigned sample 5 twice"),
-        ([[0, 5, 5], [1]], "MyPartition: assigned sample 5 twice"),
         (7, "MyPartition: TypeError: 'int' object is not iterable. Use --debug for the traceback"),
         ([[0], []], "client 1 has no data"),
     ],
 )
-def test_a_partition_of_ones_own_is_held_to_what_it_promises(parts: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.partition: {told}"):
-        Scenario(Digits(), MyPartition(parts), 2).build(0)
+def test_the_result_of_a_custom_partition_is_checked(parts: Any, told: str) -> None:
+    assert refusal(lambda: Scenario(Digits(), MyPartition(parts), 2).build(0)).startswith(f"scenario.partition: {told}")
 
 
 @pytest.mark.parametrize("few_shot", [FewShot(ways=21), FewShot(shots=10**18)])
-def test_episodes_that_no_test_set_has_are_refused_before_a_round(
+def test_episodes_too_large_for_the_test_set_are_refused(
     few_shot: FewShot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_cifar(tmp_path, 100, monkeypatch)
@@ -813,14 +671,6 @@ def test_episodes_that_no_test_set_has_are_refused_before_a_round(
 
 # --- On the command line ---
 
-ONE_ROUND = """
-rounds: 1
-scenario: {dataset: Digits, partition: IID, clients: 2}
-model: {class_path: MLP, init_args: {hidden: [4]}}
-algorithm: FedAvg
-trainer: {accelerator: cpu}
-logger: null
-"""
 OWN_DATA = """
 import torch
 from fl_lightning.data import Dataset, LoadedData
@@ -833,80 +683,33 @@ class MyData(Dataset):
 """
 FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
 DATASET = [*FIT, "--scenario.dataset"]
-ARRAYS = [*DATASET, "Arrays", "--scenario.dataset.path"]
-FAST_KINDS = ("label out of range", "damaged file", "pipe")
-KINDS = {
-    "label out of range": (
-        [*DATASET, "own_data.MyData"],
-        "scenario.dataset: MyData: y_train holds label 255, which is out of",
-    ),
-    "damaged file": ([*DATASET, "MNIST"], ": data/MNIST/raw/train-images-idx3-ubyte: not a readable idx file"),
-    "pipe among the files": ([*DATASET, "FashionMNIST"], "t10k-labels-idx1-ubyte: is a pipe, it needs to be a file"),
-    "pipe": ([*ARRAYS, "pipe.npz"], "scenario.dataset.path: pipe.npz: is a pipe, it needs to be a file"),
-    "device": ([*ARRAYS, "/dev/zero"], "scenario.dataset.path: /dev/zero: is a device, it needs to be a file"),
-    "long name": ([*ARRAYS, "x" * 256], "scenario.dataset.path: ", "File name too long"),
-    "two lines": ([*ARRAYS, "a\nb.npz"], "scenario.dataset.path: a b.npz: no such file"),
-    "data_dir": (
-        [*DATASET, "SVHN", "--scenario.dataset.data_dir", "one.yaml"],
-        "scenario.dataset.data_dir: one.yaml: is",
-    ),
-    "many clients": (
-        [*FIT, "--scenario.clients", str(10**8)],
-        "scenario.clients: 100000000 is above the 1437 training",
-    ),
-    "many scored clients": (
-        [*FIT, "--scenario.clients", str(10**30), "--evaluation.max_clients", str(10**9)],
-        f"scenario.clients: {10**30} is above the 1437 training samples",
-    ),
+PARTITION = ["partition", "--config", "one.yaml", "--out"]
+COMMANDS = {
+    "label out of range": ([*DATASET, "own_data.MyData"], "scenario.dataset: MyData: y_train holds label 255, which"),
+    "pipe": ([*DATASET, "Arrays", "--scenario.dataset.path", "pipe.npz"], "pipe.npz: is a pipe, it needs to be a file"),
+    "data_dir": ([*DATASET, "SVHN", "--scenario.dataset.data_dir", "one.yaml"], "scenario.dataset.data_dir: one.yaml:"),
+    "clients": ([*FIT, "--scenario.clients", str(10**30)], f"scenario.clients: {10**30} is above the 1437 training"),
     "local_test": ([*FIT, "--scenario.local_test", ".nan"], "scenario.local_test: nan is outside [0, 1)"),
-    "long tail": ([*FIT, "--scenario.long_tail", ".inf"], "scenario.long_tail: inf is not a number of at least 1"),
-    "alpha": (
-        [*FIT, "--scenario.partition", "Dirichlet", "--scenario.partition.alpha", "1e300"],
-        "scenario.partition.alpha: 1e+300 is outside (0, 1e6]",
-    ),
-    "partition into a run": (
-        ["partition", "--config", "one.yaml", "--out", "done"],
-        "--out: done is the folder of a run. Choose another folder.",
-    ),
-    "partition into a long name": (
-        ["partition", "--config", "one.yaml", "--out", "x" * 256],
-        "--out: xxx",
-        "xxx'",
-    ),
-    "partition into a name that is none": (["partition", "--config", "one.yaml", "--out", "a\0b"], "--out: ", "null"),
+    "partition into a run": ([*PARTITION, "done"], "--out: done is the folder of a run. Choose another folder."),
+    "partition into a long name": ([*PARTITION, "x" * 256], "--out: xxx"),
+    "partition into no name": ([*PARTITION, "a\0b"], "--out: "),
 }
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_refused_command_writes_one_line_and_no_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "own_data", raising=False)
     Path("one.yaml").write_text(ONE_ROUND)
     Path("own_data.py").write_text(OWN_DATA)
     os.mkfifo("pipe.npz")
-    for name in ("MNIST", "FashionMNIST"):
-        write_mnist(Path("data"), name)
-    halved(Path("data/MNIST/raw/train-images-idx3-ubyte"))
-    instead(os.mkfifo)(Path("data/FashionMNIST/raw/t10k-labels-idx1-ubyte"))
     Path("done").mkdir()
     Path("done/metrics.csv").write_text("round\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in FAST_KINDS else pytest.mark.thorough) for kind in KINDS]
-)
-def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(kind: str, here: Path) -> None:
-    (words, *told), before = KINDS[kind], contents(here)
-    code, out, err = run(*words)
-    assert code == 2, out + err
-    assert err.count("\n") == 1
-    assert err.startswith("fl-lightning: error: ")
-    for fragment in told:
-        assert fragment in err
-    assert contents(here) == before
+    words, message = COMMANDS[name]
+    check_refused_command(words, [message])
     assert run(*FIT).code == 0

@@ -3,7 +3,6 @@
 import builtins
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from commands import contents, run
+from commands import run
 from layouts import (
     Pairs,
     images,
@@ -27,90 +26,43 @@ from layouts import (
     write_text_table,
 )
 from PIL import Image
+from refusals import NO_FILES, ONE_ROUND, check_refused_command, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import Arrays, Dataset, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
+from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_folder
 from fl_lightning.data.files import CHECKSUM_BYTES
-
-SECONDS = 20
-"""Time limit of a test: a pipe that is opened would block forever."""
-
-
-@pytest.fixture(autouse=True)
-def no_hanging() -> Iterator[None]:
-    def hung(*_: Any) -> None:
-        raise TimeoutError(f"still at it after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, hung)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def refusal(make: Callable[[], Dataset]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        make().checked()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith("scenario.dataset")
-    assert "--debug" not in message, message  # nothing that is put down to our own code
-    return message
-
 
 # --- Image folders ---
 
 
-def halved(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def spoil(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return spoil
-
-
-SPOILT = {
-    "emptied": (lambda path: path.write_bytes(b""), "not a readable image (JPEG, PNG"),
-    "halved": (halved, ""),
-    "garbage": (lambda path: path.write_bytes(os.urandom(100)), "not a readable image (JPEG, PNG"),
-    "a program for printers": (
-        lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"),
-        "not a",
-    ),
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"
+DAMAGE = {
+    "empty": (empty, "not a readable image (JPEG, PNG"),
+    "halved": (halve, ""),
+    "PostScript": (lambda path: path.write_bytes(POSTSCRIPT), "not a"),
     "16 bits": (lambda path: Image.new("I;16", (6, 8)).save(path), "an image of mode I;16; it needs 8 bits"),
-    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
-    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
-    "a link to nothing": (instead(lambda path: path.symlink_to("nothing")), "is a link to nothing"),
+    "a pipe": NO_FILES["a pipe"],
+    "a link to nothing": (replace_by(lambda path: path.symlink_to("nothing")), "is a link to nothing"),
 }
 
 
-@pytest.mark.parametrize("spoilt", SPOILT)
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"cache": "cache"}, marks=pytest.mark.thorough)],
-    ids=["", "cache"],
-)
-def test_an_image_that_cannot_be_used_is_named(spoilt: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("options", [{}, pytest.param({"cache": "cache"}, marks=pytest.mark.thorough)])
+def test_a_damaged_image_is_named(damage: str, options: dict, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
-    spoil, why = SPOILT[spoilt]
+    apply, why = DAMAGE[damage]
     path = tmp_path / "mine" / "test" / "dog" / "015.png"
-    spoil(path)
+    apply(path)
     message = refusal(lambda: ImageFolder("mine", **options))
     assert message.startswith(f"scenario.dataset.path: mine/test/dog/015.png: {why}")
     assert message.endswith(". Replace or remove it")
     assert not list(tmp_path.glob("cache/*"))
-    path.rmdir() if path.is_dir() else path.unlink()
+    path.unlink()
     assert len(ImageFolder("mine", **options).checked().y_test) == 19
 
 
-def test_images_of_unequal_size_are_refused_with_the_fix(tmp_path: Path) -> None:
+def test_images_of_different_sizes_are_refused_with_the_fix(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
     told = (
@@ -121,7 +73,7 @@ def test_images_of_unequal_size_are_refused_with_the_fix(tmp_path: Path) -> None
     assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
 
 
-def test_more_images_than_memory_are_refused_before_one_is_decoded(tmp_path: Path, monkeypatch: Any) -> None:
+def test_more_images_than_memory_are_refused_before_decoding(tmp_path: Path, monkeypatch: Any) -> None:
     write_image_folder(tmp_path)
     monkeypatch.setattr(image_folder, "decode", None)
     message = refusal(lambda: ImageFolder(str(tmp_path), size=10**6))
@@ -130,28 +82,22 @@ def test_more_images_than_memory_are_refused_before_one_is_decoded(tmp_path: Pat
     )
 
 
-def emptied(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
     for path in folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 FOLDERS = {
     "no folder": (lambda root: None, "nowhere", "nowhere: no such folder"),
-    "a file": (
-        lambda root: (root / "nowhere").write_text(""),
-        "nowhere",
-        "nowhere: is a file, it needs to be a folder",
-    ),
-    "long name": (lambda root: None, "x" * 300, "File name too long"),
-    "nothing in it": (lambda root: (root / "nowhere").mkdir(), "nowhere", "has 0 folder(s). It needs one per class"),
-    "one class": (lambda root: (root / "nowhere" / "a").mkdir(parents=True), "nowhere", "has 1 folder(s)"),
+    "a file": (lambda root: (root / "a").write_text(""), "a", "a: is a file, it needs to be a folder"),
+    "one class": (lambda root: (root / "a" / "b").mkdir(parents=True), "a", "has 1 folder(s). It needs one per class"),
     "no test": (
         lambda root: (root / "mine" / "test").rename(root / "away"),
         "mine",
         "mine: has a folder train but no test. Add it, or set it to mine/train, of which a share is then held out",
     ),
     "an empty test": (
-        lambda root: [shutil.rmtree(folder) for folder in (root / "mine" / "test").iterdir()],
+        lambda root: empty_folder(root / "mine" / "test"),
         "mine",
         "mine/test: has no class folders. Add one per class, or set it to mine/train, of which a share is then",
     ),
@@ -161,20 +107,19 @@ FOLDERS = {
         "mine/test/Cat: train has no class of that name",
     ),
     "an empty class": (
-        lambda root: emptied(root / "mine" / "train" / "dog"),
+        lambda root: empty_folder(root / "mine" / "train" / "dog"),
         "mine",
         "mine/train/dog: contains no files",
     ),
-    "pictures without classes": (lambda root: None, "mine/train/dog", "has 0 folder(s). It needs one per class"),
 }
 
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkeypatch: Any) -> None:
-    spoil, path, told = FOLDERS[case]
+    change, path, told = FOLDERS[case]
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
-    spoil(tmp_path)
+    change(tmp_path)
     message = refusal(lambda: ImageFolder(path))
     assert message.startswith("scenario.dataset.path: ")
     assert told in message
@@ -183,16 +128,12 @@ def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"size": 0}, "size: 0 is below 1"),
         ({"size": (4, -1)}, "size: -1 is below 1"),
         ({"test_share": 0}, "test_share: 0 is outside (0, 1)"),
-        ({"test_share": 1.0}, "test_share: 1.0 is outside (0, 1)"),
         ({"mean": [0.5]}, "mean: give both mean and std, or neither"),
-        ({"std": [0.5]}, "std: give both mean and std, or neither"),
         ({"mean": [0.5], "std": [0.0]}, "std: 0.0 is not above 0"),
         ({"mean": [float("nan")], "std": [1.0]}, "mean: nan is no finite number"),
         ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the images have 3 channel(s)"),
-        ({"mean": [0.5] * 3, "std": [0.5]}, "std: 1 number(s), and the images have 3 channel(s)"),
     ],
 )
 def test_image_options_out_of_range_are_refused(options: dict, told: str, tmp_path: Path) -> None:
@@ -206,7 +147,7 @@ def test_a_test_share_of_less_than_one_sample_is_refused(tmp_path: Path) -> None
     assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == told
 
 
-def test_a_cache_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_unusable_cache_is_refused_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
     root, cache = tmp_path / "mine", tmp_path / "cache"
     write_image_folder(root)
     make = partial(ImageFolder, str(root), cache=str(cache))
@@ -232,11 +173,8 @@ def test_a_cache_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, monke
 
 CACHES = {
     "a flipped byte": lambda content: content[:200] + bytes([255 - content[200]]) + content[201:],
-    "a flipped byte of the checksum": lambda content: content[:-1] + bytes([255 - content[-1]]),
     "of an older version": lambda content: content[:-CHECKSUM_BYTES],
-    "truncated": lambda content: content[:-1],
     "shorter than a checksum": lambda content: content[:5],
-    "emptied": lambda content: b"",
 }
 
 
@@ -273,13 +211,11 @@ def test_a_cache_under_the_name_of_another_one_is_built_again(tmp_path: Path) ->
 # --- Arrays ---
 
 NPY = {
-    "gone": (Path.unlink, "needs to be a file, or to contain y_train.npy. Write it with numpy.save"),
-    "emptied": (lambda path: path.write_bytes(b""), "y_train.npy: not a readable .npy file ("),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: not a readable .npy file ("),
+    "missing": (Path.unlink, "needs to be a file, or to contain y_train.npy. Write it with numpy.save"),
+    "empty": (empty, "y_train.npy: not a readable .npy file ("),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "y_train.npy: not a readable .npy file ("),
     "objects": (lambda path: np.save(path, np.array([{}] * 20)), "y_train.npy: not a readable .npy file ("),
-    "a pipe": (instead(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
-    "too few": (lambda path: np.save(path, np.arange(19) % 3), "x_train has 20 rows and y_train 19"),
-    "text": (lambda path: np.save(path, np.array(["a"] * 20)), "y_train needs one whole number per sample, got <U1"),
+    "a pipe": (replace_by(os.mkfifo), "y_train.npy: is a pipe, it needs to be a file"),
 }
 
 
@@ -293,9 +229,9 @@ def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", NPY)
 def test_a_folder_of_damaged_arrays_is_refused(case: str, tmp_path: Path) -> None:
-    spoil, told = NPY[case]
+    apply, told = NPY[case]
     save_arrays(tmp_path / "a")
-    spoil(tmp_path / "a" / "y_train.npy")
+    apply(tmp_path / "a" / "y_train.npy")
     message = refusal(lambda: Arrays(str(tmp_path / "a")))
     assert message.startswith(f"scenario.dataset.path: {tmp_path}/a")
     assert told in message
@@ -310,75 +246,51 @@ def test_a_number_of_classes_for_numeric_labels_is_refused(tmp_path: Path) -> No
 # --- Tables ---
 
 
-def missing(columns: dict[str, list], name: str, *at: int) -> dict[str, list]:
-    return columns | {name: ["" if i in at else value for i, value in enumerate(columns[name])]}
+def missing(name: str, *at: int) -> dict[str, list]:
+    return {name: ["" if i in at else value for i, value in enumerate(table()[name])]}
 
 
 PLAIN: dict[str, Any] = {"label": "label", "features": ["age", "town"]}
 TABLES: dict[str, tuple[dict, dict, str]] = {
-    "no such label": ({}, {"label": "lable"}, "label: column 'lable' not found. Did you mean 'label'?"),
-    "no such label at all": (
-        {},
-        {"label": "q"},
-        "label: column 'q' not found. Columns: age, income, town, clinic, la",
-    ),
-    "no such feature": ({}, {"features": ["agee"]}, "features: column 'agee' not found. Did you mean 'age'?"),
-    "no such client": ({}, {"client": "clinik"}, "client: column 'clinik' not found. Did you mean 'clinic'?"),
-    "no such split": ({}, {"split": "part"}, "split: column 'part' not found"),
+    # Changed columns, options, and the message after the prefix `scenario.dataset.`
+    "unknown label": ({}, {"label": "lable"}, "label: column 'lable' not found. Did you mean 'label'?"),
+    "nothing similar": ({}, {"label": "q"}, "label: column 'q' not found. Columns: age, income, town, clinic, la"),
+    "unknown feature": ({}, {"features": ["agee"]}, "features: column 'agee' not found. Did you mean 'age'?"),
     "no label": ({}, {"label": []}, "label: names no column"),
     "label twice": ({}, {"label": ["flu", "flu"]}, "label: column 'flu': is named twice"),
     "label among the features": ({}, {"features": ["age", "label"]}, "features: column 'label': label names it too"),
-    "client among the features": (
-        {},
-        {"features": ["clinic"], "client": "clinic"},
-        "features: column 'clinic': client names it too",
-    ),
     "split and test_path": ({}, {"split": "x", "test_path": "t.csv"}, "split: test_path holds the test rows already"),
     "share": ({}, {"test_share": 1.5}, "test_share: 1.5 is outside (0, 1)"),
     "small share": ({}, {"test_share": 0.01}, "test_share: 0.01 of 40 samples is less than one. Raise it"),
-    "small share of each": (
+    "small share of each client": (
         {},
         {"test_share": 0.04, "client": "clinic"},
         "test_share: 0.04 of 40 samples of each client's is less than one. Raise it",
     ),
-    "a feature misses values": (
-        missing(table(), "age", 6, 30),
+    "missing features": (
+        missing("age", 6, 30),
         {},
         "features: column 'age' has no value in 2 of 40 rows, first in row 7 of t.csv. Fill it in, remove the row, "
         "or leave the column out of the features",
     ),
-    "a category is missing": (missing(table(), "town", 0), {}, "features: column 'town' has no value in 1 of 40 rows"),
-    "a label is missing": (
-        missing(table(), "label", 39),
+    "missing category": (missing("town", 0), {}, "features: column 'town' has no value in 1 of 40 rows"),
+    "missing label": (
+        missing("label", 39),
         {},
         "label: column 'label' has no value in 1 of 40 rows, first in row 40 of t.csv. Fill it in, or remove the row",
     ),
-    "a client is missing": (
-        missing(table(), "clinic", 2),
-        {"client": "clinic"},
-        "client: column 'clinic' has no value",
-    ),
-    "clients in part": (
-        {},
-        {"client": "income"},
-        "client: column 'income' is float64. Client ids are integers or text",
-    ),
-    "a split that is none": (
+    "missing client": (missing("clinic", 2), {"client": "clinic"}, "client: column 'clinic' has no value"),
+    "float clients": ({}, {"client": "income"}, "client: column 'income' is float64. Client ids are integers or text"),
+    "unknown split": (
         {"part": ["train", "val"] * 20},
         {"split": "part"},
         "split: column 'part' holds 'val'. Its values must be train and test",
     ),
-    "all to train on": ({"part": ["train"] * 40}, {"split": "part"}, "Table: x_test has 0 rows"),
     "numbers and text": (
         {"age": [*range(39), "forty"]},
         {},
         "features: column 'age' holds numbers and, in row 40 of t.csv, 'forty'. Correct the value, or name the column "
         "in scenario.dataset.categorical",
-    ),
-    "too large": (
-        {"age": [*range(39), "1e999"]},
-        {},
-        "features: column 'age' holds inf in row 40 of t.csv, which is not fin",
     ),
     "too large for 64 bits": (
         {"age": [10**25, *range(39)]},
@@ -393,21 +305,21 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
         "or remove the row",
     ),
     "no feature": ({}, {"categorical": ["days"]}, "categorical: 'days' is not a feature"),
-    "no such category": ({}, {"categorical": ["dais"]}, "categorical: column 'dais' not found. Did you mean 'days'?"),
+    "unknown category": ({}, {"categorical": ["dais"]}, "categorical: column 'dais' not found. Did you mean 'days'?"),
     "one class": ({"label": ["yes"] * 40}, {}, "label: column 'label' has only one class, 'yes'"),
-    "classes or numbers": (
+    "many integers": (
         {"label": list(range(40))},
         {},
         "regression: column 'label' holds 40 different integers in 40 rows. Set it to true if they are numbers to "
         "predict, to false if they are classes",
     ),
-    "several that are none": (
+    "not 0 and 1": (
         {"flu": [2, 0] * 20},
         {"label": ["flu", "cold"]},
         "label: column 'flu' holds 2. Several label columns need to hold 0 and 1, or numbers with scenario.dataset.re",
     ),
-    "text to be met": ({}, {"regression": True}, "label: column 'label' is not numeric, but regression needs numbers"),
-    "too large to be met": (
+    "text": ({}, {"regression": True}, "label: column 'label' is not numeric, but regression needs numbers"),
+    "label too large": (
         {"label": [1e39, *[0.5] * 39]},
         {},
         "label: column 'label' holds 1e+39 in row 1 of t.csv, which is not finite in float32.",
@@ -417,17 +329,19 @@ TABLES: dict[str, tuple[dict, dict, str]] = {
 
 @pytest.mark.parametrize("case", TABLES)
 def test_a_bad_table_is_refused_by_option_column_and_row(case: str, tmp_path: Path, monkeypatch: Any) -> None:
-    changed, options, told = TABLES[case]
+    changed, options, message = TABLES[case]
     monkeypatch.chdir(tmp_path)
     write_csv(Path("t.csv"), table() | changed)
-    message = refusal(lambda: Table("t.csv", **{**PLAIN, **options}))
-    assert message.startswith("scenario.dataset: " if told.startswith("Table") else "scenario.dataset.")
-    assert told in message
-    write_csv(Path("t.csv"), table())
-    assert len(Table("t.csv", **PLAIN).checked().x_train) == 32
+    assert refusal(lambda: Table("t.csv", **{**PLAIN, **options})).startswith(f"scenario.dataset.{message}")
 
 
-def test_a_text_for_each_row_is_no_category(tmp_path: Path) -> None:
+def test_a_split_column_without_test_rows_is_refused(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", table() | {"part": ["train"] * 40})
+    make = partial(Table, str(tmp_path / "t.csv"), "label", split="part")
+    assert refusal(make).startswith("scenario.dataset: Table: x_test has 0 rows")
+
+
+def test_a_column_of_too_many_categories_is_refused(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"name": [f"name {i}" for i in range(3000)], "label": [0, 1] * 1500})
     make = partial(Table, str(tmp_path / "t.csv"), "label")
     assert refusal(make) == (
@@ -437,7 +351,7 @@ def test_a_text_for_each_row_is_no_category(tmp_path: Path) -> None:
     assert make(encoding="codes").checked().in_shape == (1,)
 
 
-def test_columns_of_other_things_are_refused(tmp_path: Path) -> None:
+def test_columns_of_dates_and_lists_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     odd = {"when": pd.date_range("2026-01-01", periods=4), "list": [[1, 2]] * 4, "label": [0, 1, 0, 1]}
     pd.DataFrame(odd).to_parquet(tmp_path / "t.parquet")
@@ -452,46 +366,44 @@ def test_a_table_without_features_is_refused(tmp_path: Path) -> None:
 
 
 TABLE_FILES = {
-    "gone": (Path.unlink, "no such file"),
-    "emptied": (lambda path: path.write_bytes(b""), "not a readable CSV file (No columns"),
+    "missing": (Path.unlink, "no such file"),
+    "empty": (empty, "not a readable CSV file (No columns"),
     "no rows": (lambda path: path.write_text("age,label\n"), "has no rows"),
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00" * 50), "not a readable CSV file ("),
     "rows too long": (lambda path: path.write_text("age,label\n1,2,3\n4,5,6\n"), "not a readable CSV file ("),
+    "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "not a readable CSV file ("),
     "two columns of one name": (
         lambda path: path.write_text("label,age,town,age,town\n1,2,3,4,5\n"),
         "two columns have the name 'age'. Rename one of them",
     ),
-    "a row too long": (lambda path: path.write_text("age,label\n1,2\n4,5,6\n"), "not a readable CSV file ("),
-    "a folder": (instead(Path.mkdir), "is a folder, it needs to be a file"),
-    "a pipe": (instead(os.mkfifo), "is a pipe, it needs to be a file"),
-    "a device": (instead(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
+    **NO_FILES,
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "key"), [(Table, "path"), pytest.param(TextTable, "test_path", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("key", ["path", pytest.param("test_path", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", TABLE_FILES)
-def test_a_file_that_is_no_table_is_named(case: str, key: str, make: Callable, tmp_path: Path) -> None:
-    spoil, told = TABLE_FILES[case]
-    write_text_table(tmp_path / "path.csv")
-    write_text_table(tmp_path / "test_path.csv")
-    spoil(tmp_path / f"{key}.csv")
+def test_the_message_names_a_file_that_is_not_a_table(case: str, key: str, tmp_path: Path) -> None:
+    apply, message = TABLE_FILES[case]
     paths = {name: str(tmp_path / f"{name}.csv") for name in ("path", "test_path")}
-    message = refusal(lambda: make(label="label", **paths))
-    assert message.startswith(f"scenario.dataset.{key}: {tmp_path}/{key}.csv: {told}")
+    for path in paths.values():
+        write_text_table(Path(path))
+    apply(Path(paths[key]))
+    assert refusal(lambda: TextTable(**paths)).startswith(f"scenario.dataset.{key}: {paths[key]}: {message}")
 
 
-def test_columns_separated_by_something_else_are_told_of(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", table(), ";")
-    make = partial(Table, str(tmp_path / "t.csv"), "label", ["age"])
-    told = f"scenario.dataset.separator: {tmp_path}/t.csv has only one column with this separator. Did you mean ';'?"
-    assert refusal(make) == told
-    assert make(separator=";").checked().in_shape == (1,)
+@pytest.mark.parametrize(("separator", "other"), [(",", ";"), (";", ","), ("\t", ","), (" ", ",")])
+def test_the_separator_of_a_table(separator: str, other: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "t.csv")
+    write_csv(Path(path), table(), separator)
+    make = partial(Table, path, "label", ["age"])
+    assert make(separator=separator).checked().in_shape == (1,)
+    if separator != " ":
+        what = f"{path} has only one column with this separator. Did you mean {separator!r}?"
+        assert refusal(lambda: make(separator=other)) == f"scenario.dataset.separator: {what}"
 
 
-@pytest.mark.parametrize("separator", ["", ";;", "\n", "\0", '"', "a", ".", "é", "\\t"])
-def test_what_cannot_separate_columns_is_refused_by_its_key(separator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("separator", ["", ";;", "\n", "\0", '"', "a", "é", "\\t"])
+def test_an_impossible_separator_is_refused_by_its_key(separator: str, tmp_path: Path) -> None:
     message = refusal(lambda: Table(str(tmp_path / "t.csv"), label="label", separator=separator))
     assert message == (
         f"scenario.dataset.separator: {separator!r} cannot separate columns. Give one character, such as ',', ';', '|' "
@@ -499,19 +411,7 @@ def test_what_cannot_separate_columns_is_refused_by_its_key(separator: str, tmp_
     )
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t", " "])
-def test_what_separates_columns_is_taken(separator: str, tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", table(), separator)
-    assert Table(str(tmp_path / "t.csv"), "label", ["age"], separator=separator).checked().in_shape == (1,)
-
-
-def test_a_comma_is_named_where_another_separator_was_given(tmp_path: Path) -> None:
-    write_csv(tmp_path / "t.csv", table())
-    told = f"scenario.dataset.separator: {tmp_path}/t.csv has only one column with this separator. Did you mean ','?"
-    assert refusal(lambda: Table(str(tmp_path / "t.csv"), "label", separator=";")) == told
-
-
-def test_columns_without_a_name_may_be_several(tmp_path: Path) -> None:
+def test_several_columns_can_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("age,label,,\n" + "1,yes,,\n2,no,,\n" * 5)
     assert Table(str(tmp_path / "t.csv"), "label").checked().in_shape == (1,)
 
@@ -525,7 +425,7 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: Table(str(path), "label")) == told
 
 
-def test_a_test_file_that_is_the_training_file_is_warned_of_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_test_file_equal_to_the_training_file_gives_one_warning(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write_table(Path("t.csv"))
     Path("link.csv").symlink_to("t.csv")
@@ -534,7 +434,7 @@ def test_a_test_file_that_is_the_training_file_is_warned_of_once(tmp_path: Path,
     assert len(seen) == 1
 
 
-def test_a_second_file_without_the_columns_is_told_of(tmp_path: Path) -> None:
+def test_a_test_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     write_table(tmp_path / "t.csv")
     rest = table(8, seed=1)
     del rest["label"]
@@ -546,13 +446,13 @@ def test_a_second_file_without_the_columns_is_told_of(tmp_path: Path) -> None:
     assert f"column 'town' has no value in 8 of 48 rows, first in row 1 of {tmp_path}/new.csv" in refusal(make)
 
 
-def test_a_damaged_parquet_file_and_a_missing_package_are_told_of(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_damaged_parquet_file_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "t.parquet"
     pd.DataFrame(table()).to_parquet(path)
     content = path.read_bytes()
-    for spoilt in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
-        path.write_bytes(spoilt)
+    for damaged in (b"", content[: len(content) // 2], b"PAR1" + os.urandom(200) + b"PAR1"):
+        path.write_bytes(damaged)
         assert f"scenario.dataset.path: {path}: not a readable Parquet file (" in refusal(
             lambda: Table(str(path), "label")
         )
@@ -562,7 +462,7 @@ def test_a_damaged_parquet_file_and_a_missing_package_are_told_of(tmp_path: Path
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """As if a package were not installed."""
+    """Make the import of a package fail."""
     plain = builtins.__import__
 
     def importing(name: str, *rest: Any) -> Any:
@@ -591,7 +491,6 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
 @pytest.mark.parametrize(
     ("columns", "options", "told"),
     [
-        ({}, {"text": "txt"}, "text: column 'txt' not found. Did you mean 'text'?"),
         ({}, {"label": "text"}, "label: column 'text': text names it too"),
         (
             {"text": ["", *["a b"] * 39]},
@@ -601,7 +500,6 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
         ({"text": list(range(40))}, {}, "text: column 'text' holds 0 in row 1 of t.csv, which is not text"),
         ({}, {"length": 0}, "length: 0 is below 1"),
         ({}, {"vocab_size": 2}, "vocab_size: 2 is below 3"),
-        ({}, {"length": 10**13}, "length: "),
     ],
 )
 def test_a_bad_table_of_texts_is_refused(
@@ -630,22 +528,20 @@ TEXTS = {
     "stars": [1, 2, 3, 4] * 5,
 }
 SAVED = {
-    "no such folder": (
+    "no folder": (
         {"path": "nowhere"},
         "path: nowhere: no such folder. If it is a dataset on the Hugging Face Hub, set",
     ),
     "a file": ({"path": "file"}, "path: file: is a file, it needs to be a folder"),
     "another folder": ({"path": "empty"}, "path: empty: cannot be read: Directory empty is"),
-    "which text": ({}, "text: several columns are possible. Name one of review, other"),
-    "no such text": ({"text": "reviews"}, "text: column 'reviews' not found. Did you mean 'review'?"),
-    "no such label": ({"label": "labl"}, "label: column 'labl' not found. Did you mean 'label'?"),
-    "no such client": ({"client": "who"}, "client: column 'who' not found"),
-    "no such split": ({"train": "training"}, "train: split 'training' not found. Splits: train, test"),
-    "no such test": ({"test": "dev"}, "test: split 'dev' not found. Splits: train, test"),
-    "test on what is trained on": ({"test": "train"}, "test: 'train' is the training split. Name another one"),
-    "no picture": ({"image": "review"}, "image: column 'review' is Value('string'), not Image"),
-    "numbers for texts": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, which is not text"),
-    "both": (
+    "two texts": ({}, "text: several columns are possible. Name one of review, other"),
+    "unknown label": ({"label": "labl"}, "label: column 'labl' not found. Did you mean 'label'?"),
+    "unknown train": ({"train": "training"}, "train: split 'training' not found. Splits: train, test"),
+    "unknown test": ({"test": "dev"}, "test: split 'dev' not found. Splits: train, test"),
+    "test is train": ({"test": "train"}, "test: 'train' is the training split. Name another one"),
+    "no image": ({"image": "review"}, "image: column 'review' is Value('string'), not Image"),
+    "numbers": ({"text": "stars"}, "text: column 'stars' holds 1 in row 1 of train, which is not text"),
+    "text and image": (
         {"text": "review", "image": "other"},
         "text: 'review' is given beside image, but a network takes images or texts",
     ),
@@ -710,7 +606,7 @@ def test_damaged_images_in_a_saved_dataset_are_named(tmp_path: Path, library: An
         ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
     ],
 )
-def test_a_url_or_a_pipe_in_a_dataset_is_not_opened(
+def test_urls_and_pipes_in_a_dataset_are_not_opened(
     path: str, told: str, tmp_path: Path, monkeypatch: Any, library: Any
 ) -> None:
     os.mkfifo(tmp_path / "pipe.png")
@@ -791,90 +687,67 @@ class Endless(torch.utils.data.IterableDataset):
         yield torch.zeros(1), 0
 
 
-def odd_at_seven(plain: Any, odd: Any) -> Callable[[int], Any]:
-    return lambda i: odd if i == 7 else plain
+class Items(torch.utils.data.Dataset):
+    """Three equal items."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> Any:
+        return self.item
 
 
-def raising(i: int) -> Any:
-    raise KeyError("picture")
+def other_at_seven(value: Any, other: Any) -> Callable[[int], Any]:
+    return lambda i: other if i == 7 else value
 
 
 TORCH = {
     "no length": (Endless(), "Endless is not a map-style dataset. It needs __len__ and __getitem__"),
-    "nothing": (Pairs(0), "Pairs has no items"),
+    "no items": (Pairs(0), "Pairs has no items"),
+    "three values": (
+        Items((1, 2, 3)),
+        "Items: item 0 is a tuple of 3. It needs to be a pair of an input and a label",
+    ),
+    "one value": (Items(torch.zeros(2)), "Items: item 0 is of type Tensor. It needs to be a pair of an input and a la"),
     "text": (Pairs(x=lambda i: "a"), "Pairs: x of item 0 is of type str, not an image, tensor, array or number. A tr"),
     "complex numbers": (
         Pairs(x=lambda i: torch.full((4,), 1j)),
         "Pairs: x of item 0 is complex64 of shape (4,). Return real numbers, for example its absolute values",
     ),
-    "complex labels": (
-        Pairs(y=lambda i: np.complex128(i)),
-        "Pairs: y of item 0 is complex128 of shape (). Return real numbers, for example its absolute values",
-    ),
-    "label of text": (
-        Pairs(y=lambda i: "a"),
-        "Pairs: y of item 0 is of type str, not an image, tensor, array or number",
-    ),
-    "unlike shapes": (
-        Pairs(x=odd_at_seven(torch.zeros(4), torch.zeros(5))),
+    "different shapes": (
+        Pairs(x=other_at_seven(torch.zeros(4), torch.zeros(5))),
         "Pairs: x is float32 of shape (4,) in item 0 and float32 of shape (5,) in item 7. All need the same sha",
     ),
-    "unlike labels": (
-        Pairs(y=odd_at_seven(0, 0.5)),
+    "different labels": (
+        Pairs(y=other_at_seven(0, 0.5)),
         "Pairs: y is int64 of shape () in item 0 and float32 of shape () in item 7. All need the same shape and dtype",
     ),
 }
 
 
 @pytest.mark.parametrize("case", TORCH)
-def test_a_torch_data_set_that_cannot_be_used_is_refused_by_its_key(case: str) -> None:
-    data, told = TORCH[case]
+def test_a_bad_torch_dataset_is_refused_by_its_key(case: str) -> None:
+    data, message = TORCH[case]
     key = "train" if case == "text" else "test"
     both = {"train": Pairs(), "test": Pairs(), key: data}
-    assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {told}")
+    assert refusal(lambda: TorchDataset(**both)).startswith(f"scenario.dataset.{key}: {message}")
 
 
-def test_items_that_are_not_pairs_are_refused() -> None:
-    class Bare(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, i: int) -> Any:
-            return (1, 2, 3) if self.three else torch.zeros(2)
-
-    bare = Bare()
-    for bare.three, told in ((True, "a tuple of 3"), (False, "of type Tensor")):
-        message = refusal(lambda: TorchDataset(bare, bare))
-        assert (
-            message == f"scenario.dataset.train: Bare: item 0 is {told}. It needs to be a pair of an input and a label"
-        )
+def raise_error(*_: Any) -> Any:
+    raise RuntimeError("not there")
 
 
 def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^scenario.dataset.test: KeyError: 'picture'. Use --debug for the traceback$"
-    ):
-        TorchDataset(Pairs(), Pairs(x=raising)).checked()
-    with pytest.raises(
-        ConfigError, match=r"^scenario.dataset.train: RuntimeError: not there. Use --debug for the traceback$"
-    ):
-        TorchDataset(unmade, Pairs()).checked()
-
-
-def unmade() -> Any:
-    raise RuntimeError("not there")
+    what = "RuntimeError: not there. Use --debug for the traceback"
+    assert refusal(lambda: TorchDataset(Pairs(), Pairs(x=raise_error))) == f"scenario.dataset.test: {what}"
+    assert refusal(lambda: TorchDataset(raise_error, Pairs())) == f"scenario.dataset.train: {what}"
 
 
 # --- On the command line ---
 
-ONE_ROUND = """
-rounds: 1
-scenario: {dataset: Digits, partition: IID, clients: 2}
-model: {class_path: MLP, init_args: {hidden: [4]}}
-algorithm: FedAvg
-trainer: {accelerator: cpu}
-logger: null
-"""
 OWN = """
 import torch
 
@@ -890,61 +763,34 @@ class Mine(torch.utils.data.Dataset):
 """
 FIT = ["fit", "--config", "one.yaml", "--run_dir", "out"]
 DATASET = "--scenario.dataset"
-MINE = [f"{DATASET}.test", "own_torch.Mine"]
+MINE = [DATASET, "TorchDataset", f"{DATASET}.test", "own_torch.Mine", f"{DATASET}.train", "own_torch.Mine"]
 TABLE = [DATASET, "Table", f"{DATASET}.path", "t.csv", f"{DATASET}.label"]
-FAST_KINDS = ("a torch dataset of a known name", "pictures", "table")
-KINDS = {
-    "a torch dataset of a known name": (
+COMMANDS = {
+    # A refused command, its message, and the corrected command.
+    "a known torch dataset": (
         [DATASET, "torchvision.datasets.ImageFolder"],
         ["torchvision.datasets.ImageFolder is a Dataset of torch's; use ImageFolder, which reads the same files, or "],
-        [DATASET, "ImageFolder", f"{DATASET}.path", "mine"],
+        [DATASET, "ImageFolder", f"{DATASET}.path", "mine", f"{DATASET}.size", "[4, 5]"],
     ),
     "a torch dataset": (
         [DATASET, "own_torch.Mine"],
         ["own_torch.Mine is a Dataset of torch's; use TorchDataset, with scenario.dataset.train own_torch.Mine and"],
-        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.test", "own_torch.Mine"],
+        MINE,
     ),
     "no dataset": (
         [DATASET, "torch.nn.Linear"],
         ["scenario.dataset: torch.nn.Linear is no Dataset; `fl-lightning list datasets` names them"],
         [DATASET, "Digits"],
     ),
-    "an argument that is none": (
-        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.train.m", "1"],
+    "an unknown argument": (
+        [*MINE, f"{DATASET}.train.m", "1"],
         ["Mine has no key 'm'"],
-        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.train.n", "9", *MINE],
+        [*MINE, f"{DATASET}.train.n", "9"],
     ),
-    "what cannot be made": (
-        [
-            DATASET,
-            "TorchDataset",
-            f"{DATASET}.train",
-            "torchvision.datasets.MNIST",
-            f"{DATASET}.train.root",
-            "x",
-            *MINE,
-        ],
+    "missing files": (
+        [*MINE[:-1], "torchvision.datasets.MNIST", f"{DATASET}.train.root", "x"],
         ["scenario.dataset.train: RuntimeError: Dataset not found. You can use download=True"],
-        [DATASET, "TorchDataset", f"{DATASET}.train", "own_torch.Mine", f"{DATASET}.test", "own_torch.Mine"],
-    ),
-    "pictures": (
-        [DATASET, "ImageFolder", f"{DATASET}.path", "mines"],
-        ["scenario.dataset.path: mines: no such folder"],
-        [DATASET, "ImageFolder", f"{DATASET}.path", "mine", f"{DATASET}.size", "[4, 5]"],
-    ),
-    "table": (
-        [*TABLE, "lable"],
-        ["scenario.dataset.label: column 'lable' not found. Did you mean 'label'?"],
-        [
-            DATASET,
-            "Table",
-            f"{DATASET}.path",
-            "t.csv",
-            f"{DATASET}.label",
-            "label",
-            f"{DATASET}.features",
-            "[age, town]",
-        ],
+        MINE,
     ),
     "encoding": (
         [*TABLE, "label", f"{DATASET}.encoding", "onehot"],
@@ -954,12 +800,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in FAST_KINDS else pytest.mark.thorough) for kind in KINDS]
-)
-def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(
-    kind: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_refused_command_writes_one_line_and_no_file(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -968,13 +811,7 @@ def test_a_refusal_is_one_line_and_leaves_the_place_to_the_corrected_command(
     Path("own_torch.py").write_text(OWN)
     write_image_folder(Path("mine"))
     write_table(Path("t.csv"))
-    (words, told, corrected), before = KINDS[kind], contents(tmp_path)
-    code, out, err = run(*FIT, *words)
-    assert code == 2, out + err
-    assert err.count("\n") == 1
-    assert err.startswith("fl-lightning: error: ")
-    for fragment in told:
-        assert fragment in err
-    assert contents(tmp_path) == before
+    words, messages, corrected = COMMANDS[name]
+    check_refused_command([*FIT, *words], messages)
     code, _, err = run(*FIT, *corrected)
     assert code == 0, err

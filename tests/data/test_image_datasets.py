@@ -1,89 +1,91 @@
+"""Image datasets, read from files as their authors distribute them."""
+
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from layouts import same, write_cifar, write_emnist, write_mnist, write_pathmnist, write_svhn, write_tiny_imagenet
+import torchvision
+from layouts import (
+    same,
+    write_cifar,
+    write_emnist,
+    write_mnist,
+    write_pathmnist,
+    write_svhn,
+    write_tiny_imagenet,
+)
+from refusals import refusal
 
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.data import CIFAR100, EMNIST, MNIST, SVHN, Dataset, PathMNIST, TinyImageNet, images
+from fl_lightning.data import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, Dataset, FashionMNIST, PathMNIST, TinyImageNet
+from fl_lightning.data import images as image_datasets
+from fl_lightning.data.transforms import CropFlip
 
-
-def refusal(dataset: Dataset) -> str:
-    with pytest.raises(ConfigError) as caught:
-        dataset.load()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("split", "classes"), [("bymerge", 47), ("balanced", 47), ("letters", 26)])
-def test_emnist_comes_from_idx_files_with_labels_from_zero(split: str, classes: int, tmp_path: Path) -> None:
-    train, test = write_emnist(tmp_path, split)
-    data = EMNIST(split, str(tmp_path)).load()
-    assert same(data.x_train, train.x[:, None])
-    assert same(data.x_test, test.x[:, None])
-    assert data.y_train.tolist() == train.y
-    assert data.y_test.tolist() == test.y
-    assert data.num_classes == classes == max(train.y) + 1
-    assert data.y_train.dtype == torch.int64
-
-
-def test_svhn_comes_from_matlab_files_with_zero_for_the_digit_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train, test = write_svhn(tmp_path, monkeypatch)
-    data = SVHN(str(tmp_path)).load()
-    assert same(data.x_train, train.x)
-    assert same(data.x_test, test.x)
-    assert data.x_train.is_contiguous()
-    assert data.y_train.tolist() == train.y
-    assert data.y_test.tolist() == test.y
-    assert data.y_train.dtype == torch.int64
-
-
-def test_svhn_files_of_another_checksum_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_svhn(tmp_path, monkeypatch)
-    path = tmp_path / "test_32x32.mat"
-    path.write_bytes(path.read_bytes() + b"\0")
-    assert f"SVHN cannot be read: {path}: is damaged, or another file: its MD5" in refusal(SVHN(str(tmp_path)))
-
-
-def test_pathmnist_comes_from_medmnists_file_without_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "medmnist", None)
-    train, test = write_pathmnist(tmp_path)
-    data = PathMNIST(str(tmp_path), download=True).load()
-    assert same(data.x_train, train.x.transpose(0, 3, 1, 2))
-    assert same(data.x_test, test.x.transpose(0, 3, 1, 2))
-    assert data.y_train.tolist() == train.y
-    assert data.y_test.tolist() == test.y
-    assert data.num_classes == 9
+RGB_MEAN, RGB_STD = [0.5] * 3, [0.5] * 3
+DATASETS: dict[str, tuple[Callable, Callable, int, Any, Any]] = {
+    # How it is written and loaded, its number of classes, and the published mean and std.
+    "MNIST": (lambda root, _: write_mnist(root), MNIST, 10, [0.1307], [0.3081]),
+    "FashionMNIST": (lambda root, _: write_mnist(root, "FashionMNIST"), FashionMNIST, 10, [0.2860], [0.3530]),
+    "bymerge": (lambda root, _: write_emnist(root, "bymerge"), EMNIST, 47, [0.1736], [0.3317]),
+    "letters": (
+        lambda root, _: write_emnist(root, "letters"),
+        lambda root: EMNIST("letters", root),
+        26,
+        [0.1736],
+        [0.3317],
+    ),
+    "CIFAR10": (
+        lambda root, patch: write_cifar(root, 10, patch),
+        CIFAR10,
+        10,
+        [0.4914, 0.4822, 0.4465],
+        [0.2470, 0.2435, 0.2616],
+    ),
+    "CIFAR100": (
+        lambda root, patch: write_cifar(root, 100, patch),
+        CIFAR100,
+        100,
+        [0.5071, 0.4865, 0.4409],
+        [0.2673, 0.2564, 0.2762],
+    ),
+    "SVHN": (write_svhn, SVHN, 10, [0.4377, 0.4438, 0.4728], [0.1980, 0.2010, 0.1970]),
+    "PathMNIST": (lambda root, _: write_pathmnist(root), PathMNIST, 9, RGB_MEAN, RGB_STD),
+}
 
 
-def test_fetching_pathmnist_without_the_package_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "medmnist", None)
-    assert "pip install fl-lightning[medmnist]" in refusal(PathMNIST(str(tmp_path), download=True))
+@pytest.mark.parametrize("name", DATASETS)
+def test_images_are_read_as_written_and_normalized(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "medmnist", None)  # only a download needs it
+    write, make, classes, mean, std = DATASETS[name]
+    splits = write(tmp_path, monkeypatch)
+    data = make(str(tmp_path)).checked()
+    for x, y, split in zip((data.x_train, data.x_test), (data.y_train, data.y_test), splits, strict=True):
+        channels_last = split.x.ndim == 4 and split.x.shape[3] == 3
+        expected = split.x.transpose(0, 3, 1, 2) if channels_last else split.x.reshape(len(x), -1, *split.x.shape[-2:])
+        assert same(x, expected)
+        assert x.is_contiguous()
+        assert y.dtype == torch.int64
+        assert y.tolist() == split.y
+    assert data.num_classes == classes
+    assert data.augment is None
+    expected = torchvision.transforms.functional.normalize(data.x_test.float() / 255, mean, std)
+    torch.testing.assert_close(data.prepare(data.x_test), expected)
 
 
-def test_pathmnist_is_fetched_by_the_package_where_the_file_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Package:
-        @staticmethod
-        def PathMNIST(split: str, root: str, download: bool) -> None:
-            assert download
-            write_pathmnist(Path(root))
-
-    monkeypatch.setitem(sys.modules, "medmnist", Package)
-    assert len(PathMNIST(str(tmp_path / "new"), download=True).load().y_train) == 54
+@pytest.mark.parametrize(("augment", "per_sample"), [("per_sample", True), ("per_batch", False)])
+def test_augmentation_is_per_sample_or_per_batch(augment: Any, per_sample: bool, tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    made = MNIST(str(tmp_path), augment=augment).load().augment
+    assert isinstance(made, CropFlip)
+    assert (made.per_sample, made.padding) == (per_sample, 4)
 
 
-def test_tiny_imagenet_comes_from_folders_and_an_annotation_file(tmp_path: Path) -> None:
+def test_tiny_imagenet_is_read_from_folders_and_an_annotation_file(tmp_path: Path) -> None:
     train, test = write_tiny_imagenet(tmp_path, classes=5, n=(3, 2))
     data = TinyImageNet(str(tmp_path)).load()
     assert data.num_classes == 200
@@ -95,66 +97,96 @@ def test_tiny_imagenet_comes_from_folders_and_an_annotation_file(tmp_path: Path)
         assert np.abs(colours - np.array(written.x)).max() <= 3  # JPEG rounds in another colour space
 
 
-def test_tiny_imagenet_unpacks_its_archive_only_where_the_folder_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def fetch(url: str, root: str, md5: str) -> None:
-        calls.append((url, md5))
-        write_tiny_imagenet(Path(root), classes=2)
-
-    monkeypatch.setattr(images, "download_and_extract_archive", fetch)
-    for _ in range(2):
-        TinyImageNet(str(tmp_path), download=True).load()
-    assert calls == [(TinyImageNet.url, TinyImageNet.md5)]
-
-
-def test_the_cifar_writer_lays_files_out_as_torchvision_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train, test = write_cifar(tmp_path, 100, monkeypatch)
-    data = CIFAR100(str(tmp_path)).load()
-    assert same(data.x_train, train.x)
-    assert data.y_test.tolist() == test.y
-
-
-@pytest.mark.parametrize("dataset", [EMNIST, SVHN, PathMNIST, TinyImageNet])
-def test_missing_files_are_named_on_one_line(dataset: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dataset", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, PathMNIST, TinyImageNet])
+def test_the_message_about_missing_files_names_folder_and_fix(dataset: type, tmp_path: Path) -> None:
     made = dataset(data_dir=str(tmp_path))
-    message = refusal(made)
-    assert message == (
+    assert refusal(made) == (
         f"scenario.dataset: {dataset.__name__}: files not found. Put {made.files} into {tmp_path}, "
         "or set scenario.dataset.data_dir or scenario.dataset.download true"
     )
 
 
-@pytest.mark.parametrize("dataset", [SVHN, PathMNIST, TinyImageNet])
-def test_a_training_batch_is_changed_at_random_only_where_asked_for(
-    dataset: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# --- Downloads ---
+
+
+def test_a_download_of_pathmnist_without_the_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_svhn(tmp_path, monkeypatch)
-    write_pathmnist(tmp_path)
-    write_tiny_imagenet(tmp_path, classes=2)
-    assert dataset(str(tmp_path)).load().augment is None
-    data = dataset(str(tmp_path), augment="per_sample").load()
-    batch = data.prepare(data.x_train)
-    assert data.augment is not None
-    assert data.augment(batch).shape == batch.shape
+    monkeypatch.setitem(sys.modules, "medmnist", None)
+    assert "pip install fl-lightning[medmnist]" in refusal(PathMNIST(str(tmp_path), download=True))
 
 
-def test_each_channel_is_normalised_by_its_own_mean_and_deviation(tmp_path: Path) -> None:
-    write_pathmnist(tmp_path)
-    data = PathMNIST(str(tmp_path)).load()
-    torch.testing.assert_close(data.prepare(data.x_test), data.x_test.float() / 127.5 - 1)
+def test_files_are_downloaded_only_if_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Package:
+        @staticmethod
+        def PathMNIST(split: str, root: str, download: bool) -> None:
+            calls.append(download)
+            write_pathmnist(Path(root))
+
+    def fetch(url: str, root: str, md5: str) -> None:
+        calls.append((url, md5))
+        write_tiny_imagenet(Path(root), classes=2)
+
+    monkeypatch.setitem(sys.modules, "medmnist", Package)
+    monkeypatch.setattr(image_datasets, "download_and_extract_archive", fetch)
+    for _ in range(2):
+        TinyImageNet(str(tmp_path / "new"), download=True).load()
+        assert len(PathMNIST(str(tmp_path / "new"), download=True).load().y_train) == 54
+    assert calls == [(TinyImageNet.url, TinyImageNet.md5), True]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> None:
+        raise OSError("no route\n to host")
+
+    monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", download)
+    monkeypatch.setitem(sys.modules, "medmnist", SimpleNamespace(PathMNIST=download))
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("make", [MNIST, PathMNIST])
+@pytest.mark.parametrize("place", ["new/data", "there"])
+def test_a_failed_download_says_why_and_leaves_no_empty_folders(
+    place: str, make: Callable[..., Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    for root in (place, str(tmp_path / place)):
+        message = refusal(make(root, download=True))
+        assert "(the download failed: no route to host)" in message
+        assert "download true" not in message
+        assert list(Path().rglob("*")) == [Path("there")]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_failed_download_keeps_folders_that_existed_or_have_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "was" / "MNIST").mkdir(parents=True)
+    refusal(MNIST(str(tmp_path / "was"), download=True))
+    assert list((tmp_path / "was").rglob("*")) == [tmp_path / "was" / "MNIST"]
+
+    def half(_: str, download_root: str, **__: Any) -> None:
+        Path(download_root, "half.gz").write_bytes(b"x")
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", half)
+    refusal(MNIST(str(tmp_path / "new"), download=True))
+    assert (tmp_path / "new" / "MNIST" / "raw" / "half.gz").exists()
 
 
 @pytest.mark.skipif("FL_LIGHTNING_DATA" not in os.environ, reason="FL_LIGHTNING_DATA names no folder with the data")
-def test_the_real_mnist_has_its_published_class_sizes() -> None:
-    data = MNIST(os.environ["FL_LIGHTNING_DATA"]).load()
-    assert torch.bincount(data.y_train).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-
-
-def test_the_mnist_writer_lays_files_out_as_torchvision_reads_them(tmp_path: Path) -> None:
-    train, _ = write_mnist(tmp_path)
-    assert same(MNIST(str(tmp_path)).load().x_train, train.x[:, None])
+@pytest.mark.parametrize(
+    ("dataset", "counts"),
+    [(MNIST, [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]), (FashionMNIST, [6000] * 10)],
+)
+def test_the_real_files_have_the_published_class_sizes(dataset: type, counts: list[int]) -> None:
+    data = dataset(os.environ["FL_LIGHTNING_DATA"]).load()
+    assert (data.x_train.shape, data.x_test.shape) == ((60_000, 1, 28, 28), (10_000, 1, 28, 28))
+    assert data.y_train.bincount().tolist() == counts
+    prepared = data.prepare(data.x_train)
+    assert prepared.mean().abs() < 2e-4  # mean and std are given to four digits
+    assert (prepared.std() - 1).abs() < 2e-4

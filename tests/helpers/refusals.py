@@ -1,0 +1,90 @@
+"""Check that wrong data are refused with one line, and damage files for such tests."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import contents, run
+
+from fl_lightning.core.errors import ConfigError
+from fl_lightning.data import Dataset
+
+SECONDS = 20
+"""Time limit of a test: a pipe that is opened would block forever."""
+
+ONE_ROUND = """
+rounds: 1
+scenario: {dataset: Digits, partition: IID, clients: 2}
+model: {class_path: MLP, init_args: {hidden: [4]}}
+algorithm: FedAvg
+trainer: {accelerator: cpu}
+logger: null
+"""
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """Fail a test of the module that imports this fixture after some seconds."""
+
+    def fail(*_: Any) -> None:
+        raise TimeoutError(f"not finished after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def refusal(given: Dataset | Callable[[], object]) -> str:
+    """Return the message with which a dataset, or a call, is refused."""
+    with pytest.raises(ConfigError) as caught:
+        made = given if isinstance(given, Dataset) else given()
+        if isinstance(made, Dataset):
+            made.checked()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "KeyError" not in message or "--debug" in message
+    return message
+
+
+def check_refused_command(words: list[str], messages: list[str]) -> None:
+    """Run a command that must fail with one line and leave the current folder as it was."""
+    before = contents(Path())
+    code, out, err = run(*words)
+    assert code == 2, out + err
+    assert err.count("\n") == 1
+    assert err.startswith("fl-lightning: error: ")
+    for message in messages:
+        assert message in err
+    assert contents(Path()) == before
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def halve(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return a function that replaces a file by something else, such as a pipe."""
+
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+NO_FILES = {
+    "a folder": (replace_by(Path.mkdir), "is a folder, it needs to be a file"),
+    "a pipe": (replace_by(os.mkfifo), "is a pipe, it needs to be a file"),
+    "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "is a device, it needs to be a file"),
+}
+"""What may be in the place of a file, and the message."""
