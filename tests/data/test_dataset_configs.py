@@ -49,7 +49,7 @@ def test_every_dataset_has_a_config() -> None:
 
 
 @pytest.mark.parametrize("kind", ["datasets", "models", "partitions", "configs"])
-def test_everything_that_can_be_named_is_described(kind: str) -> None:
+def test_everything_that_is_listed_has_a_description(kind: str) -> None:
     described = descriptions(kind)
     assert described
     assert all(line.endswith(".") and 20 < len(line) <= 120 for line in described.values())
@@ -69,7 +69,7 @@ def test_partitions_and_datasets_are_listed_by_name() -> None:
     assert set(descriptions("datasets")) <= set(data.__all__)
 
 
-def test_a_module_of_ones_own_trains_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_module_trains_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path, 10, monkeypatch)
     model = {
         "class_path": "FromModule",
@@ -90,7 +90,7 @@ def flat_network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
-def test_initial_weights_of_ones_own_module_follow_the_seed(tmp_path: Path) -> None:
+def test_initial_weights_of_a_custom_module_follow_the_seed(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     model = {"class_path": "FromModule", "init_args": {"module": f"{__name__}.flat_network", "head": "1"}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**read("mnist_fedavg.yaml"), "model": model}))

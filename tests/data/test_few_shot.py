@@ -38,7 +38,7 @@ def blobs(classes: int, each: int, spread: float, seed: int = 0) -> tuple[Tensor
 # --- FC100 ---
 
 
-def test_the_parts_share_no_class_and_have_the_published_sizes() -> None:
+def test_the_parts_have_no_common_class_and_the_published_sizes() -> None:
     labels = [fc100_classes(part) for part in PARTS]
     assert [len(own) for own in labels] == [60, 20, 20]
     assert sorted(label for own in labels for label in own) == list(range(100))
@@ -78,7 +78,7 @@ def test_an_episode_has_different_samples_of_different_classes() -> None:
     assert all(len(set(own)) == 5 and len(set(own // 10)) == 1 for own in episode)
 
 
-def test_a_clients_episodes_hold_its_own_samples_only() -> None:
+def test_episodes_of_a_client_have_only_its_samples() -> None:
     _, y = blobs(8, 40, 0.1)
     index = torch.from_numpy(np.flatnonzero(np.isin(y.numpy(), [1, 4, 6])))[:-3]
     batches = EpisodeBatches(torch.arange(len(y)), y, index, FewShot(2, 3, 5), seed=1)
@@ -93,7 +93,7 @@ def test_a_clients_episodes_hold_its_own_samples_only() -> None:
     assert all(torch.equal(a[0], b[0]) for a, b in zip(passes[0], again, strict=True))
 
 
-def test_how_much_of_a_pass_is_used_does_not_alter_the_next() -> None:
+def test_an_unfinished_pass_does_not_change_the_next() -> None:
     """A fit may end within a pass, wherever its engine has got by then."""
     y = torch.arange(400) % 4
     one, other = (EpisodeBatches(torch.arange(400), y, torch.arange(400), FewShot(2, 3, 5), seed=1) for _ in range(2))
@@ -109,7 +109,7 @@ def test_methods_that_drop_a_last_batch_drop_no_episode(min_batch):
     assert len(batches) == len(list(batches)) == 1
 
 
-def test_a_client_of_few_classes_uses_those_it_has() -> None:
+def test_a_client_of_few_classes_uses_all_of_them() -> None:
     y = torch.tensor([0] * 9 + [1] * 7 + [2] * 3)
     batches = EpisodeBatches(torch.arange(19), y, torch.arange(19), FewShot(5, 3, 4), seed=0)
     assert all(torch.bincount(labels).tolist() == [7, 7] for _, labels in batches)
@@ -122,7 +122,7 @@ def test_a_client_of_one_class_cannot_make_an_episode() -> None:
 
 
 @pytest.mark.parametrize("option", ["ways", "shots", "queries", "episodes"])
-def test_options_out_of_range_are_named(option: str) -> None:
+def test_options_are_checked(option: str) -> None:
     with pytest.raises(ConfigError, match=f"^scenario.dataset.few_shot.{option}: 0 is below"):
         FewShot(**{option: 0})
 
@@ -130,13 +130,13 @@ def test_options_out_of_range_are_named(option: str) -> None:
 # --- ProtoNet ---
 
 
-def test_logits_are_minus_squared_distances_to_class_means() -> None:
+def test_logits_are_negative_squared_distances_to_class_means() -> None:
     support, labels, queries = torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 2]), torch.randn(3, 4)
     means = torch.stack([support[labels == j].mean(dim=0) for j in range(3)])
     torch.testing.assert_close(prototype_logits(queries, support, labels, 3), -(torch.cdist(queries, means) ** 2))
 
 
-def test_the_loss_is_that_of_the_queries_under_the_supports_prototypes() -> None:
+def test_the_loss_is_the_cross_entropy_of_the_queries() -> None:
     targets = torch.tensor([9, 3, 9, 9, 3, 3, 9, 3, 5])
     features = torch.randn(9, 4)
     support, queries = [0, 2, 1, 4, 8], [3, 6, 5, 7]  # the first two of each class; class 5 has one and no query
@@ -162,7 +162,7 @@ def test_support_and_queries_both_get_gradients() -> None:
 # --- The measure ---
 
 
-def test_accuracy_is_one_where_classes_lie_apart_and_chance_where_they_do_not() -> None:
+def test_accuracy_is_one_for_separated_classes_and_chance_for_mixed_ones() -> None:
     task = FewShot(episodes=200)
     apart, together = (episode_scores(*blobs(8, 30, spread), task)[:, 0] for spread in (0.01, 1e4))
     assert apart.min() == 1
@@ -171,7 +171,7 @@ def test_accuracy_is_one_where_classes_lie_apart_and_chance_where_they_do_not() 
     assert apart.shape == together.shape == (200,)
 
 
-def test_accuracy_agrees_with_an_outside_nearest_centroid_classifier() -> None:
+def test_accuracy_equals_that_of_sklearns_nearest_centroid() -> None:
     from sklearn.neighbors import NearestCentroid
 
     x, y = blobs(7, 25, 2.0)
@@ -184,7 +184,7 @@ def test_accuracy_agrees_with_an_outside_nearest_centroid_classifier() -> None:
     assert episode_scores(x, y, task)[:, 0].tolist() == pytest.approx(expected)
 
 
-def test_every_model_meets_the_same_episodes() -> None:
+def test_every_model_has_the_same_test_episodes() -> None:
     x, y = blobs(8, 30, 2.0)
     torch.manual_seed(1)
     first = episode_scores(x, y, FewShot(episodes=10))
@@ -210,7 +210,7 @@ def test_a_test_set_too_small_for_an_episode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedSKC])
-def test_a_clients_training_on_episodes_helps_on_classes_it_never_saw(method: type) -> None:
+def test_training_on_episodes_helps_on_unseen_classes(method: type) -> None:
     """Nuisance dimensions hide the classes; an encoder trained on other classes learns to leave them out."""
     generator = torch.Generator().manual_seed(0)
     x, y = blobs(12, 60, 0.3)

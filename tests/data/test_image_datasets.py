@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +32,10 @@ DATASETS: dict[str, tuple[Callable, Callable, int, Any, Any]] = {
     # How it is written and loaded, its number of classes, and the published mean and std.
     "MNIST": (lambda root, _: write_mnist(root), MNIST, 10, [0.1307], [0.3081]),
     "FashionMNIST": (lambda root, _: write_mnist(root, "FashionMNIST"), FashionMNIST, 10, [0.2860], [0.3530]),
-    "bymerge": (lambda root, _: write_emnist(root, "bymerge"), EMNIST, 47, [0.1736], [0.3317]),
-    "letters": (
-        lambda root, _: write_emnist(root, "letters"),
-        lambda root: EMNIST("letters", root),
-        26,
-        [0.1736],
-        [0.3317],
-    ),
+    **{
+        split: (lambda root, _, s=split: write_emnist(root, s), partial(EMNIST, split), classes, [0.1736], [0.3317])
+        for split, classes in (("bymerge", 47), ("letters", 26))
+    },
     "CIFAR10": (
         lambda root, patch: write_cifar(root, 10, patch),
         CIFAR10,

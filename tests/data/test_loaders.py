@@ -25,7 +25,7 @@ def samples(batches: Batches) -> list[int]:
     min_batch=st.integers(1, 4),
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
-def test_batches_are_full_but_the_last_which_is_left_out_if_too_small(
+def test_only_the_last_batch_is_smaller_and_dropped_if_too_small(
     index: list[int], batch_size: int, min_batch: int, seed: int | None
 ) -> None:
     batches = Batches(X, Y, torch.tensor(index, dtype=torch.int64), batch_size, seed, min_batch)
@@ -46,12 +46,12 @@ def test_without_a_seed_the_order_of_the_index_stays() -> None:
     assert samples(batches) == index
 
 
-def test_without_an_index_every_sample_comes() -> None:
+def test_without_an_index_every_sample_is_used() -> None:
     assert samples(Batches(X, Y, None, 8)) == list(range(50))
     assert sorted(samples(Batches(X, Y, None, 8, seed=0))) == list(range(50))
 
 
-def test_each_pass_is_shuffled_anew_by_a_generator_of_the_seed() -> None:
+def test_each_pass_has_a_new_order_drawn_by_the_seed() -> None:
     index = torch.arange(10, 30)
     generator = torch.Generator().manual_seed(9)
     batches = Batches(X, Y, index, 6, seed=9)
@@ -69,13 +69,13 @@ def test_indices_are_those_of_the_batches_of_the_same_pass() -> None:
     assert list(Batches(X, Y, index[:0], 4).indices()) == []
 
 
-def test_a_sample_too_many_is_not_always_the_same_one() -> None:
+def test_the_dropped_sample_changes() -> None:
     batches = Batches(X, Y, torch.arange(7), 3, seed=0, min_batch=2)
     left_out = [({*range(7)} - set(samples(batches))).pop() for _ in range(60)]
     assert set(left_out) == set(range(7))
 
 
-def test_shuffling_neither_reads_nor_moves_torchs_global_generator() -> None:
+def test_shuffling_does_not_use_torchs_global_generator() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     first = samples(Batches(X, Y, None, 8, seed=4))
@@ -94,7 +94,7 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_a_batch_is_made_ready_on_arrival() -> None:
+def test_a_batch_is_prepared_after_its_transfer() -> None:
     batches = Batches(X, Y, None, 4)
     data = ClientDataModule(batches, double)
     y = torch.tensor([1, 2])

@@ -44,7 +44,7 @@ def test_cifar_10_lt_has_the_published_class_sizes() -> None:
 
 
 @pytest.mark.parametrize("rho", [1, 7.5, 100])
-def test_clients_hold_the_long_tail_between_them(arrays: Arrays, rho: float) -> None:
+def test_the_clients_together_have_the_long_tail(arrays: Arrays, rho: float) -> None:
     data = built(arrays, rho)
     counts = data.class_counts("train").sum(axis=0) + data.class_counts("test").sum(axis=0)
     expected = [int(200 * rho ** (-j / 9) + 1e-9) for j in range(10)]
@@ -70,28 +70,16 @@ def test_no_imbalance_keeps_every_sample(arrays: Arrays) -> None:
     assert torch.equal(built(arrays, 1).data.x_train, built(arrays, None).data.x_train)
 
 
-def test_a_class_that_has_fewer_than_its_share_keeps_all(tmp_path) -> None:
+def test_a_class_with_fewer_samples_keeps_all(tmp_path) -> None:
     y = np.repeat([0, 1, 2], [100, 5, 50])
     np.savez(tmp_path / "a.npz", x_train=np.zeros((155, 1)), y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
     data = built(Arrays(str(tmp_path / "a.npz")), 4).data
     assert torch.bincount(data.y_train).tolist() == [100, 5, 25]
 
 
-def test_a_tail_that_ends_in_nothing_is_refused(arrays: Arrays) -> None:
+def test_a_tail_with_empty_classes_is_refused(arrays: Arrays) -> None:
     with pytest.raises(ConfigError, match=r"^scenario.long_tail: 1000 leaves the last classes empty. Lower it$"):
         built(arrays, 1000)
-
-
-@pytest.mark.parametrize("rho", [0.5, -1, float("nan"), float("inf")])
-def test_an_imbalance_below_one_is_refused(arrays: Arrays, rho: float) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.long_tail: "):
-        built(arrays, rho)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0])
-def test_a_local_test_share_out_of_range_is_refused(arrays: Arrays, share: float) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.local_test: .*Give a share, or official$"):
-        Scenario(arrays, IID(), local_test=share)
 
 
 @pytest.mark.parametrize("n", [1000, 995, 2000])
@@ -122,16 +110,6 @@ def test_a_share_of_the_training_samples_is_so_many_rounded_up(arrays: Arrays, s
     assert torch.equal(by_share.x_train, by_number.x_train)
 
 
-NEITHER = "is neither an integer of at least 1 nor a share between 0 and 1"
-
-
-@pytest.mark.parametrize(
-    ("n", "message"),
-    [
-        (2001, "2001 is above the 2000 training"),
-        *((n, rf"{n} {NEITHER}$") for n in (0, -5, 0.0, 1.0, 1.5, -0.5, float("nan"))),
-    ],
-)
-def test_too_few_and_too_many_training_samples_are_refused(arrays: Arrays, n: float, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"scenario.train_samples: {message}"):
-        Scenario(arrays, IID(), clients=1, train_samples=n).build(0)
+def test_more_training_samples_than_there_are_are_refused(arrays: Arrays) -> None:
+    with pytest.raises(ConfigError, match=r"scenario.train_samples: 2001 is above the 2000 training"):
+        Scenario(arrays, IID(), clients=1, train_samples=2001).build(0)

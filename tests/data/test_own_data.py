@@ -1,4 +1,4 @@
-"""Own data: folders of pictures, tables, texts, Hugging Face datasets, torch datasets and mapped arrays."""
+"""Custom data: image folders, tables, texts, Hugging Face and torch datasets, and mapped arrays."""
 
 import random
 from collections import Counter
@@ -59,7 +59,7 @@ def test_a_share_is_held_out_of_each_class() -> None:
     assert not np.array_equal(np.flatnonzero(mask)[:10], np.arange(10))  # drawn, not the first
 
 
-def test_with_clients_a_share_is_held_out_of_each_and_each_keeps_some() -> None:
+def test_with_clients_a_share_of_each_client_is_held_out() -> None:
     client = np.array(["a"] * 20 + ["b"] * 10 + ["c"])
     y = torch.tensor(([0] * 10 + [1] * 10) + [0] * 10 + [1])
     mask = hold_out(y, 0.3, client)
@@ -67,41 +67,40 @@ def test_with_clients_a_share_is_held_out_of_each_and_each_keeps_some() -> None:
     assert Counter(y[mask][: len(y[mask]) - 3].tolist()) == {0: 3, 1: 3}
 
 
-def test_numbers_and_several_labels_a_sample_are_held_out_without_classes() -> None:
+def test_numbers_and_multi_label_targets_are_held_out_without_classes() -> None:
     assert hold_out(torch.randn(30), 0.1).sum() == 3
     assert hold_out(torch.zeros(30, 4, dtype=torch.uint8), 0.5).sum() == 15
 
 
 @pytest.mark.parametrize("make", [Table, TextTable, ImageFolder, HuggingFace])
-def test_what_is_held_out_is_the_same_for_every_seed(make: Callable, tmp_path: Path) -> None:
-    data = [Scenario(own(make, tmp_path), IID(), 2).build(seed) for seed in (1, 2)]
+def test_the_held_out_samples_are_the_same_for_every_seed(make: Callable, tmp_path: Path) -> None:
+    data = [Scenario(write_custom_data(make, tmp_path), IID(), 2).build(seed) for seed in (1, 2)]
     one, other = (each.digest() for each in data)
     assert [name for name in one if one[name] != other[name]] == ["partition"]
 
 
-def own(make: Callable, root: Path, **options: Any) -> Any:
-    """Own data of a kind, in one piece."""
+def write_custom_data(make: Callable, root: Path) -> Any:
+    """Write data of a kind in one part, and return the dataset."""
+    path = root / "data.csv"
     if make is Table:
-        write_table(root / "t.csv")
-        return Table(str(root / "t.csv"), "label", **options)
-    if make is TextTable:
-        write_text_table(root / "texts.csv")
-        return TextTable(str(root / "texts.csv"), **options)
+        write_table(path)
+        return Table(str(path), "label")
     if make is ImageFolder:
-        write_image_folder(root / "pictures", ("",))
-        return ImageFolder(str(root / "pictures"), **options)
-    path = root / "saved"
-    if not path.exists():
+        write_image_folder(root / "images", ("",))
+        return ImageFolder(str(root / "images"))
+    if make is HuggingFace and not path.exists():
         write_hugging_face(path)
-    return HuggingFace(str(path), **options)
+    if make is TextTable:
+        write_text_table(path)
+    return make(str(path))
 
 
-# --- Folders of pictures ---------------------------------------------------------------------------------------------
+# --- Image folders ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("second", ["test", "val"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_pictures_are_those_of_torchvisions_image_folder(mode: str, second: str, tmp_path: Path) -> None:
+def test_images_equal_those_of_torchvisions_image_folder(mode: str, second: str, tmp_path: Path) -> None:
     written = write_image_folder(tmp_path, ("train", second), mode)
     data = ImageFolder(str(tmp_path)).checked()
     assert data.in_shape == (3 if mode == "RGB" else 1, 8, 6)
@@ -114,7 +113,7 @@ def test_pictures_are_those_of_torchvisions_image_folder(mode: str, second: str,
     assert data.augment is None
 
 
-def test_pixels_are_shifted_and_scaled_by_those_of_the_training_pictures(tmp_path: Path) -> None:
+def test_images_are_normalized_by_the_training_images(tmp_path: Path) -> None:
     written = write_image_folder(tmp_path)
     data = ImageFolder(str(tmp_path)).checked()
     pixels = written["train"].x / 255
@@ -126,32 +125,27 @@ def test_pixels_are_shifted_and_scaled_by_those_of_the_training_pictures(tmp_pat
     assert torch.allclose(given.prepare(given.x_test)[:, 1], (given.x_test[:, 1] / 255 - 0.4) / 0.1, atol=1e-5)
 
 
-def test_pictures_of_one_colour_are_not_divided_by_nothing(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for i in range(5):
-            Image.new("L", (4, 4), 7).save(tmp_path / name / f"{i}.png")
+def write_same_image(
+    root: Path, image: Image.Image, classes: tuple[str, ...] = ("a", "b"), ending: str = "png", **options: Any
+) -> None:
+    """Write five copies of an image per class."""
+    for path in (root / name / f"{i}.{ending}" for name in classes for i in range(5)):
+        path.parent.mkdir(exist_ok=True)
+        image.save(path, **options)
+
+
+def test_images_of_one_colour_are_not_divided_by_zero(tmp_path: Path) -> None:
+    write_same_image(tmp_path, Image.new("L", (4, 4), 7))
     data = ImageFolder(str(tmp_path)).checked()
     assert data.prepare(data.x_test).abs().max() == 0
 
 
-def test_a_share_of_class_folders_is_held_out(tmp_path: Path) -> None:
-    written = write_image_folder(tmp_path, ("",))[""]
-    data = ImageFolder(str(tmp_path), test_share=0.3).checked()
-    assert Counter(data.y_test.tolist()) == {0: 3, 1: 3}
-    all_rows = [(x.tobytes(), y) for x, y in zip(np.ascontiguousarray(written.x), written.y, strict=True)]
-    assert Counter(rows(data, "train") + rows(data, "test")) == Counter(all_rows)
-
-
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
-    for name in ("bus", "train"):
-        (tmp_path / name).mkdir()
-        for i in range(5):
-            Image.fromarray(images(1, 4, 4, seed=i)[0]).save(tmp_path / name / f"{i}.png")
+def test_a_class_can_be_named_train(tmp_path: Path) -> None:
+    write_same_image(tmp_path, Image.new("L", (4, 4)), ("bus", "train"))
     assert ImageFolder(str(tmp_path)).checked().num_classes == 2
 
 
-def test_pictures_are_resized_where_a_size_is_given(tmp_path: Path) -> None:
+def test_images_are_resized_to_the_given_size(tmp_path: Path) -> None:
     written = write_image_folder(tmp_path)
     odd = tmp_path / "train" / "cat" / "zz.png"
     Image.new("RGB", (20, 10), (10, 20, 30)).save(odd)
@@ -165,7 +159,7 @@ def test_pictures_are_resized_where_a_size_is_given(tmp_path: Path) -> None:
     assert np.array_equal(small, np.asarray(by_pillow).transpose(2, 0, 1))
 
 
-def test_grey_and_coloured_pictures_together_are_coloured_unless_told_otherwise(tmp_path: Path) -> None:
+def test_grey_and_colour_images_together_become_colour_images(tmp_path: Path) -> None:
     write_image_folder(tmp_path, mode="L")
     Image.new("RGB", (6, 8), (200, 0, 0)).save(tmp_path / "test" / "cat" / "zz.png")
     assert ImageFolder(str(tmp_path)).checked().in_shape == (3, 8, 6)
@@ -178,38 +172,33 @@ def test_grey_and_coloured_pictures_together_are_coloured_unless_told_otherwise(
     assert ImageFolder(str(tmp_path)).checked().x_test[11, :, 0, 0].tolist() == [1, 2, 3]
 
 
-def test_a_picture_stands_upright(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for i in range(5):
-            exif = Image.Exif()
-            exif[0x0112] = 6  # turned by a quarter
-            picture = Image.new("L", (16, 8))
-            picture.paste(255, (0, 0, 8, 8))  # bright on the left
-            picture.save(tmp_path / name / f"{i}.jpg", exif=exif, quality=100)
+def test_images_are_rotated_by_their_exif_orientation(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    image = Image.new("L", (16, 8))
+    image.paste(255, (0, 0, 8, 8))  # bright on the left
+    write_same_image(tmp_path, image, ending="jpg", exif=exif, quality=100)
     data = ImageFolder(str(tmp_path)).checked()
     assert data.in_shape == (1, 16, 8)
     assert data.x_train[0, 0, 2, 4] > 250  # bright above
     assert data.x_train[0, 0, 13, 4] < 5
 
 
-@pytest.mark.parametrize("ending", ["jpg", "bmp", "gif", "ppm", "tif", "webp"])
-def test_usual_formats_are_read(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jpg", "gif", "webp"])
+def test_common_formats_are_read(ending: str, tmp_path: Path) -> None:
     write_image_folder(tmp_path, ending=ending)
     assert ImageFolder(str(tmp_path)).checked().in_shape == (3, 8, 6)
 
 
-def test_a_cache_holds_the_same_pictures_mapped_and_is_not_written_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_image_folder(tmp_path / "pictures", ("",))
+def test_a_cache_has_the_same_images_and_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_image_folder(tmp_path / "images", ("",))
     cache = tmp_path / "a" / "cache"
-    plain = ImageFolder(str(tmp_path / "pictures")).checked()
-    first = ImageFolder(str(tmp_path / "pictures"), cache=str(cache)).checked()
+    plain = ImageFolder(str(tmp_path / "images")).checked()
+    first = ImageFolder(str(tmp_path / "images"), cache=str(cache)).checked()
     (file,) = cache.iterdir()
     written = file.stat().st_mtime_ns
-    monkeypatch.setattr(Image, "open", None)  # no picture is opened any more
-    again = ImageFolder(str(tmp_path / "pictures"), cache=str(cache)).checked()
+    monkeypatch.setattr(Image, "open", None)  # no image is opened any more
+    again = ImageFolder(str(tmp_path / "images"), cache=str(cache)).checked()
     assert file.stat().st_mtime_ns == written
     for data in (first, again):
         for split in ("train", "test"):
@@ -217,23 +206,23 @@ def test_a_cache_holds_the_same_pictures_mapped_and_is_not_written_twice(
     assert again.x_train.untyped_storage().data_ptr() == again.x_test.untyped_storage().data_ptr()  # one file, no copy
 
 
-def test_a_cache_is_of_the_pictures_as_they_are(tmp_path: Path) -> None:
-    write_image_folder(tmp_path / "pictures", ("",))
-    cache, path = tmp_path / "cache", str(tmp_path / "pictures")
+def test_changed_images_or_options_get_another_cache(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "images", ("",))
+    cache, path = tmp_path / "cache", str(tmp_path / "images")
     ImageFolder(path, cache=str(cache)).checked()
     ImageFolder(path, cache=str(cache), size=4).checked()
     ImageFolder(path, cache=str(cache), channels=1).checked()
     ImageFolder(path, cache=str(cache), test_share=0.5).checked()
     assert len(list(cache.iterdir())) == 4
-    Image.new("RGB", (6, 8), (1, 2, 3)).save(tmp_path / "pictures" / "cat" / "000.png")
+    Image.new("RGB", (6, 8), (1, 2, 3)).save(tmp_path / "images" / "cat" / "000.png")
     changed = ImageFolder(path, cache=str(cache)).checked()
     assert rows(changed, "train") == rows(ImageFolder(path).checked(), "train")
 
 
-def test_one_run_is_the_same_from_memory_and_from_a_cache(tmp_path: Path) -> None:
-    write_image_folder(tmp_path / "pictures", ("",))
+def test_a_run_from_a_cache_equals_a_run_from_memory(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "images", ("",))
     text = TINY.replace("dataset: Digits", "dataset: {class_path: ImageFolder, init_args: {path: PATH}}")
-    text = text.replace("PATH", str(tmp_path / "pictures")).replace("min_samples: 20", "min_samples: 2")
+    text = text.replace("PATH", str(tmp_path / "images")).replace("min_samples: 20", "min_samples: 2")
     tiny(tmp_path / "memory", text=text)
     for name in ("first", "second"):
         tiny(tmp_path / name, "--scenario.dataset.cache", str(tmp_path / "cache"), text=text)
@@ -243,9 +232,9 @@ def test_one_run_is_the_same_from_memory_and_from_a_cache(tmp_path: Path) -> Non
 # --- Arrays ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8, 3), (8, 8)])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
-def test_a_folder_of_npy_files_holds_what_an_npz_file_does(shape: tuple[int, ...], dtype: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(8, 8, 3), (8, 8)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+def test_a_folder_of_npy_files_equals_an_npz_file(shape: tuple[int, ...], dtype: type, tmp_path: Path) -> None:
     x = {name: images(n, *shape).astype(dtype) for name, n in (("x_train", 20), ("x_test", 6))}
     save_arrays(tmp_path / "a", shape, **x)
     one, other = (Scenario(Arrays(str(tmp_path / name)), IID(), 2).build(0) for name in ("a", "a.npz"))
@@ -255,7 +244,7 @@ def test_a_folder_of_npy_files_holds_what_an_npz_file_does(shape: tuple[int, ...
     assert torch.equal(batches[0][0], batches[1][0])
 
 
-def test_mapped_arrays_stay_on_disk_and_are_never_written_to(tmp_path: Path) -> None:
+def test_mapped_arrays_stay_on_disk_and_are_never_changed(tmp_path: Path) -> None:
     before = save_arrays(tmp_path / "a", (8, 8, 3))
     file = tmp_path / "a" / "x_train.npy"
     data = Arrays(str(tmp_path / "a")).checked()
@@ -269,7 +258,7 @@ def test_mapped_arrays_stay_on_disk_and_are_never_written_to(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["a", "a.npz"])
-def test_mapped_arrays_of_float32_stay_on_disk_too(path: str, tmp_path: Path) -> None:
+def test_mapped_float32_arrays_stay_on_disk(path: str, tmp_path: Path) -> None:
     x = images(20, 8, 6, 3).astype(np.float32)
     save_arrays(tmp_path / "a", x_train=x, x_test=x[:6])
     data = Arrays(str(tmp_path / path)).checked()
@@ -281,7 +270,7 @@ def test_mapped_arrays_of_float32_stay_on_disk_too(path: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("path", ["a", "a.npz"])
-def test_arrays_say_who_samples_come_from(path: str, tmp_path: Path) -> None:
+def test_arrays_can_have_client_ids(path: str, tmp_path: Path) -> None:
     clients = {"client_train": np.array([f"u{i % 4}" for i in range(20)]), "client_test": np.array(["u0"] * 6)}
     save_arrays(tmp_path / "a", **clients)
     data = Arrays(str(tmp_path / path)).checked()
@@ -295,13 +284,11 @@ def test_arrays_say_who_samples_come_from(path: str, tmp_path: Path) -> None:
     ("train", "test", "dtype", "outputs"),
     [
         (np.arange(20) / 3, np.arange(6) / 3, torch.float32, 1),
-        (np.ones((20, 2)), np.ones((6, 2)), torch.float32, 2),
         (np.ones((20, 4), bool), np.ones((6, 4), bool), torch.uint8, 4),
         (np.ones((20, 4), np.int32), np.ones((6, 4), np.int32), torch.int64, 4),
     ],
-    ids=["numbers", "several numbers", "truths", "ones"],
 )
-def test_labels_of_arrays_may_be_numbers_or_several_a_sample(
+def test_labels_of_arrays_can_be_numbers_or_multi_label_targets(
     train: np.ndarray, test: np.ndarray, dtype: torch.dtype, outputs: int, tmp_path: Path
 ) -> None:
     save_arrays(tmp_path / "a", y_train=train, y_test=test)
@@ -326,7 +313,7 @@ def expected_inputs(columns: dict[str, list], train: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "tsv"])
-def test_a_table_is_numbers_scaled_and_categories_spread_out(ending: str, tmp_path: Path) -> None:
+def test_a_table_has_scaled_numbers_and_one_hot_categories(ending: str, tmp_path: Path) -> None:
     columns = table() | {"part": ["test" if i % 4 == 3 else "train" for i in range(40)]}
     path = tmp_path / f"t.{ending}"
     if ending == "parquet":
@@ -348,7 +335,7 @@ def test_a_table_is_numbers_scaled_and_categories_spread_out(ending: str, tmp_pa
     assert torch.equal(data.prepare(data.x_test), data.x_test)
 
 
-def test_all_columns_with_a_name_that_mean_nothing_else_are_features(tmp_path: Path) -> None:
+def test_named_columns_without_another_use_are_features(tmp_path: Path) -> None:
     frame = pd.DataFrame(table()).drop(columns=["flu", "cold", "days"])
     frame.to_csv(tmp_path / "t.csv")  # with the row's number, in a column without a name
     assert Table(str(tmp_path / "t.csv"), "label", client="clinic").checked().in_shape == (5,)
@@ -356,7 +343,7 @@ def test_all_columns_with_a_name_that_mean_nothing_else_are_features(tmp_path: P
     assert Table(str(tmp_path / "t.csv"), "label", ["Unnamed: 0"]).checked().in_shape == (1,)
 
 
-def test_a_second_file_is_the_test_set_and_says_nothing_about_scales_or_categories(tmp_path: Path) -> None:
+def test_a_test_file_does_not_change_scales_and_categories(tmp_path: Path) -> None:
     columns, test = table(), table(20, seed=1)
     test["town"][0] = "Zug"
     test["label"][1] = "maybe"
@@ -376,7 +363,7 @@ def test_a_second_file_is_the_test_set_and_says_nothing_about_scales_or_categori
     assert codes.x_train[:3, 0].tolist() == [2, 1, 3]  # Basel, Bern, Chur
 
 
-def test_numbers_may_be_left_as_they_are_or_stand_for_categories(tmp_path: Path) -> None:
+def test_numbers_can_be_left_unscaled_or_be_categories(tmp_path: Path) -> None:
     columns = {"code": [10, 9, 10, 9, 8] * 4, "same": [0.1] * 20, "label": [0, 1] * 10}
     write_csv(tmp_path / "t.csv", columns)
     plain = Table(str(tmp_path / "t.csv"), "label", standardize=False).checked()
@@ -392,7 +379,7 @@ def test_numbers_may_be_left_as_they_are_or_stand_for_categories(tmp_path: Path)
     assert (plain.x_train[:, 0] - codes.x_train[:, 0]).unique().tolist() == [7]  # by size: 8, 9, 10 are 1, 2, 3
 
 
-def test_large_numbers_are_scaled_before_they_are_cut_to_float32(tmp_path: Path) -> None:
+def test_large_numbers_are_scaled_in_float64(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"seconds": [1_700_000_000 + i for i in range(20)], "label": [0, 1] * 10})
     data = Table(str(tmp_path / "t.csv"), "label").checked()
     assert len(torch.cat([data.x_train, data.x_test]).unique()) == 20
@@ -402,16 +389,14 @@ def test_large_numbers_are_scaled_before_they_are_cut_to_float32(tmp_path: Path)
     ("label", "options", "dtype", "outputs"),
     [
         ("label", {}, torch.int64, 2),
-        ("flu", {}, torch.int64, 2),
         ("days", {}, torch.float32, 1),
         ("age", {"regression": True}, torch.float32, 1),
         ("age", {"regression": False}, torch.int64, None),
         (["flu", "cold"], {}, torch.uint8, 2),
         (["flu", "cold"], {"regression": True}, torch.float32, 2),
-        (["days", "age"], {}, torch.float32, 2),
     ],
 )
-def test_labels_of_a_table_are_what_they_look_like_or_what_is_said(
+def test_the_kind_of_labels_follows_their_dtype_or_the_option(
     label: Any, options: dict, dtype: torch.dtype, outputs: int | None, tmp_path: Path
 ) -> None:
     columns = write_table(tmp_path / "t.csv")
@@ -427,7 +412,7 @@ def test_labels_of_a_table_are_what_they_look_like_or_what_is_said(
     assert data.y_train.shape[1:] == (() if isinstance(label, str) else (2,))
 
 
-def test_a_row_keeps_its_input_label_and_client_together(tmp_path: Path) -> None:
+def test_input_label_and_client_of_a_row_stay_together(tmp_path: Path) -> None:
     columns = {"x": list(range(60)), "label": [i // 20 for i in range(60)], "who": [1000 + i // 10 for i in range(60)]}
     write_csv(tmp_path / "t.csv", columns)
     for options in ({}, {"client": "who"}):
@@ -444,7 +429,7 @@ def test_a_row_keeps_its_input_label_and_client_together(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_texts_are_ids_of_the_training_texts_words(ending: str, tmp_path: Path) -> None:
+def test_texts_become_token_ids_of_the_training_vocabulary(ending: str, tmp_path: Path) -> None:
     columns = write_text_table(tmp_path / "texts.csv")
     path = tmp_path / f"texts.{ending}"
     if ending == "parquet":
@@ -482,7 +467,7 @@ def library() -> Any:
     return datasets
 
 
-def test_a_saved_data_set_of_pictures_comes_as_it_was(tmp_path: Path, library: Any) -> None:
+def test_a_saved_image_dataset_is_read_as_written(tmp_path: Path, library: Any) -> None:
     written = write_hugging_face(tmp_path / "saved")
     data = HuggingFace(str(tmp_path / "saved")).checked()
     pairs = [(x.tobytes(), y) for x, y in zip(np.ascontiguousarray(written.x), written.y, strict=True)]
@@ -508,20 +493,21 @@ def texts(n: int = 20, mood: str = "good") -> dict[str, list]:
     ("splits", "options", "sizes"),
     [
         (("train", "test", "validation"), {}, (20, 10)),
-        (("train", "validation"), {}, (20, 10)),
         (("train", "extra"), {}, (16, 4)),
         (("train", "extra"), {"test": "extra"}, (20, 10)),
         (("test", "extra"), {"train": "extra"}, (10, 20)),
     ],
 )
-def test_splits_are_found_or_named(splits: tuple, options: dict, sizes: tuple, tmp_path: Path, library: Any) -> None:
+def test_splits_are_chosen_by_default_or_by_name(
+    splits: tuple, options: dict, sizes: tuple, tmp_path: Path, library: Any
+) -> None:
     first, *others = splits
     path = saved(library, tmp_path / "s", **{first: texts()}, **{name: texts(10, "fair") for name in others})
     data = HuggingFace(path, **options).checked()
     assert (len(data.y_train), len(data.y_test)) == sizes
 
 
-def test_columns_of_texts_labels_and_clients(tmp_path: Path, library: Any) -> None:
+def test_columns_of_texts_labels_and_clients_are_read(tmp_path: Path, library: Any) -> None:
     both = texts() | {"writer": [f"w{i % 4}" for i in range(20)]}
     path = saved(library, tmp_path / "s", train=both, test=both)
     data = HuggingFace(path, text="review", client="writer", length=3).checked()
@@ -534,13 +520,13 @@ def test_columns_of_texts_labels_and_clients(tmp_path: Path, library: Any) -> No
     assert numbers.y_train.dtype == torch.float32
 
 
-def test_of_several_columns_the_one_of_the_usual_name_is_taken(tmp_path: Path, library: Any) -> None:
+def test_a_column_named_text_is_preferred(tmp_path: Path, library: Any) -> None:
     both = texts() | {"text": ["a b"] * 20}
     path = saved(library, tmp_path / "s", train=both, test=both)
     assert (HuggingFace(path, length=2).checked().x_train == torch.tensor([2, 3])).all()
 
 
-def test_lists_of_classes_are_several_labels_a_sample(tmp_path: Path, library: Any) -> None:
+def test_lists_of_classes_are_multi_label_targets(tmp_path: Path, library: Any) -> None:
     held = [[0, 2], [], [1], [2, 1]] * 5
     kind = library.ClassLabel(names=["x", "y", "z"])
     features = library.Features(text=library.Value("string"), feelings=library.Sequence(kind))
@@ -551,7 +537,7 @@ def test_lists_of_classes_are_several_labels_a_sample(tmp_path: Path, library: A
     assert (data.y_train.dtype, data.num_classes) == (torch.uint8, 3)
 
 
-def test_pictures_in_files_beside_are_read_and_a_format_does_not_matter(tmp_path: Path, library: Any) -> None:
+def test_images_in_separate_files_are_read(tmp_path: Path, library: Any) -> None:
     x = images(4, 5, 5, 3)
     for i, pixels in enumerate(x):
         Image.fromarray(pixels).save(tmp_path / f"{i}.png")
@@ -563,7 +549,7 @@ def test_pictures_in_files_beside_are_read_and_a_format_does_not_matter(tmp_path
     assert np.array_equal(data.x_train, x.transpose(0, 3, 1, 2))
 
 
-def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
+def test_a_dataset_is_downloaded_only_with_download(
     tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -586,7 +572,7 @@ def test_a_name_is_fetched_only_if_asked_for_and_nothing_of_it_is_trusted(
 # --- Torch datasets -------------------------------------------------------------------------------------------------
 
 
-def test_items_come_as_they_are() -> None:
+def test_items_of_torch_datasets_are_read_in_order() -> None:
     data = TorchDataset(Pairs(), Pairs(5)).checked()
     assert data.x_train.tolist() == [[float(i)] * 4 for i in range(20)]
     assert data.y_test.tolist() == [0, 1, 2, 0, 1]
@@ -598,32 +584,28 @@ def test_items_come_as_they_are() -> None:
     [
         (lambda i: Image.new("RGB", (6, 4), (i, 0, 0)), torch.uint8, (3, 4, 6)),
         (lambda i: Image.new("L", (6, 4), i), torch.uint8, (1, 4, 6)),
-        (lambda i: Image.new("P", (6, 4), i), torch.uint8, (3, 4, 6)),
         (lambda i: np.full((2, 2), i, np.float64), torch.float32, (2, 2)),
         (lambda i: torch.full((2, 2), i, dtype=torch.uint8), torch.uint8, (2, 2)),
         (lambda i: torch.full((7,), i), torch.int64, (7,)),
     ],
-    ids=["colour", "grey", "palette", "array", "bytes", "token ids"],
 )
-def test_inputs_of_torch_data_sets_may_be_pictures_arrays_and_tensors(x: Any, dtype: Any, shape: tuple) -> None:
+def test_inputs_of_torch_datasets_can_be_images_arrays_and_tensors(x: Any, dtype: Any, shape: tuple) -> None:
     data = TorchDataset(Pairs(x=x), Pairs(5, x=x)).checked()
     assert (data.x_train.dtype, data.in_shape) == (dtype, shape)
-    if "P" not in str(getattr(x(3), "mode", "")):
-        assert data.x_train[3].max() == 3
+    assert data.x_train[3].max() == 3
 
 
 @pytest.mark.parametrize(
     ("y", "dtype", "shape", "outputs"),
     [
         (lambda i: np.int32(i % 4), torch.int64, (20,), 4),
-        (lambda i: torch.tensor(i % 4), torch.int64, (20,), 4),
         (lambda i: i / 2, torch.float32, (20,), 1),
         (lambda i: torch.tensor([i, 1.5]), torch.float32, (20, 2), 2),
         (lambda i: torch.tensor([1, 0, 1]), torch.int64, (20, 3), 3),
         (lambda i: np.array([True, False]), torch.int64, (20, 2), 2),
     ],
 )
-def test_labels_of_torch_data_sets_are_classes_numbers_or_several(
+def test_labels_of_torch_datasets_can_be_classes_numbers_or_multi_label_targets(
     y: Any, dtype: Any, shape: tuple, outputs: int
 ) -> None:
     data = TorchDataset(Pairs(y=y), Pairs(5, y=y)).load()
@@ -631,7 +613,7 @@ def test_labels_of_torch_data_sets_are_classes_numbers_or_several(
     assert torch.allclose(data.y_train[2].float(), torch.as_tensor(y(2)).float())
 
 
-def test_random_transforms_draw_once_the_same_whatever_was_drawn_before() -> None:
+def test_random_transforms_draw_once_and_do_not_depend_on_the_global_seed() -> None:
     def x(i: int) -> np.ndarray:
         return np.array([random.random(), np.random.rand(), float(torch.rand(()))])
 
@@ -651,7 +633,7 @@ BOTH = f"{{class_path: TorchDataset, init_args: {{train: {FAKE}, test: {FAKE}}}}
 TORCH = TINY.replace("dataset: Digits", f"dataset: {BOTH}")
 
 
-def test_a_torch_data_set_by_its_class_path_trains_and_goes_on(tmp_path: Path) -> None:
+def test_a_torch_dataset_given_by_class_path_trains_and_resumes(tmp_path: Path) -> None:
     text = TORCH.replace("min_samples: 20", "min_samples: 2")
     tiny(tmp_path / "run", text=text)
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["scenario"]["dataset"]["init_args"]
@@ -661,7 +643,7 @@ def test_a_torch_data_set_by_its_class_path_trains_and_goes_on(tmp_path: Path) -
     assert len(untimed_rows(tmp_path / "run")) == 4
 
 
-def test_transforms_come_from_yaml(tmp_path: Path) -> None:
+def test_transforms_can_be_given_in_yaml(tmp_path: Path) -> None:
     resize = {"class_path": "torchvision.transforms.Resize", "init_args": {"size": [5, 7]}}
     fake = {**FAKE, "init_args": {**FAKE["init_args"], "transform": resize}}
     text = TORCH.replace(str(FAKE), str(fake)).replace("min_samples: 20", "min_samples: 2")
@@ -671,10 +653,10 @@ def test_transforms_come_from_yaml(tmp_path: Path) -> None:
     assert weights["encoder.1.weight"].shape == (8, 35)
 
 
-# --- Whose code may run ----------------------------------------------------------------------------------------------
+# --- Trust -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_copied_run_of_a_torch_data_set_is_refused_without_trust(tmp_path: Path) -> None:
+def test_a_copied_run_of_a_torch_dataset_needs_trust(tmp_path: Path) -> None:
     tiny(tmp_path / "run", text=TORCH.replace("min_samples: 20", "min_samples: 2"))
     (tmp_path / "run" / ".signature").unlink()
     code, _, err = run("test", tmp_path / "run")

@@ -32,19 +32,8 @@ def assert_each_part_ascends(parts: list[np.ndarray]) -> None:
         assert (np.diff(part) > 0).all()
 
 
-def same(parts: list[np.ndarray], others: list[np.ndarray]) -> bool:
-    return len(parts) == len(others) and all(map(np.array_equal, parts, others))
-
-
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(0.5), Pathological(2)], ids=lambda p: type(p).__name__)
-def test_the_seed_alone_decides(partition: Partition) -> None:
-    labels = shuffled_labels(dict.fromkeys(range(5), 200))
-    assert same(partition.split(labels, 4, rng(1)), partition.split(labels, 4, rng(1)))
-    assert not same(partition.split(labels, 4, rng(1)), partition.split(labels, 4, rng(2)))
-
-
-@pytest.mark.parametrize("partition", [IID(), Dirichlet(0.5), Pathological(2)], ids=lambda p: type(p).__name__)
-def test_labels_are_left_alone(partition: Partition) -> None:
+def test_labels_are_not_changed(partition: Partition) -> None:
     labels = shuffled_labels(dict.fromkeys(range(5), 40))
     before = labels.copy()
     partition.split(labels, 3, rng())
@@ -55,7 +44,7 @@ def test_labels_are_left_alone(partition: Partition) -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 12), seeds)
-def test_iid_uses_every_sample_once_and_deals_equally(n: int, clients: int, seed: int) -> None:
+def test_iid_uses_every_sample_once_in_parts_of_equal_size(n: int, clients: int, seed: int) -> None:
     parts = IID().split(np.zeros(n, int), clients, rng(seed))
     assert len(parts) == clients
     assert used(parts) == list(range(n))
@@ -63,7 +52,7 @@ def test_iid_uses_every_sample_once_and_deals_equally(n: int, clients: int, seed
     assert_each_part_ascends(parts)
 
 
-def test_iid_gives_every_client_every_class_in_like_numbers() -> None:
+def test_iid_gives_every_client_equally_many_of_each_class() -> None:
     labels = np.repeat(np.arange(10), 1000)  # in order: dealing without a shuffle would give one class each
     for part in IID().split(labels, 10, rng()):
         counts = np.bincount(labels[part], minlength=10)
@@ -81,7 +70,7 @@ def test_iid_gives_every_client_every_class_in_like_numbers() -> None:
     min_samples=st.integers(1, 5),
     seed=seeds,
 )
-def test_dirichlet_uses_every_sample_once_and_leaves_no_client_short(
+def test_dirichlet_uses_every_sample_once_and_respects_min_samples(
     sizes: list[int], clients: int, alpha: float, min_samples: int, seed: int
 ) -> None:
     labels = shuffled_labels({3 * label + 1: size for label, size in enumerate(sizes)}, seed)
@@ -107,23 +96,8 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution(alpha: 
     assert abs(spread - variance) < 4 * variance * sqrt((excess + 2) / (classes * (clients - 1)))
 
 
-def test_dirichlet_deals_the_samples_of_a_class_at_random() -> None:
-    labels = np.zeros(2000, int)
-    first = Dirichlet(1000.0).split(labels, 2, rng())[0]  # about half of them
-    sd = sqrt((2000**2 - 1) / 12 / len(first) * (1 - len(first) / 2000))
-    assert abs(first.mean() - 999.5) < 4 * sd
-
-
-def test_dirichlet_draws_again_until_min_samples_hold() -> None:
-    labels = shuffled_labels(dict.fromkeys(range(2), 100))
-    shortest = [min(map(len, Dirichlet(0.3, 1).split(labels, 4, rng(seed)))) for seed in range(20)]
-    assert min(shortest) < 20  # so that one draw would not do
-    for seed in range(20):
-        assert min(map(len, Dirichlet(0.3, 20).split(labels, 4, rng(seed)))) >= 20
-
-
 @pytest.mark.parametrize(("clients", "alpha"), [(6, 1e-6), (60, 0.1), (1000, 0.2)])
-def test_dirichlet_mends_the_last_draw_where_no_draw_will_do(clients: int, alpha: float) -> None:
+def test_dirichlet_corrects_the_last_draw_if_none_has_min_samples(clients: int, alpha: float) -> None:
     labels = shuffled_labels(dict.fromkeys(range(5), 4 * clients))
     parts = Dirichlet(alpha, 10).split(labels, clients, rng(3))
     assert used(parts) == list(range(len(labels)))
@@ -134,8 +108,8 @@ def test_dirichlet_mends_the_last_draw_where_no_draw_will_do(clients: int, alpha
     assert (held > 0).sum(axis=1).mean() < 3.5  # 20 samples of 5 classes in equal shares would show them all
 
 
-def test_dirichlet_goes_on_drawing_while_few_are_short() -> None:
-    """What a draw that would do gives must not change: it is looked for as long as it may come."""
+def test_dirichlet_repeats_the_draw_while_few_clients_are_short() -> None:
+    """A valid draw must be used as it is, however late it comes."""
     labels = shuffled_labels(dict.fromkeys(range(4), 300))
     chance, draws = rng(5), 0
     while True:
@@ -150,8 +124,8 @@ def test_dirichlet_goes_on_drawing_while_few_are_short() -> None:
     assert [np.bincount(labels[part], minlength=4).tolist() for part in parts] == counts.T.tolist()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_dirichlet_takes_a_draw_whose_smallest_client_has_exactly_min_samples(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_dirichlet_accepts_a_draw_with_exactly_min_samples(seed: int) -> None:
     labels = shuffled_labels(dict.fromkeys(range(4), 300))
     cuts = (np.cumsum(rng(seed).dirichlet(np.full(5, 2.0), size=4), axis=1)[:, :-1] * 300).astype(int)
     first_draw = np.diff(cuts, axis=1, prepend=0, append=300).T
@@ -160,7 +134,7 @@ def test_dirichlet_takes_a_draw_whose_smallest_client_has_exactly_min_samples(se
 
 
 def evened_out(sizes: list[int], least: int) -> list[int]:
-    """One sample at a time from whoever holds most to whoever holds least."""
+    """Move one sample at a time from the largest client to the smallest."""
     sizes = sorted(sizes)
     while sizes[0] < least:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
@@ -169,7 +143,7 @@ def evened_out(sizes: list[int], least: int) -> list[int]:
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=12), st.integers(1, 20))
-def test_mending_takes_from_the_largest_no_more_than_is_missing(rows: list[list[int]], least: int) -> None:
+def test_topping_up_takes_only_what_is_missing_from_the_largest_clients(rows: list[list[int]], least: int) -> None:
     counts = np.array(rows)
     least = min(least, counts.sum() // len(counts))
     after = top_up_clients(counts, least)
@@ -186,14 +160,9 @@ def test_mending_takes_from_the_largest_no_more_than_is_missing(rows: list[list[
     assert (abs(counts[gave] - after[gave] - exact) < 1).all()
 
 
-def test_who_is_short_gets_classes_whole_and_its_own_if_it_can() -> None:
+def test_topping_up_prefers_the_classes_of_the_short_client() -> None:
     counts = np.array([[0, 1, 0], [40, 0, 0], [1, 0, 0], [0, 40, 0]])
     assert top_up_clients(counts, 11).tolist() == [[0, 11, 0], [30, 0, 0], [11, 0, 0], [0, 30, 0]]
-
-
-def test_dirichlet_takes_exactly_min_samples_each() -> None:
-    parts = Dirichlet(1e6, min_samples=5).split(np.zeros(20, int), 4, rng())
-    assert [len(part) for part in parts] == [5] * 4
 
 
 @pytest.mark.parametrize(
@@ -203,22 +172,10 @@ def test_dirichlet_takes_exactly_min_samples_each() -> None:
         (Dirichlet(1e-6, 1, "groups"), "1000 draws with alpha 1e-06 left one below half an equal share"),
     ],
 )
-def test_dirichlet_says_when_min_samples_cannot_be_met(partition: Dirichlet, why: str) -> None:
+def test_dirichlet_refuses_an_impossible_min_samples(partition: Dirichlet, why: str) -> None:
     labels = shuffled_labels(dict.fromkeys(range(2), 50))
     with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: .*4 clients.*{why}. Lower min_samples"):
         partition.split(labels, 4, rng())
-
-
-@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
-def test_dirichlet_refuses_an_alpha_that_is_no_concentration(alpha: float) -> None:
-    with pytest.raises(ConfigError, match=r"^scenario.partition.alpha: "):
-        Dirichlet(alpha)
-
-
-@pytest.mark.parametrize("min_samples", [0, -3])
-def test_dirichlet_refuses_clients_without_data(min_samples: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.partition.min_samples: {min_samples} is below 1"):
-        Dirichlet(min_samples=min_samples)
 
 
 # --- Pathological ---
@@ -246,7 +203,7 @@ def test_pathological_gives_each_client_equal_shards_of_exactly_k_classes(
             assert max(held) - min(held) <= 1
 
 
-def test_pathological_deals_classes_by_chance() -> None:
+def test_pathological_draws_every_pair_of_classes() -> None:
     labels = shuffled_labels(dict.fromkeys(range(6), 20))
     pairs = {
         frozenset(np.unique(labels[part]).tolist())
@@ -256,8 +213,8 @@ def test_pathological_deals_classes_by_chance() -> None:
     assert len(pairs) == 15  # every pair of six classes
 
 
-def test_pathological_pairs_any_two_clients() -> None:
-    """With as many turns as twice the classes, each client shares its classes with one other: any of them."""
+def test_pathological_lets_any_two_clients_share_classes() -> None:
+    """Six clients with two of six classes each: a client shares its classes with one other, drawn at random."""
     labels = shuffled_labels(dict.fromkeys(range(6), 20))
     partners = []
     for seed in range(200):
@@ -267,14 +224,7 @@ def test_pathological_pairs_any_two_clients() -> None:
     assert (abs(counts - 40) < 4 * sqrt(200 * 0.2 * 0.8)).all()
 
 
-def test_pathological_deals_the_samples_of_a_class_at_random() -> None:
-    labels = np.zeros(2000, int)
-    first = Pathological(1).split(labels, 2, rng())[0]
-    assert len(first) == 1000
-    assert abs(first.mean() - 999.5) < 4 * sqrt((2000**2 - 1) / 12 / 1000 * 0.5)
-
-
-def test_pathological_refuses_more_classes_than_there_are() -> None:
+def test_pathological_refuses_more_classes_than_the_data_have() -> None:
     with pytest.raises(ConfigError, match=r"^scenario.partition.classes_per_client: 4, but the dataset has 3 classes"):
         Pathological(4).split(shuffled_labels(dict.fromkeys(range(3), 9)), 2, rng())
 
@@ -282,9 +232,3 @@ def test_pathological_refuses_more_classes_than_there_are() -> None:
 def test_pathological_names_a_class_with_too_few_samples() -> None:
     with pytest.raises(ConfigError, match=r"classes_per_client: class 5 has 3 samples for 4 clients. Lower"):
         Pathological(2).split(shuffled_labels({2: 50, 5: 3}), 4, rng())
-
-
-@pytest.mark.parametrize("k", [0, -1])
-def test_pathological_refuses_clients_without_classes(k: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.partition.classes_per_client: {k} is below 1"):
-        Pathological(k)

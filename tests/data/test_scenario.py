@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data import (
     IID,
@@ -37,7 +36,7 @@ def loaded(labels: Any, num_classes: int) -> LoadedData:
 
 @dataclass
 class Labels(Dataset):
-    """Nothing but labels."""
+    """Labels without inputs."""
 
     labels: np.ndarray
     num_classes: int = 5
@@ -47,8 +46,8 @@ class Labels(Dataset):
 
 
 @dataclass
-class AsTold(Partition):
-    """A split that was settled beforehand."""
+class FixedPartition(Partition):
+    """Returns given parts."""
 
     parts: list[np.ndarray]
 
@@ -69,7 +68,7 @@ def shares(data: FederatedData) -> list[tuple[list[int], list[int]]]:
     local_test=st.floats(0, 0.999),
     seed=seeds,
 )
-def test_a_client_trains_and_tests_on_its_own_share_and_never_on_the_same_sample(
+def test_training_and_test_samples_of_a_client_are_its_part(
     partition: Partition, clients: int, local_test: float, seed: int
 ) -> None:
     data = Scenario(Labels(LABELS), partition, clients, local_test).build(seed)
@@ -81,7 +80,7 @@ def test_a_client_trains_and_tests_on_its_own_share_and_never_on_the_same_sample
         assert len(shard.test) == min(round(local_test * len(part)), len(part) - 1)
 
 
-def test_the_seed_alone_decides() -> None:
+def test_the_seed_decides_the_split() -> None:
     scenario = Scenario(Labels(LABELS), Dirichlet(0.5), 4)
     assert shares(scenario.build(3)) == shares(scenario.build(3))
     assert shares(scenario.build(3)) != shares(scenario.build(4))
@@ -89,24 +88,19 @@ def test_the_seed_alone_decides() -> None:
 
 def test_a_clients_local_split_does_not_depend_on_the_other_clients() -> None:
     parts = [np.arange(k, 400, 4) for k in range(4)]
-    few, many = (shares(Scenario(Labels(LABELS), AsTold(parts), clients).build(0)) for clients in (2, 4))
+    few, many = (shares(Scenario(Labels(LABELS), FixedPartition(parts), clients).build(0)) for clients in (2, 4))
     assert few == many[:2]
 
 
 def test_clients_with_the_same_labels_split_differently() -> None:
     parts = [np.arange(100), np.arange(100, 200)]
-    first, second = Scenario(Labels(np.zeros(200, int)), AsTold(parts), 2).build(0).shards
+    first, second = Scenario(Labels(np.zeros(200, int)), FixedPartition(parts), 2).build(0).shards
     assert first.test.tolist() != (second.test - 100).tolist()
 
 
 def test_a_quarter_is_held_out_by_default() -> None:
     data = Scenario(Labels(LABELS), IID()).build(0)
     assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [(30, 10)] * 10
-
-
-def test_no_local_test_leaves_everything_to_train_on() -> None:
-    data = Scenario(Labels(LABELS), IID(), 4, local_test=0).build(0)
-    assert [(len(shard.train), len(shard.test)) for shard in data.shards] == [(100, 0)] * 4
 
 
 def test_class_counts_are_those_of_a_plain_loop() -> None:
@@ -125,39 +119,21 @@ def test_a_client_without_test_samples_counts_as_zeros() -> None:
     assert FederatedData(loaded([1, 0, 1], 2), [shard]).class_counts("test").tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("clients", [0, -1])
-def test_a_scenario_needs_clients(clients: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.clients: {clients} is below 1"):
-        Scenario(Labels(LABELS), IID(), clients)
+# --- Stable splits ---
 
 
-@pytest.mark.parametrize("local_test", [1, 1.5, -0.1, float("nan")])
-def test_local_test_leaves_something_to_train_on(local_test: float) -> None:
-    with pytest.raises(ConfigError, match=rf"^scenario.local_test: {local_test} is outside \[0, 1\)"):
-        Scenario(Labels(LABELS), IID(), 2, local_test)
-
-
-def test_a_client_that_was_dealt_nothing_is_named() -> None:
-    empty = AsTold([np.array([0, 1]), np.array([], int), np.array([2])])
-    with pytest.raises(ConfigError, match=r"^scenario.partition: client 1 has no data. Lower scenario.clients"):
-        Scenario(Labels(LABELS), empty, 3).build(0)
-
-
-# --- The same split for ever ---
-
-
-def classes_as_before(labels: np.ndarray) -> list[np.ndarray]:
-    """How runs until November 2026 told classes apart."""
+def earlier_classes(labels: np.ndarray) -> list[np.ndarray]:
+    """How runs until November 2026 grouped samples by class."""
     sizes = np.unique(labels, return_counts=True)[1]
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
 
 
-def split_as_before(labels: np.ndarray, share: float, seed: int, client: int) -> np.ndarray:
-    """How they chose a client's test samples."""
+def earlier_split(labels: np.ndarray, share: float, seed: int, client: int) -> np.ndarray:
+    """How they drew a client's test samples."""
     rng = generator(seed, Stream.LOCAL_SPLIT, client)
     chosen = np.zeros(len(labels), dtype=bool)
     if total := min(round(share * len(labels)), len(labels) - 1):
-        members = classes_as_before(labels)
+        members = earlier_classes(labels)
         quota = apportion(total, np.array([len(own) for own in members]), rng)
         for own, size in zip(members, quota, strict=True):
             chosen[rng.permutation(own)[:size]] = True
@@ -165,28 +141,28 @@ def split_as_before(labels: np.ndarray, share: float, seed: int, client: int) ->
 
 
 @given(st.lists(st.integers(-2, 6), max_size=40))
-def test_classes_are_told_apart_as_they_always_were(values: list[int]) -> None:
+def test_classes_are_grouped_as_in_earlier_versions(values: list[int]) -> None:
     labels = np.array(values, dtype=np.int64)
-    members, expected = indices_by_class(labels), classes_as_before(labels)
+    members, expected = indices_by_class(labels), earlier_classes(labels)
     assert [own.tolist() for own in members] == [own.tolist() for own in expected]
     assert {own.dtype for own in members} == {own.dtype for own in expected}
 
 
-@pytest.mark.parametrize("share", [None, 0, 0.0, 0.04, 0.25, 0.5, 0.99])
-@pytest.mark.parametrize("seed", [0, 1, 2**40])
-def test_a_seed_gives_the_split_that_it_always_gave(share: Any, seed: int) -> None:
+@pytest.mark.parametrize("share", [None, 0, 0.04, 0.5, 0.99])
+@pytest.mark.parametrize("seed", [0, 2**40])
+def test_a_seed_gives_the_same_split_as_in_earlier_versions(share: Any, seed: int) -> None:
     labels = np.random.default_rng(seed).integers(5, size=300)
     data = Scenario(Labels(labels), Dirichlet(0.3, min_samples=1), 25, local_test=share).build(seed)
     parts = Dirichlet(0.3, min_samples=1).split(labels, 25, generator(seed, Stream.PARTITION))
     for client, (part, shard) in enumerate(zip(parts, data.shards, strict=True)):
-        test = split_as_before(labels[part], 0.25 if share is None else share, seed, client)
+        test = earlier_split(labels[part], 0.25 if share is None else share, seed, client)
         for own, expected in ((shard.train, part[~test]), (shard.test, part[test])):
             assert own.dtype == torch.int64
             assert own.is_contiguous()
             assert own.tolist() == expected.tolist()
 
 
-def test_where_nothing_is_drawn_shards_are_still_nobody_elses() -> None:
+def test_shards_do_not_share_memory_with_the_partition() -> None:
     shared = np.arange(6)
 
     class Views(Partition):
@@ -249,13 +225,13 @@ def test_quotas_are_the_exact_ones_rounded_down_or_up_by_largest_remainder(
         assert min(remainders[True]) >= max(remainders[False])
 
 
-def test_every_sample_of_a_class_is_as_likely() -> None:
+def test_every_sample_of_a_class_is_equally_likely() -> None:
     labels, draws = np.repeat([0, 1], [8, 4]), 2000
     chosen = sum(stratified_sample(labels, 0.5, np.random.default_rng(seed)).astype(int) for seed in range(draws))
     assert (abs(chosen - draws / 2) < 4 * np.sqrt(draws / 4)).all()
 
 
-def test_ties_between_classes_are_settled_by_chance() -> None:
+def test_ties_between_classes_are_broken_at_random() -> None:
     draws = 2000
     chosen = sum(stratified_sample(np.arange(5), 0.2, np.random.default_rng(seed)).astype(int) for seed in range(draws))
     assert chosen.sum() == draws
@@ -263,5 +239,5 @@ def test_ties_between_classes_are_settled_by_chance() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_one_sample_is_always_left_out(n: int) -> None:
+def test_at_least_one_sample_is_never_drawn(n: int) -> None:
     assert stratified_sample(np.zeros(n, int), 0.9999, np.random.default_rng(0)).sum() == n - 1

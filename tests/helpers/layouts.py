@@ -1,6 +1,6 @@
-"""Tiny datasets in the layouts that their distributors use; each writer returns what it wrote.
+"""Write tiny datasets in the layouts of their authors. Each function returns what it wrote.
 
-Images are random, labels run through the classes in turn, so that every class is there.
+Images are random; labels go through the classes in turn, so that every class occurs.
 """
 
 import csv
@@ -63,7 +63,7 @@ def write_emnist(root: Path, split: str, n: tuple[int, int] = (188, 94)) -> list
 def write_cifar(
     root: Path, classes: int, monkeypatch: pytest.MonkeyPatch, n: tuple[int, int] = (200, 100)
 ) -> list[Split]:
-    """The pickled batches; torchvision is told the checksums of these instead of the real ones."""
+    """Write pickled batches, and put their checksums in the place of the published ones."""
     source = {10: torchvision.datasets.CIFAR10, 100: torchvision.datasets.CIFAR100}[classes]
     key = {10: "labels", 100: "fine_labels"}[classes]
     folder = root / source.base_folder
@@ -81,7 +81,7 @@ def write_cifar(
 
 
 def pickled(path: Path, content: dict[str, Any]) -> str:
-    """Write an entry as numpy 1 and Python 2 did, the way the real files are; its checksum."""
+    """Pickle as Python 2 and numpy 1 do, as in the real files; return the checksum."""
     old = pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     path.write_bytes(old.replace(b"\x89\x88\x87", b"K\x00K\x01\x87"))
     return hashlib.md5(path.read_bytes()).hexdigest()
@@ -111,7 +111,7 @@ def write_pathmnist(root: Path, n: tuple[int, int] = (54, 18)) -> list[Split]:
 
 
 def write_tiny_imagenet(root: Path, classes: int = 200, n: tuple[int, int] = (1, 1)) -> list[Split]:
-    """Folders of JPEGs, one colour a picture; `n` is training and test pictures a class. Some are grey, as in fact."""
+    """Folders of JPEGs, one colour per image; `n` is the number of training and test images per class. Some are grey."""
     folder = root / "tiny-imagenet-200"
     (folder / "val" / "images").mkdir(parents=True)
     names = [f"n{j:08d}" for j in np.random.default_rng(0).permutation(classes)]
@@ -134,11 +134,11 @@ def write_tiny_imagenet(root: Path, classes: int = 200, n: tuple[int, int] = (1,
 
 
 def jpeg(path: Path, label: int, number: int) -> tuple[int, int, int]:
-    """A picture of one colour: grey ones have one channel in the file."""
+    """Write an image of one colour. Grey images have one channel."""
     grey = number % 3 == 0
     colour = (label % 256,) * 3 if grey else (label % 256, number % 256, 80)
-    picture = Image.new("L" if grey else "RGB", (64, 64), colour[0] if grey else colour)
-    picture.save(path, quality=100, subsampling=0)
+    image = Image.new("L" if grey else "RGB", (64, 64), colour[0] if grey else colour)
+    image.save(path, quality=100, subsampling=0)
     return colour
 
 
@@ -160,7 +160,7 @@ def write_ag_news(root: Path, n: tuple[int, int] = (40, 16)) -> list[Split]:
 
 
 def write_imdb_folder(root: Path, n: tuple[int, int] = (20, 10)) -> list[Split]:
-    """`n` is training and test reviews a class; unlabelled ones lie beside them, as in fact."""
+    """`n` is the number of training and test reviews per class. There are unlabelled ones, too."""
     splits = []
     for name, size in zip(("train", "test"), n, strict=True):
         split = Split([], [])
@@ -206,7 +206,7 @@ LINES = {
 
 
 def leaf_file(users: dict[str, LeafUser], hierarchies: list[str] | None, taken_out: str) -> str:
-    """A file of LEAF's split by samples, which leaves the data of whom it has taken out empty."""
+    """Return a file of LEAF's split by samples. A removed user is left in it without data."""
     content: dict[str, Any] = {
         "users": list(users),
         "num_samples": [len(y) for _, y in users.values()],
@@ -218,7 +218,7 @@ def leaf_file(users: dict[str, LeafUser], hierarchies: list[str] | None, taken_o
 def write_leaf(
     root: Path, name: str, users: dict[str, LeafUser], train: float = 0.8, plays: bool = False
 ) -> list[dict[str, LeafUser]]:
-    """What `preprocess.sh -s niid -t sample --tf 0.8` leaves: each user's samples in two parts, in files of 2 users."""
+    """Write files as `preprocess.sh -s niid -t sample --tf 0.8` does: two parts per user, two users per file."""
     splits: list[dict[str, LeafUser]] = [{}, {}]
     for user, (x, y) in users.items():
         cut = max(1, int(train * len(y)))
@@ -235,12 +235,12 @@ def write_leaf(
 
 
 def write_femnist(root: Path, writers: int = 6, each: int = 15, classes: int = 10) -> list[dict[str, LeafUser]]:
-    """Each class has a picture, which is drawn with other noise each time; writer k has `each + k` samples."""
+    """Write one noisy image per sample; each class has its own image, and writer k has `each + k` samples."""
     chance = np.random.default_rng(0)
-    pictures, users = chance.integers(0, 256, (classes, 784)), {}
+    base_images, users = chance.integers(0, 256, (classes, 784)), {}
     for k in range(writers):
         y = chance.integers(0, classes, each + k).tolist()
-        noisy = np.where(chance.random((len(y), 784)) < 0.3, 255, pictures[y])
+        noisy = np.where(chance.random((len(y), 784)) < 0.3, 255, base_images[y])
         users[f"f{7 * k % 100:04}_{k:02}"] = ((noisy / 255).tolist(), y)
     return write_leaf(root, "femnist", users)
 
@@ -264,13 +264,13 @@ def write_sent140(root: Path, each: int = 12) -> list[dict[str, LeafUser]]:
     return write_leaf(root, "sent140", users)
 
 
-# --- One's own ---
+# --- Custom data ---
 
 
 def write_image_folder(
     root: Path, splits: tuple[str, ...] = ("train", "test"), mode: str = "RGB", n: int = 10, ending: str = "png"
 ) -> dict[str, Split]:
-    """A folder a class below each split (or below the root, if the split has no name); two classes of n pictures."""
+    """Write a folder per class below each split, or below the root if its name is empty; two classes of n images."""
     written = {}
     for seed, split in enumerate(splits):
         x = images(2 * n, 8, 6, *((3,) if mode == "RGB" else ()), seed=seed)
@@ -283,7 +283,7 @@ def write_image_folder(
 
 
 def table(n: int = 40, seed: int = 0) -> dict[str, list[Any]]:
-    """Columns of a table: numbers, a category, who a row comes from, and three kinds of labels."""
+    """Return columns: numbers, a category, a client and three kinds of labels."""
     rng = np.random.default_rng(seed)
     return {
         "age": rng.integers(20, 80, n).tolist(),
@@ -321,7 +321,7 @@ def write_text_table(path: Path, n: int = 40) -> dict[str, list[Any]]:
 
 
 def write_hugging_face(path: Path, n: int = 40) -> Split:
-    """A dataset of pictures saved to disk, in one split."""
+    """Save a dataset of images in one split."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     x, y = images(n, 8, 8, 3), labels(n, 2)

@@ -42,13 +42,17 @@ def time_limit() -> Iterator[None]:
 def refusal(given: Dataset | Callable[[], object]) -> str:
     """Return the message with which a dataset, or a call, is refused."""
     with pytest.raises(ConfigError) as caught:
-        made = given if isinstance(given, Dataset) else given()
-        if isinstance(made, Dataset):
-            made.checked()
+        _check(given)
     message = str(caught.value)
     assert "\n" not in message
     assert "KeyError" not in message or "--debug" in message
     return message
+
+
+def _check(given: Dataset | Callable[[], object]) -> None:
+    made = given if isinstance(given, Dataset) else given()
+    if isinstance(made, Dataset):
+        made.checked()
 
 
 def check_refused_command(words: list[str], messages: list[str]) -> None:
