@@ -498,7 +498,7 @@ def texts(n: int = 20, mood: str = "good") -> dict[str, list]:
         (("test", "extra"), {"train": "extra"}, (10, 20)),
     ],
 )
-def test_splits_are_chosen_by_default_or_by_name(
+def test_splits_have_defaults_or_names(
     splits: tuple, options: dict, sizes: tuple, tmp_path: Path, library: Any
 ) -> None:
     first, *others = splits

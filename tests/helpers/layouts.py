@@ -111,7 +111,7 @@ def write_pathmnist(root: Path, n: tuple[int, int] = (54, 18)) -> list[Split]:
 
 
 def write_tiny_imagenet(root: Path, classes: int = 200, n: tuple[int, int] = (1, 1)) -> list[Split]:
-    """Folders of JPEGs, one colour per image; `n` is the number of training and test images per class. Some are grey."""
+    """Write JPEGs of one colour, some grey; `n` is the number of training and test images per class."""
     folder = root / "tiny-imagenet-200"
     (folder / "val" / "images").mkdir(parents=True)
     names = [f"n{j:08d}" for j in np.random.default_rng(0).permutation(classes)]
