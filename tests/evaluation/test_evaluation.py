@@ -144,6 +144,11 @@ def test_the_best_round_is_the_first_of_equals() -> None:
     assert told == {"last": 0.625, "last10": 0.65625, "best": 0.75, "best_round": 3}
 
 
+def test_last10_is_the_mean_of_the_last_ten_rounds() -> None:
+    rows = [{"round": float(round), "global/acc": float(round**2)} for round in range(1, 13)]
+    assert best_and_last(rows, "global/acc")["last10"] == sum(round**2 for round in range(3, 13)) / 10
+
+
 def test_best_and_last_look_at_the_rounds_that_have_the_metric() -> None:
     told = best_and_last(ROWS, "client/acc_mean")
     assert told == {"last": 0.125, "last10": 0.1875, "best": 0.25, "best_round": 3}
