@@ -144,8 +144,3 @@ def test_every_engine_has_a_name(name):
 def test_a_budget_is_above_zero():
     with pytest.raises(ConfigError, match=r"engine.budget: 0 is not above 0"):
         AutoEngine(budget=0)
-
-
-def test_an_engine_stays_as_it_is():
-    engine = StackedEngine(clients=3)
-    assert engine_of(engine) is engine

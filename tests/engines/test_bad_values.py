@@ -74,11 +74,6 @@ def test_every_count_is_refused_in_one_line_or_runs(kind, cls, name, value, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_there_are_numbers_to_try():
-    assert len(list(numbers("float"))) > 60
-    assert len(list(numbers("int"))) > 30
-
-
 @pytest.mark.parametrize(
     ("within", "inside", "outside"),
     [
@@ -128,14 +123,11 @@ KINDS = [
     kind([*FIT, "--batch_size", str(10**30)], f"batch_size: {10**30} is above 1000000000000"),
     kind([*FIT, "--optimizer.lr", ".nan"], "optimizer.lr: nan is no finite number"),
     kind([*FIT, "--optimizer", "Adam", "--optimizer.betas", "[.nan, 0.9]"], "optimizer: Invalid beta parameter"),
-    kind([*FIT, "--optimizer", "SparseAdam"], "optimizer: SparseAdam does not support dense gradients"),
     kind([*FIT, "--optimizer", "Muon"], "optimizer: Muon only supports 2D parameters"),
-    kind([*FIT, "--optimizer", "Optimizer"], "optimizer"),
     kind([*FIT, "--optimizer", "Adam", "--optimizer.capturable", "true"], "optimizer: If capturable=True"),
     kind([*FIT, "--optimizer", "LBFGS", "--optimizer_state", "kept"], "optimizer_state: LBFGS's", "set fresh"),
     kind([*SCHEDULE, "ExponentialLR", "--lr_scheduler.gamma", "-1"], "lr_scheduler: the learning rate", "is below 0"),
     kind([*SCHEDULE, "LRScheduler"], "lr_scheduler: NotImplementedError"),
-    kind([*SCHEDULE, "LambdaLR"], "lr_scheduler"),
     kind(
         [*SCHEDULE, "OneCycleLR", *ONE_CYCLE, "--trainer.max_epochs", "3"],
         "lr_scheduler: Tried to step 3 times. The specified number of total steps is 2",
@@ -147,12 +139,8 @@ KINDS = [
     kind([*ROUNDS, "ExponentialLR", "--round_lr_scheduler.gamma", ".inf"], "round_lr_scheduler: the learning rate"),
     kind([*FIT, "--trainer.gradient_clip_val", "-1"], "trainer.gradient_clip_val: -1", "is below 0; 0 clips nothing"),
     kind([*FIT, "--trainer.limit_train_batches", "1.5"], "trainer.limit_train_batches: 1.5 is outside [0, 1]"),
-    kind([*FIT, "--trainer.limit_train_batches", "-1"], "trainer.limit_train_batches: -1 is outside [0, 10"),
     kind([*FIT, "--trainer.limit_train_batches", "0.001"], "trainer.limit_train_batches: 0.001 of", "is none"),
-    kind([*FIT, "--trainer.max_steps", "-5"], "trainer.max_steps: -5 is outside [-1, 10"),
-    kind([*FIT, "--trainer.accumulate_grad_batches", "-1"], "trainer.accumulate_grad_batches: -1 is outside"),
     kind([*FIT, "--trainer.precision", "16-mixed"], "trainer.precision: 16-mixed is not to be had on the cpu"),
-    kind([*FIT, "--trainer.precision", "16-mixed", "--trainer.accelerator", "auto"], "16-mixed is not to be had"),
     kind([*FIT, "--algorithm.tau", ".nan"], "algorithm.tau: nan is no finite number; the paper uses 0.08"),
     kind([*FIT, "--algorithm.loss_terms+", "{class_path: Proximal, init_args: {mu: .inf}}"], "algorithm.mu: inf"),
     kind([*FIT, "--engine", "ProcessesEngine", "--engine.threads", "100000"], "engine.threads: 100000 is outside"),
@@ -185,13 +173,6 @@ def test_no_trainer_is_told_of_as_such(tmp_path, monkeypatch):
     assert code == 2
     assert "trainer: it needs lines `key: value`, it holds null" in err
     assert not (tmp_path / "here").exists()
-
-
-def test_the_corrected_command_runs_in_the_same_place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY.replace("rounds: 3", "rounds: 1"))
-    assert run(*FIT, "--optimizer.lr", ".nan").code == 2
-    assert run(*FIT).code == 0
 
 
 # --- Torch's optimizers and schedules by name ---

@@ -1,14 +1,12 @@
 """The unit of work stands alone: in another order, in another process, the bytes are the same."""
 
-import multiprocessing
-import pickle
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, experiment, same_bytes, task_of_round, untimed
-from task_runners import Backwards, run_pickled
+from experiments import experiment, same_bytes, task_of_round, untimed
+from task_runners import Backwards
 
 from fl_lightning.algorithms import (
     UAPDFL,
@@ -21,7 +19,7 @@ from fl_lightning.algorithms import (
 )
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines import Engine, SequentialEngine, Task
+from fl_lightning.engines import Engine, SequentialEngine
 from fl_lightning.engines.base import in_client_order
 from fl_lightning.evaluation.evaluation import Evaluation
 
@@ -69,25 +67,6 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
     assert events == [(what, client) for client in clients for what in ("fit", "fold")]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("algorithm", [pytest.param(FedAvg(buffers="local"), marks=pytest.mark.slow), FedSKC()])
-def test_a_spawned_process_gives_the_same_bytes(tmp_path, algorithm):
-    run = experiment(tmp_path, algorithm, model=NormMLP, rounds=2)
-    run.fit()
-    client = run.server.participants(2)[0]
-    download, memory = run.server.download(3, client), run.memory.get(client, {})
-    task = Task(3, client, download, memory, lr_scale=0.5, evaluate=True, evaluate_globally=True)
-    here = run.worker.run(task)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        there = pickle.loads(pool.apply(run_pickled, (pickle.dumps((run.worker, task)), torch.get_num_threads())))
-    assert here.failure is None
-    assert same_bytes(here.upload.tensors, there.upload.tensors)
-    assert here.upload.numbers == there.upload.numbers
-    assert here.memory.keys() == there.memory.keys()
-    assert all(same_bytes(here.memory[name], there.memory[name]) for name in here.memory)
-    assert (here.losses, here.local, here.on_global) == (there.losses, there.local, there.on_global)
-
-
 class Breaks(SequentialEngine):
     """Cannot carry anything out; notes that it is let go of."""
 
@@ -107,36 +86,6 @@ def test_an_engine_is_let_go_of_however_a_run_ends(tmp_path, algorithm):
     with pytest.raises(ConfigError, match="it is broken"):
         experiment(tmp_path, algorithm(), engine=engine).fit()
     assert engine.closed == 1
-
-
-class Fits(LossTerm):
-    """How many fits the term has begun."""
-
-    def __init__(self):
-        super().__init__()
-        self.begun = 0
-
-    def begin(self, module):
-        self.begun += 1
-
-    def forward(self, step):
-        return step.logits.sum() * 0 + self.begun
-
-
-def test_each_fit_has_a_module_of_its_own(tmp_path):
-    run = experiment(tmp_path, FedAvg(loss_terms=[Fits()]), evaluation=Evaluation(client_model="received"))
-    run.fit()
-    assert [row["client/train_fits"] for row in run.csv.rows] == [1.0, 1.0, 1.0]
-
-
-def test_a_task_leaves_no_trace_in_the_worker(tmp_path):
-    run = experiment(tmp_path, FedSKC(), rounds=2)
-    run.fit()
-    task = task_of_round(run, 2, run.server.participants(2)[0])
-    first = run.worker.run(task)
-    for other in run.server.participants(1):
-        run.worker.run(task_of_round(run, 1, other))
-    assert same_bytes(first.upload.tensors, run.worker.run(task).upload.tensors)
 
 
 class Vandal(LossTerm):

@@ -213,33 +213,19 @@ def filled(x: Tensor) -> Tensor:
 WAITS = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool((x > 0).any()),
-    "int": lambda x: int(x.argmax()),
-    "list": lambda x: x.sum(dim=1).tolist(),
     "copy": lambda x: x.cpu(),
-    "array": lambda x: x.numpy(),
-    "comparison": lambda x: 1 if x.sum() > 0 else 0,
-    "nonzero": torch.nonzero,
     "mask": lambda x: x[x > 0],
     "mask as target": masked,
-    "masked_select": lambda x: x.masked_select(x > 0),
     "unique": lambda x: x.unique(),
-    "unique rows": lambda x: x.unique(dim=0),
-    "runs": lambda x: x.flatten().unique_consecutive(),
     "bincount": lambda x: x.argmax(dim=1).bincount(),
-    "equal": lambda x: torch.equal(x, x + 1),
-    "allclose": lambda x: torch.allclose(x, x + 1),
     "repeats": lambda x: x.repeat_interleave(x.argmax(dim=1), dim=0),
-    "where": lambda x: torch.where(x > 0),
     "singular values": lambda x: torch.linalg.svdvals(x),
 }
 GOES_ON = {
     "one_hot": lambda x: F.one_hot(x.argmax(dim=1), 10),
     "fill": filled,
-    "where": lambda x: torch.where(x > 0, x, 0),
     "rows": lambda x: x[x.argmax(dim=1) % len(x)],
-    "norm": lambda x: torch.linalg.vector_norm(x),
     "repeats": lambda x: x.repeat_interleave(2, dim=0),
-    "sorted": lambda x: x.sort(dim=1),
 }
 
 
@@ -255,12 +241,11 @@ class Looking(LossTerm):
         return 0 * step.logits.sum()
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("what", "seconds"), [*((what, 1.0) for what in WAITS), ("item", 0.0), ("mask", 0.0)])
 def test_a_step_that_waits_is_seen(tmp_path: Any, watched: Waits, what: str, seconds: float) -> None:
     run_briefly(watched, tmp_path, FedAvg(loss_terms=[Looking(WAITS[what])]), rounds=1, **trains(seconds))
-    home = "Looking.forward" if WAITS[what] is torch.nonzero else "masked" if WAITS[what] is masked else "<lambda>"
-    assert waiting_in(watched) == {home}
+    assert waiting_in(watched) == {"masked" if WAITS[what] is masked else "<lambda>"}
 
 
 @pytest.mark.parametrize("what", GOES_ON)

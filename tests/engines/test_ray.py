@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 from experiments import experiment
-from killed_runs import FIRST_ROUND, FIVE, command_line, survive_kills
 from methods import FEW_QUICK, METHODS, assert_same_run
 from worker_processes import Deadly, Harmless, Witness
 
@@ -68,7 +67,7 @@ def both(tmp_path, engine, name):
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     warm_up(tmp_path, engine)
     assert_same_run(*both(tmp_path, engine, name))
-    nodes = {actor_node(member) for member in engine._pool_workers}
+    nodes = {actor_node(one) for one in engine._pool_workers}
     assert len(nodes) == len(engine._pool_workers) == 2
 
 
@@ -78,20 +77,20 @@ def test_an_actor_has_its_threads_and_a_fit_for_several(tmp_path, engine):
     assert run.csv.rows[0]["client/train_witness"] == 1001
 
 
-def actor_node(member):
+def actor_node(actor):
     import ray
 
     def where(host):  # by value: it is asked of an actor that knows nothing of the tests
         return ray.get_runtime_context().get_node_id()
 
-    return ray.get(member._actor.__ray_call__.remote(where))
+    return ray.get(actor._actor.__ray_call__.remote(where))
 
 
 def warm_up(tmp_path, engine):
     """Run short experiments until both workers are there."""
     for number in itertools.count():
         experiment(tmp_path / f"warm-{number}", engine=engine, rounds=1).fit()
-        if sum(member.ready for member in engine._pool_workers) == 2:
+        if sum(one.ready for one in engine._pool_workers) == 2:
             return
 
 
@@ -119,7 +118,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
             self.rounds += 1
             for result in super().run(worker, tasks):
                 if self.rounds == 2 and cluster.worker_nodes:
-                    self.struck = [len(member.tasks) for member in self._pool_workers]
+                    self.struck = [len(one.tasks) for one in self._pool_workers]
                     cluster.remove_node(next(iter(cluster.worker_nodes)))
                 yield result
 
@@ -147,15 +146,6 @@ def test_a_signal_waits_for_a_safe_point(tmp_path, engine, signum):
     with pytest.raises(Interrupted, match=f"stopped by {signum.name} after round 1 of 3"):
         run.fit()
     assert run.checkpoints.rounds() == [1, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("begun", ["config.yaml", FIRST_ROUND])
-@pytest.mark.parametrize("method", FIVE)
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, cluster, engine, method, begun):
-    RayEngine.close(engine)  # there is room for one run's actors
-    words = ["--engine", "RayEngine", "--engine.address", cluster.address]
-    survive_kills(command_line(method), tmp_path, 1, *words, begun=begun)
 
 
 # --- What cannot work ---
@@ -190,17 +180,14 @@ def test_bad_arguments_are_named(arguments, words):
 @pytest.mark.parametrize(
     ("node", "threads", "gpus", "places"),
     [
-        ({"CPU": 8.0}, 1, 0, 8),
         ({"CPU": 8.0}, 3, 0, 2),
-        ({"CPU": 8.0, "GPU": 2.0}, 1, 1, 2),
         ({"CPU": 8.0, "GPU": 2.0}, 1, 0.4, 4),  # an actor has its part of one GPU, never of two
-        ({"CPU": 3.0, "GPU": 2.0}, 1, 0.4, 3),
         ({"CPU": 8.0, "GPU": 5.0}, 1, 2, 2),
         ({"CPU": 8.0}, 1, 1, 0),
         ({}, 1, 0, 0),
     ],
 )
-def test_a_machine_has_room_for_so_many(node, threads, gpus, places):
+def test_workers_that_fit_on_a_machine(node, threads, gpus, places):
     assert places_on(node, threads, gpus) == places
 
 

@@ -14,7 +14,7 @@ import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
 from methods import FEW_QUICK, METHODS, assert_same_run
 from stacking import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client.module import ClientModule, LossTerm
@@ -75,38 +75,10 @@ def test_optimizers(tmp_path, optimizer):
 
 
 @pytest.mark.thorough
-def test_a_scheduler_that_steers_momentum(tmp_path):
-    compare(tmp_path, lr_scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=3), rounds=2)
-
-
-@pytest.mark.thorough
 def test_augmentation_dropout_and_hooks_draw_what_they_draw_alone(tmp_path):
     plain = digits()
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
     compare(tmp_path, lambda: NoisyUpload(loss_terms=[DrawingHooks()]), scenario=scenario, model=NormMLP, rounds=2)
-
-
-class Where(LossTerm):
-    """Depends on the epoch and step that the module says it is at, and on how many there will be; and logs."""
-
-    def begin(self, module):
-        self.module = [module]
-
-    def begin_epoch(self, module):
-        module.log("began", 1.0 + module.current_epoch)
-
-    def forward(self, step):
-        (module,) = self.module
-        module.log_dict({"here": 1.0})
-        trainer = module.trainer
-        here = 1 + module.current_epoch + 0.1 * module.global_step
-        ahead = trainer.max_epochs + trainer.num_training_batches + 0.1 * trainer.estimated_stepping_batches
-        return step.logits.square().mean() * here * ahead * 1e-2
-
-
-@pytest.mark.thorough
-def test_a_module_sees_its_own_epochs_and_steps(tmp_path):
-    compare(tmp_path, lambda: FedAvg(loss_terms=[Where()]), rounds=1, trainer=CPU)
 
 
 class Stops(LossTerm):
@@ -149,13 +121,6 @@ def ends(tmp_path, seconds, moment, **options):
     run._build()
     tasks = [task_of_round(run, 1, client) for client in (0, 1)]
     return list(SequentialEngine(seconds).run(run.worker, tasks)), method.seen
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", LOCAL_WORK)
-def test_a_fit_ends_where_it_does_alone(tmp_path, name):
-    options = {"trainer": {"accelerator": "cpu", **LOCAL_WORK[name]}, "batch_size": 16}
-    assert ends(tmp_path, 1, None, **options)[1] == ends(tmp_path, 0, None, **options)[1]
 
 
 @pytest.mark.fast_cases(1)
@@ -321,15 +286,7 @@ def test_what_is_meant_for_one_fit_gets_one(tmp_path, fits, method, options):
     assert not any(isinstance(module, shared_fit.SharedFit) for module in fits)
 
 
-def test_callbacks_that_another_package_brings_get_a_fit_for_each_client(tmp_path):
-    run = experiment(tmp_path)
-    run.load()
-    assert shared_fit.can_share_fit(run.worker)
-    run.worker.idle_trainer.callbacks.append(Counts())
-    assert not shared_fit.can_share_fit(run.worker)
-
-
-def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
+def test_own_schedules_and_callbacks_of_plugins_prevent_a_shared_fit(tmp_path):
     class Own:
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -337,9 +294,12 @@ def test_what_cannot_be_stepped_once_an_epoch_is_left_to_lightning(tmp_path):
         def step(self):
             pass
 
-    run = experiment(tmp_path, lr_scheduler=Own)
-    run.load()
-    assert not shared_fit.can_share_fit(run.worker)
+    own, plugin = experiment(tmp_path, lr_scheduler=Own), experiment(tmp_path)
+    for run, shares in ((own, False), (plugin, True)):
+        run.load()
+        assert shared_fit.can_share_fit(run.worker) == shares
+    plugin.worker.idle_trainer.callbacks.append(Counts())
+    assert not shared_fit.can_share_fit(plugin.worker)
 
 
 def test_seconds_below_0_are_refused():

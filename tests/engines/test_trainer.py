@@ -10,7 +10,6 @@ import torch
 from experiments import experiment
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.loops import fit_loop
 
 from fl_lightning.algorithms import FedAvg, FedBABU
 from fl_lightning.client.module import LossTerm
@@ -27,24 +26,6 @@ def test_plugins_and_gpus_are_looked_for_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted GPUs"))
     quiet_trainer({"accelerator": "cpu"})
     assert "lightning.pytorch.callbacks_factory" in asked
-
-
-def test_what_was_remembered_is_what_would_be_found():
-    assert set(trainers._entry_points(group="console_scripts")) == set(registry.entry_points(group="console_scripts"))
-    assert trainers._device_count() == torch.cuda.device_count()
-
-
-def test_other_trainers_look_for_themselves_again():
-    before = registry.entry_points, torch.cuda.device_count
-
-    def broken():
-        with quiet_lightning():
-            assert registry.entry_points is not before[0]
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        broken()
-    assert (registry.entry_points, torch.cuda.device_count) == before
 
 
 def test_callbacks_of_other_packages_are_still_added(monkeypatch):
@@ -124,30 +105,19 @@ def test_what_nobody_knows_yet_is_shown_once_a_run(tmp_path, engine, caplog, cap
     assert "stopped" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.thorough
-def test_a_hook_of_lightnings_own_that_warns_is_heard(tmp_path, monkeypatch):
-    run = fit_loop._FitLoop.on_run_start
-
-    def warning(loop):
-        rank_zero_warn("this fit is not what you think")
-        run(loop)
-
-    monkeypatch.setattr(fit_loop._FitLoop, "on_run_start", warning)
-    with pytest.warns(UserWarning, match="this fit") as shown:
-        experiment(tmp_path, engine=SequentialEngine(0)).fit()
-    assert [str(one.message) for one in shown] == ["this fit is not what you think"]
-
-
 def test_a_warning_that_is_an_error_is_one_in_a_fit(tmp_path):
     with pytest.raises(Exception, match=r"client \d, round 1: UserWarning: the maths have changed"):
         experiment(tmp_path, FedAvg(loss_terms=[Saying("the maths have changed")])).fit()
 
 
-def test_warnings_are_shown_as_before_once_a_fit_is_over():
-    before = warnings.showwarning, list(warnings.filters)
+def test_warnings_and_searches_are_as_before_after_a_fit():
+    def state():
+        return warnings.showwarning, registry.entry_points, torch.cuda.device_count, list(warnings.filters)
+
+    before = state()
     with quiet_lightning():
-        assert warnings.showwarning is not before[0]
-    assert (warnings.showwarning, list(warnings.filters)) == before
+        assert not any(one is other for one, other in zip(before, state(), strict=True))
+    assert state() == before
 
 
 @pytest.mark.fast_cases(1)
@@ -181,23 +151,8 @@ def test_no_environment_variable_is_a_trainers_option(tmp_path, monkeypatch):
     ]
 
 
-def test_every_option_of_a_trainer_is_stated():
-    made = {}
-
-    class Asked(L.Trainer):
-        def __init__(self, **options):
-            made.update(options)
-            super().__init__(**options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(L, "Trainer", Asked)
-        quiet_trainer({"accelerator": "cpu"})
-    assert made.keys() == trainers.DEFAULTS.keys()
-    assert made["accelerator"] == "cpu"
-
-
-@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
-def test_a_rounding_that_the_environment_asks_for_is_told_of(tmp_path, monkeypatch, name):
+def test_an_environment_variable_that_changes_rounding_is_reported(tmp_path, monkeypatch):
+    name = "ONEDNN_DEFAULT_FPMATH_MODE"
     monkeypatch.setenv(name, "BF16")
     with pytest.warns(UserWarning, match=f"^{name} is BF16: torch may round float32 products to fewer bits"):
         experiment(tmp_path)._build()
