@@ -26,7 +26,7 @@ from fl_lightning import FederatedOrchestrator, LocalTraining
 from fl_lightning.algorithms import UAPDFL, Algorithm, CwFedAvg, FedAvg, FedDW, FedProx, FedSiamDA, FedSKC
 from fl_lightning.data import IID, Arrays, Scenario
 from fl_lightning.data.loaders import Batches, ClientDataModule
-from fl_lightning.engines.trainer import lightning_silenced
+from fl_lightning.engines.trainer import quiet_lightning
 from fl_lightning.models import CNN4, Head
 
 METHODS = {
@@ -93,7 +93,7 @@ def epoch(run: FederatedOrchestrator) -> float:
     batches = Batches(data.x_train, data.y_train, run.data.shards[0].train, BATCH, seed=0)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     clock = Clock()
-    with lightning_silenced():
+    with quiet_lightning():
         trainer = L.Trainer(max_epochs=2, devices=1, limit_val_batches=0, callbacks=[clock], **quiet)
         trainer.fit(module, datamodule=ClientDataModule(batches, run.worker.client_data.ready_to_train))
     return clock.epochs[1]

@@ -22,7 +22,7 @@ MOST = 10**9
 """Maximum of the epochs, steps or batches of a client's fit."""
 
 IN_FULL = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-"""Lightning's short names of precisions."""
+"""Full names of Lightning's short names of precisions."""
 
 OWN_TRAINING = ("training_step", "configure_optimizers")
 """Methods of a LightningModule that define its training."""
@@ -35,14 +35,7 @@ ROUNDING = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse Trainer options that do not apply to a client's fit, and numbers out of range.
-
-    Args:
-        options: Keyword arguments of `Trainer`.
-
-    Raises:
-        ConfigError: Names the key.
-    """
+    """Refuse Trainer options that do not apply to a client's fit, and numbers out of range."""
     for name in options:
         if name not in TRAINER_KEYS:
             raise ConfigError(refused(name))
@@ -56,11 +49,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_share(trainer: L.Trainer, batches: int) -> None:
-    """Refuse a fraction of batches that leaves no batch for the client with the fewest.
-
-    Raises:
-        ConfigError: It is.
-    """
+    """Refuse a fraction of batches that leaves no batch for the client with the fewest."""
     share = trainer.limit_train_batches
     if isinstance(share, float) and share * batches < 1:
         raise ConfigError(
@@ -74,10 +63,7 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
     Args:
         trainer: The trainer.
-        options: The keyword arguments that it was made with.
-
-    Raises:
-        ConfigError: Names the key.
+        options: The keyword arguments that it was built with.
     """
     if trainer.world_size > 1:
         raise ConfigError(
@@ -99,11 +85,7 @@ def check_trainer(trainer: L.Trainer, options: Mapping[str, Any]) -> None:
 
 
 def warn_of_environment(device: torch.device) -> None:
-    """Warn of environment variables that would be Lightning's options, which are ignored, or that change rounding.
-
-    Args:
-        device: Where clients train.
-    """
+    """Warn of environment variables that are ignored, or that change rounding on the training device."""
     for name in DEFAULTS:
         if os.environ.get(variable := f"PL_TRAINER_{name.upper()}"):
             warnings.warn(f"{variable} is set, and not heeded: a run is what its config says", stacklevel=2)
@@ -116,11 +98,7 @@ def warn_of_environment(device: torch.device) -> None:
 
 
 def warn_of_ignored_training(model: torch.nn.Module) -> None:
-    """Warn if the model is a LightningModule: its forward is used, but not its training step or optimizer.
-
-    Args:
-        model: The model.
-    """
+    """Warn if the model is a LightningModule: its forward is used, but not its training step or optimizer."""
     kinds = {type(module) for module in model.modules() if isinstance(module, L.LightningModule)}
     for kind in sorted(kinds, key=lambda kind: kind.__name__):
         own = [name for name in OWN_TRAINING if getattr(kind, name) is not getattr(L.LightningModule, name)]
@@ -133,13 +111,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
     """Refuse an optimizer with a number that is not finite, or one that cannot step on dense gradients.
 
     Args:
-        optimizer: A fit's optimizer, over parameters that nobody needs any more: it steps.
-        trainer: A fit's trainer.
-        kept: Whether its state must be such as can be kept from round to round.
+        optimizer: An optimizer over parameters that are not needed any more, because it takes a step.
+        trainer: The trainer of a fit.
+        kept: Whether its state is kept from round to round, which not every optimizer supports.
 
     Raises:
-        ConfigError: Names the option.
-        Exception: Whatever the optimizer says to such a step.
+        ConfigError: An option is not finite.
+        Exception: Errors of the optimizer's step.
     """
     for group in optimizer.param_groups:
         for name, value in group.items():
@@ -156,19 +134,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: 
 
 
 def check_schedule(module: ClientModule, epochs: int) -> None:
-    """Refuse a schedule that ends before the fit does, or that sets learning rates to something else than numbers.
-
-    Args:
-        module: A client's module.
-        epochs: How many epochs a fit has, at most.
-
-    Raises:
-        ConfigError: Names what is wrong.
-    """
+    """Refuse a schedule that ends before the last epoch of a fit, or whose learning rates are not numbers."""
     if module.scheduler_factory:
         optimizer = module.optimizer_for(module.backbone.parameters())
         rates = learning_rates("lr_scheduler", optimizer, module.scheduler_factory)
-        for _ in islice(rates, min(epochs + 1, LOOK_AHEAD)):  # one more: it takes a step after the last epoch, too
+        for _ in islice(rates, min(epochs + 1, LOOK_AHEAD)):  # one more for the step after the last epoch
             pass
 
 

@@ -43,38 +43,28 @@ def refused(kind: type) -> str | None:
 
 
 def check_client_callbacks(given: Sequence[Callback]) -> None:
-    """Refuse callbacks that do not work in a client's fit or cannot be copied.
-
-    Args:
-        given: The callbacks, as they were given.
-
-    Raises:
-        ConfigError: Names the callback, and what to use in its place.
-    """
+    """Refuse callbacks that do not work in a client's fit or cannot be copied."""
     for callback in given:
         name = f"client_callbacks: {type(callback).__name__}"
-        if mend := refused(type(callback)):
-            raise ConfigError(f"{name} makes no sense in a client's fit: {mend}")
+        if fix := refused(type(callback)):
+            raise ConfigError(f"{name} makes no sense in a client's fit: {fix}")
         try:
             copy.deepcopy(callback)
-        except Exception as error:  # whatever an object's own copying raises
+        except Exception as error:  # __deepcopy__ may raise anything
             raise ConfigError(f"{name} cannot be copied, and each fit has a copy: {one_line(error)}") from error
 
 
 def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: ClientModule) -> None:
-    """Call the set-up of the callbacks, so that what they refuse is refused before round 1.
+    """Call `setup` of the callbacks, so that their errors appear before round 1.
 
     Args:
-        given: The callbacks, as they were given.
-        trainer: A trainer that never fits.
-        module: A client's module that nobody needs any more: a callback may change it.
-
-    Raises:
-        ConfigError: Names the callback.
+        given: The callbacks.
+        trainer: A trainer that is never fitted.
+        module: A client's module that is not needed any more, because a callback may change it.
     """
     losses = ["loss", *module.loss_names]
     known = type(module) is ClientModule and all(type(one) in (EarlyStopping, Timer) for one in given)
-    metrics = [f"train_{name}" for name in losses if known]  # others may log what they like
+    metrics = [f"train_{name}" for name in losses if known]  # other modules and callbacks may log more
     for callback in copy.deepcopy(list(given)):
         name = f"client_callbacks: {type(callback).__name__}"
         if isinstance(callback, EarlyStopping):
@@ -86,8 +76,8 @@ def set_up_callbacks(given: Sequence[Callback], trainer: L.Trainer, module: Clie
 def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[str]) -> None:
     unmeasured = "a client's fit has no validation"
     if callback.monitor.startswith(("val_", "test_")):
-        mend = "monitor train_loss, or stop the run by EarlyStopping under callbacks"
-        raise ConfigError(f"{name}.monitor: {callback.monitor}: {unmeasured}; {mend}")
+        fix = "monitor train_loss, or stop the run by EarlyStopping under callbacks"
+        raise ConfigError(f"{name}.monitor: {callback.monitor}: {unmeasured}; {fix}")
     if metrics and callback.monitor not in metrics:
         raise ConfigError(f"{name}.monitor: there is no metric {callback.monitor!r}; there are {', '.join(metrics)}")
     if callback._check_on_train_epoch_end is False:
@@ -95,22 +85,14 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
 
 
 def callback_options(given: Sequence[Callback]) -> dict[str, Any]:
-    """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log.
-
-    Args:
-        given: The callbacks, as they were given; nothing that a fit leaves behind reaches them.
-    """
+    """Return Trainer arguments for a fit with callbacks: copies of them, and a logger that collects what they log."""
     if not given:
         return {}
     return {"callbacks": copy.deepcopy(list(given)), "logger": MetricRecorder(), "log_every_n_steps": 1}
 
 
 class MetricRecorder(Logger):
-    """A logger that keeps the last value of each metric in memory.
-
-    Attributes:
-        shown: The values by name.
-    """
+    """A logger that keeps the last value of each metric in memory, in `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,20 +115,20 @@ class MetricRecorder(Logger):
 
 
 def logged_metrics(trainer: L.Trainer, losses: Mapping[str, float]) -> dict[str, float]:
-    """Return what callbacks logged in a fit, by name: the last value of each metric.
+    """Return the last value of each metric that was logged in a fit, by name.
 
-    That is what `log` of the callbacks or of the client's module was given, a mean over the last epoch where it was
-    told so (`on_epoch=True`), and what callbacks told the fit's logger.
+    These are values of `log` of the callbacks and of the client's module, averaged over the last epoch with
+    `on_epoch=True`, and values that callbacks sent to the fit's logger.
 
     Args:
-        trainer: The fit's trainer, which is done.
-        losses: The fit's losses, as the run has them already.
+        trainer: The trainer of the finished fit.
+        losses: The losses of the fit, which the run records by itself.
     """
     found: dict[str, float] = {}
     for recorder in trainer.loggers:
         if isinstance(recorder, MetricRecorder):
             for name, value in {**recorder.metrics, **trainer.callback_metrics}.items():
                 if name != "epoch" and name.removeprefix("train_") not in losses:
-                    with suppress(TypeError, ValueError, RuntimeError):  # no number: text, or a tensor of several
+                    with suppress(TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
                         found[name] = float(value)
     return found

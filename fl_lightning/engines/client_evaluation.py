@@ -17,8 +17,8 @@ from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 
 SAMPLES, CHUNK, TOLERANCE = 8, 2, 0.05
-"""Samples that a network is tried on, at once and so many at a time, and how near its outputs must be: precision may be
-half, and a network that looks at its batch is far off."""
+"""Number of samples that a network is tried on, size of parts, and how close the outputs of whole and parts must be.
+Half precision needs some tolerance; outputs that depend on the batch are far off."""
 
 
 def evaluate_untrained(
@@ -36,20 +36,16 @@ def evaluate_untrained(
 
 
 def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
-    """Carry out tasks. Those that only score one and the same model are done together, in this process.
+    """Yield the results of tasks in any order. Tasks that only score the same model are run together, in this process.
 
-    For a thousand small test splits that takes a tenth of the time. Which tasks these are is the same for all engines:
-    where the algorithm sends all clients the same and does nothing to it, the tasks of clients that keep no part of the
-    network. The results are those of one by one, but that sums are split otherwise; they tell nothing of what the
-    client keeps.
+    For a thousand small test splits this takes a tenth of the time. It applies with every engine if the algorithm sends
+    all clients the same model and does not change it, to clients that keep no part of the network. The scores are the
+    same except for rounding. Client states are not part of these results.
 
     Args:
         engine: Carries out the other tasks.
-        worker: What all tasks have in common.
-        tasks: The tasks; downloads are the algorithm's.
-
-    Yields:
-        One result a task, in any order.
+        worker: The worker object.
+        tasks: The tasks.
     """
     one_model = sends_one_model(worker)
     first: Task | None = None
@@ -58,7 +54,8 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
     def others() -> Iterator[Task]:
         nonlocal first
         for task in tasks:
-            if one_model and only_scores(task) and not task.memory.get(OWN):
+            only_scores = task.evaluate and not (task.fit or task.upload or task.evaluate_globally)
+            if one_model and only_scores and not task.memory.get(OWN):
                 first = first or replace(task, memory={})
                 clients.append(task.client)
             else:
@@ -71,24 +68,13 @@ def evaluate_clients(engine: Engine, worker: Worker, tasks: Iterable[Task]) -> I
 
 
 def sends_one_model(worker: Worker) -> bool:
-    """Return whether all clients that keep no part of the network are scored with one and the same model."""
+    """Return whether all clients that keep no part of the network are scored with the same model."""
     algorithm = worker.algorithm
     return algorithm.starts_alike and algorithm.aggregator.sends_one_model and algorithm.module_class is ClientModule
 
 
-def only_scores(task: Task) -> bool:
-    """Return whether a task only asks for the score on the client's own test split."""
-    return task.evaluate and not (task.fit or task.upload or task.evaluate_globally)
-
-
 def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[Result]:
-    """Return the results of a task for each of these clients, or nothing if they must be scored one by one.
-
-    Args:
-        worker: The worker.
-        task: The task of one of them.
-        clients: Their ids.
-    """
+    """Return the results of a task for each of these clients, or an empty list if they must be scored one by one."""
     try:
         module = worker.modules.receive(task)
         with inference(module, worker.idle_trainer):
@@ -96,7 +82,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
             if not is_per_sample(module, x[:SAMPLES]):
                 return []
             scores = worker.scorer.local_scores(module, clients)
-    except BaseException as error:  # nobody's in particular: one by one, whose it is says so
+    except BaseException as error:  # of no client in particular: one by one, the client is known
         if interrupts(error):
             raise
         return []
@@ -107,7 +93,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:
     """Return whether a network's output for a sample depends on that sample alone and draws no random numbers.
 
-    Not one with BatchNorm that keeps no statistics, or whose dropout never ends.
+    This is false for BatchNorm without running statistics and for dropout in eval mode.
     """
     states = RandomStates(x.device)
     whole, parts = module(x), torch.cat([module(part) for part in x.split(CHUNK)])

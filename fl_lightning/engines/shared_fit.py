@@ -99,7 +99,7 @@ class SharedFit(L.LightningModule):
         return range(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Enter no precision context: each step of a client enters it."""
+        """Do nothing. This hook runs in the precision context, which each step of a client enters by itself."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Run tasks."""

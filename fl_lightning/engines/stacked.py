@@ -32,17 +32,18 @@ HOOKS = ("check_fit", "on_fit_start", "on_train_epoch_start", "on_train_epoch_en
 class StackedEngine(Engine):
     """Trains several clients at once, as one batched model in one `Trainer.fit`.
 
-    For small models, whose steps cost more in Python than in arithmetic, and for GPUs that one client leaves idle. The
-    results are the sequential engine's but for rounding. Each client has its own batches, random numbers, losses,
-    optimizer state and BatchNorm statistics, and may fail alone. A step takes the clients whose next batches are of
-    one size: full ones first and, at the end of an epoch, incomplete ones size by size.
+    Use it for small models, whose steps take more time in Python than in arithmetic, and for GPUs that one client does
+    not keep busy. The results are the sequential engine's except for rounding. Each client has its own batches, random
+    numbers, losses, optimizer state and BatchNorm statistics. If a client fails, the others continue. A step takes the
+    clients whose next batches have the same size.
 
-    It needs loss terms that only compute, an optimizer of `OPTIMIZERS` and a model that `torch.vmap` can batch, and
-    refuses others before round 1. Where that shows only later, clients are trained one after another, with a warning.
+    It needs loss terms that change nothing, an optimizer of `OPTIMIZERS` and a model that `torch.vmap` can batch.
+    Others are refused before round 1. If a problem appears later, clients are trained one after another, with a
+    warning.
 
     Args:
-        clients: How many clients are stacked at most; memory grows with it. The last digits of the results may depend
-            on it, as on any other change of how sums are split.
+        clients: Maximum number of clients that are stacked. Memory use grows with it. Results may depend on it by
+            rounding.
 
     Raises:
         ConfigError: `clients` is below 2.
@@ -90,12 +91,7 @@ class StackedEngine(Engine):
 
 
 def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
-    """Return the results of tasks that are trained together.
-
-    Args:
-        worker: The worker.
-        tasks: Tasks of one round, with training.
-    """
+    """Train the tasks of one round together and yield their results."""
     clients = []
     for task in tasks:
         try:
@@ -104,7 +100,7 @@ def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
             yield failed(task, error)
     try:
         states = train_together(worker, clients) if clients else {}
-    except BaseException as error:  # nobody's in particular: one by one, each says what is its own
+    except BaseException as error:  # of no client in particular: one by one, each client reports its own error
         if interrupts(error):
             raise
         warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
@@ -128,23 +124,19 @@ def train_together(worker: Worker, clients: Sequence[Client]) -> dict[int, Tenso
     return stacked_fit.optimizer_states() if worker.keeps_optimizer else {}
 
 
-# --- What it refuses ---------------------------------------------------------------------------------------------
+# --- Refusals ------------------------------------------------------------------------------------------------------
 
 
 def refusal(what: str, why: str) -> ConfigError:
-    """Return the error that says what cannot be stacked."""
+    """Return the error about something that cannot be stacked."""
     return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
 
 
 def check_module(module: ClientModule) -> None:
-    """Refuse a client module that overrides training steps or the optimizer.
-
-    Raises:
-        ConfigError: Names what is in the way.
-    """
-    kind = type(module)
+    """Refuse a client module that overrides its training, and optimizers and schedules that cannot be stacked."""
+    kind, find = type(module), inspect.getattr_static
     for name in dir(ClientModule):
-        if not name.startswith("__") and name not in HOOKS and own(kind, name) is not own(ClientModule, name):
+        if not name.startswith("__") and name not in HOOKS and find(kind, name) is not find(ClientModule, name):
             raise refusal(kind.__name__, f"it has a {name} of its own")
     optimizer = module.optimizer_for(module.backbone.parameters())
     if type(optimizer) not in [getattr(torch.optim, name) for name in OPTIMIZERS]:
@@ -155,17 +147,8 @@ def check_module(module: ClientModule) -> None:
             raise refusal(f"lr_scheduler {type(schedule).__name__}", "it is not stepped once an epoch")
 
 
-def own(kind: type, name: str) -> object:
-    """Return an attribute of a class without resolving descriptors."""
-    return inspect.getattr_static(kind, name)
-
-
 def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Try a stacked step of the backbone alone, then with each active loss term.
-
-    Raises:
-        ConfigError: Names the model or the loss term.
-    """
+    """Try a stacked step of the backbone alone, then with each active loss term, and name what fails."""
     backbone = clients[0].backbone
     for part in backbone.modules():
         if isinstance(part, nn.RNNBase):
@@ -182,11 +165,7 @@ def check_steps(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
-    """Run a stacked step of clients with initial weights on one batch.
-
-    Raises:
-        Exception: It cannot be done.
-    """
+    """Run a stacked step of clients with initial weights on one batch."""
     steps = [StepContents(ClientStep(client)) for client in clients]
     shapes = [step.shape() for step in steps]
     if path := difference(*shapes):
@@ -204,6 +183,6 @@ def try_step(clients: Sequence[ClientModule], x: Tensor, y: Tensor) -> None:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error."""
+    """Return the first sentence of an error's message."""
     text = one_line(error) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

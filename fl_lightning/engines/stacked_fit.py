@@ -42,15 +42,15 @@ class Client:
     """One of the clients that are trained together.
 
     Args:
-        task: What it is to do.
-        module: Its module, as it starts on the task, on the training device.
-        batches: What it trains on.
-        random_states: Where its random generators are.
-        work: How many steps it takes.
-        error: Why it trains no more, if it does not.
+        task: Its task.
+        module: Its module at the start of the task, on the training device.
+        batches: Its training batches.
+        random_states: Its random states.
+        work: Its number of steps.
+        error: The error that ended its training, if any.
 
     Attributes:
-        progress: Its module's trainer, once the fit has begun.
+        progress: The trainer of its module, once the fit has begun.
     """
 
     task: Task
@@ -63,21 +63,16 @@ class Client:
 
     @classmethod
     def start(cls, worker: Worker, task: Task) -> Client:
-        """Prepare a client for the start of its fit.
-
-        Args:
-            worker: The worker.
-            task: The client's task.
-        """
+        """Return a client that is ready to start its fit."""
         module = worker.modules.receive(task)
         random_states = RandomStates(worker.device)
         batches = worker.client_data.batches(task)
-        if worker.device.type != "cpu":  # where it is already; looking at every part takes time
+        if worker.device.type != "cpu":  # modules are built on the CPU, and `to` takes time
             module.to(worker.device)
         return cls(task, module.train(), batches, random_states, LocalWork.under(worker.idle_trainer, len(batches)))
 
     def steps_in(self, epoch: int) -> int:
-        """Number of steps that the client takes in an epoch; 0 once it has failed or was asked to stop."""
+        """Return the number of steps of the client in an epoch; 0 if it has failed or was stopped."""
         return 0 if self.error or self.progress.should_stop else self.work.steps_in(epoch)
 
     @contextmanager
@@ -102,7 +97,7 @@ class StackedBatch:
     """The batches of one step, all of the same size.
 
     Args:
-        rows: Whose they are, ascending.
+        rows: Ascending rows of their clients.
         x: `(n, B, ...)`.
         y: `(n, B)`.
     """
@@ -131,15 +126,15 @@ class StackedFit(L.LightningModule):
     def __init__(self, clients: Sequence[Client], data: LoadedData, alone: L.Trainer) -> None:
         super().__init__()
         self.automatic_optimization = False
-        # Those that take most steps first: the ones still at work are then consecutive rows, views of the stacks.
-        # Those of as many samples stay together: their steps are the same to the end.
+        # Clients with most steps first, so that active clients stay consecutive rows, which are views of the stacks.
+        # Clients with equal numbers of samples are neighbours, because their batches always have the same size.
         self.clients = sorted(clients, key=lambda c: (-c.work.per_epoch, -len(c.batches.index), c.task.client))
         self.data, self.alone = data, alone
         tensors = [dict(tensors_of(client.module.backbone)) for client in self.clients]
         self.stacks = {name: torch.stack([own[name].detach() for own in tensors]) for name in tensors[0]}
-        self.tensors: list[Tensors] = []  # each client's own, which are rows of the stacks
-        self.begun: list[Client] = []  # those that have begun the epoch under way
-        self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, their tensors and losses in the step under way
+        self.tensors: list[Tensors] = []  # rows of the stacks, for each client
+        self.begun: list[Client] = []  # clients that take part in the current epoch
+        self.parts: list[tuple[list[int], Tensors, Tensor]] = []  # rows, tensors and losses of the current step
         self.kinds: list[tuple[StackedStep, dict[int, int]]] = []
         self.observes = any(piece.observes for client in clients for piece in client.module.pieces())
         self.hooked = any(overrides_epoch_hooks(client.module) for client in clients)
@@ -155,7 +150,7 @@ class StackedFit(L.LightningModule):
         """Return the final optimizer state of each client."""
         return {client.task.client: self.blocks.state_of(row) for row, client in enumerate(self.clients)}
 
-    # --- What a client's own fit would do around its steps ---
+    # --- Hooks of the clients' modules ---
 
     def train_dataloader(self) -> StackedBatches:
         """Return the loader of the clients' batches."""
@@ -183,7 +178,7 @@ class StackedFit(L.LightningModule):
         """End the epoch of each client, and step the scheduler.
 
         Raises:
-            ConfigError: A step has changed what it should only read.
+            ConfigError: A step has changed what it may only read.
         """
         if not self.observes:
             for step_of_all, _ in self.kinds:
@@ -200,7 +195,7 @@ class StackedFit(L.LightningModule):
         """Replace the clients' weights and buffers by rows of the stacked tensors.
 
         Raises:
-            ConfigError: A hook has put another parameter or buffer in the place of one.
+            ConfigError: A hook has replaced a parameter or buffer.
         """
         before, self.tensors = self.tensors, [dict(tensors_of(client.module.backbone)) for client in self.clients]
         for earlier, own in zip(before, self.tensors, strict=False):  # none before the first epoch
@@ -213,7 +208,7 @@ class StackedFit(L.LightningModule):
                     own[name].data = place
 
     def _look(self) -> None:
-        """Group the clients that can be stacked with each other in their present state."""
+        """Group the clients that can be stacked with each other in their current state."""
         kinds: list[tuple[dict[str, Any], list[int], list[StepContents]]] = []
         for row, client in enumerate(self.clients):
             if client.steps_in(self.current_epoch):
@@ -239,17 +234,16 @@ class StackedFit(L.LightningModule):
     def on_after_batch_transfer(self, batch: StackedBatch, dataloader_idx: int) -> StackedBatch:
         """Prepare all batches at once; augment each client's batch with its own random numbers."""
         x = self.data.prepare(batch.x.flatten(0, 1)).unflatten(0, batch.x.shape[:2])
-        if self.data.augment:
-            x = torch.stack([self._augmented(row, own) for row, own in zip(batch.rows, x, strict=True)])
+        if augment := self.data.augment:
+            augmented = []
+            for row, own in zip(batch.rows, x, strict=True):
+                with self.clients[row].random_states.drawing():
+                    augmented.append(augment(own))
+            x = torch.stack(augmented)
         return StackedBatch(batch.rows, self.trainer.precision_plugin.convert_input(x), batch.y)
 
-    def _augmented(self, row: int, x: Tensor) -> Tensor:
-        assert self.data.augment is not None
-        with self.clients[row].random_states.drawing():
-            return self.data.augment(x)
-
     def training_step(self, batch: StackedBatch, batch_idx: int) -> None:
-        """Compute the losses of the clients of a batch, one group of stackable clients after another."""
+        """Compute the losses of the clients in a batch, group by group."""
         self.parts = []
         for step_of_all, places in self.kinds:
             chosen = [i for i, row in enumerate(batch.rows) if row in places]
@@ -265,11 +259,11 @@ class StackedFit(L.LightningModule):
                     self._observe(rows, output, x, y)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compute gradients and step the optimizer, outside of the precision context as in a single client's fit."""
+        """Compute gradients and step the optimizer, outside of the precision context as in a client's own fit."""
         optimizer = self.trainer.optimizers[0]
         for rows, tensors, loss in self.parts:
             self.manual_backward(loss.sum())
-            self._hand_out(rows, tensors)
+            self._set_gradients(rows, tensors)
             for row in rows:
                 self.clients[row].progress.global_step += 1
         optimizer.step()
@@ -283,11 +277,11 @@ class StackedFit(L.LightningModule):
             for name, value in self.stacks.items()
         }
 
-    def _hand_out(self, rows: list[int], tensors: Tensors) -> None:
+    def _set_gradients(self, rows: list[int], tensors: Tensors) -> None:
         """Set the clipped gradients of each client, and its buffers as the step left them."""
         gradients = {name: value.grad for name, value in tensors.items() if value.grad is not None}
         clip(gradients, self.alone.gradient_clip_val or 0.0, self.alone.gradient_clip_algorithm or "norm")
-        self.blocks.hand_out(rows, gradients)
+        self.blocks.set_gradients(rows, gradients)
         for name, value in tensors.items():
             if not value.requires_grad:
                 self.stacks[name][as_rows(rows, value.device)] = value
@@ -320,11 +314,11 @@ class StackedFit(L.LightningModule):
 class StackedBatches:
     """One pass over the batches of all clients, batches of the same size together and larger sizes first.
 
-    Each client's batches keep their order. Those are together whose next batches have the size of the largest that is
-    waiting: full batches step by step, and incomplete last ones, size by size, at the end.
+    Each client's batches keep their order. A step takes all clients whose next batch has the largest size among the
+    waiting ones: first full batches, then incomplete last batches, size by size.
 
     Args:
-        fit: The fit, whose epoch says how many steps each client takes.
+        fit: The fit. Its epoch determines the number of steps of each client.
     """
 
     def __init__(self, fit: StackedFit) -> None:

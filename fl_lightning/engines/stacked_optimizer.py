@@ -1,4 +1,4 @@
-"""One optimizer for clients whose weights are rows of stacked tensors. Rows that step together are one parameter."""
+"""One optimizer for clients whose weights are rows of stacked tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Block(NamedTuple):
 class BlockOptimizer:
     """Steps rows of stacked weights as separate optimizers would.
 
-    The optimizers of `StackedEngine` treat each number of a parameter by itself, but for what they count, steps above
-    all. So rows that have been in the same steps are one parameter, a view of the stack; one for each client would
-    take longer the more there are. Once only some rows of a block are in a step, it is two blocks.
+    The optimizers of `StackedEngine` treat each number of a parameter separately, except for counts such as the number
+    of steps. So a block of rows that have taken the same steps is one parameter, a view of the stack. This is faster
+    than a parameter for each client. A block is split when only some of its rows take a step.
 
     Args:
-        client: A client, whose optimizer has the options of all.
-        stacks: The clients' parameters by name, `(n, ...)`; they are stepped in place.
-        started: What each client's optimizer starts from, as `optimizer_tensors` gives it.
+        client: A client. Its optimizer has the options of all.
+        stacks: The clients' parameters by name, `(n, ...)`. They are updated in place.
+        started: The initial optimizer state of each client, as `optimizer_tensors` returns it.
 
     Attributes:
         optimizer: The optimizer.
@@ -43,7 +43,7 @@ class BlockOptimizer:
     def __init__(self, client: ClientModule, stacks: Tensors, started: Sequence[Tensors]) -> None:
         self.optimizer = client.optimizer_for(client.backbone.parameters())
         self.stacks = stacks
-        fresh = optimizer_tensors(self.optimizer)  # Adagrad's are there from the start
+        fresh = optimizer_tensors(self.optimizer)  # Adagrad has a state before its first step
         self.optimizer.state.clear()
         started = [own or fresh for own in started]
         names = {id(parameter): name for name, parameter in client.backbone.named_parameters()}
@@ -65,7 +65,7 @@ class BlockOptimizer:
         """Return all blocks, in the order of their rows."""
         return [Block(*bounds) for bounds in pairwise(self._cuts)]
 
-    def hand_out(self, rows: Sequence[int], gradients: Tensors) -> None:
+    def set_gradients(self, rows: Sequence[int], gradients: Tensors) -> None:
         """Set the gradients of the parameters for the next step.
 
         Args:
@@ -114,7 +114,7 @@ class BlockOptimizer:
         ]
 
     def _arrange(self) -> None:
-        """Make the blocks the optimizer's parameters. A part of an earlier block continues with its state."""
+        """Make the blocks the optimizer's parameters. A part of an earlier block keeps its state."""
         before, self._parameters = self._parameters, {}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = []

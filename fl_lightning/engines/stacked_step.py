@@ -1,8 +1,8 @@
-"""A client's training step as a function of tensors, and the steps of many clients as one call by `vmap`.
+"""A client's training step as a function of tensors, and the steps of several clients as one call of `torch.vmap`.
 
-Everything that a step can read is found by walking the client's module: registered parameters and buffers, and
-tensors that its parts hold as plain attributes (a loss term's anchors, say), in lists, tuples and dicts too. Clients
-that differ in tensors alone are step_of_all and can be stacked; everything else about them must be equal.
+Everything that a step can read is found in the client's module: registered parameters and buffers, and tensors in plain
+attributes of its parts, such as a loss term's anchors, also within lists, tuples and dicts. Clients that differ only in
+tensors can be stacked. Everything else about them must be equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BACKBONE = "client.backbone."
 
 _CONTAINERS = (dict, list, tuple)
 
-# What a client's step does not read; of the kinds that a module is of, the first counts.
+# Attributes that a client's step does not read. The first class that a module is an instance of counts.
 _FIT = {"optimizer_factory", "scheduler_factory", "optimizer_state", "notes", "_losses"}
 _MODULE, _LIGHTNING = (vars(kind()).keys() - {"training"} for kind in (nn.Module, L.LightningModule))
 _HIDDEN = {ClientModule: _LIGHTNING | _FIT, L.LightningModule: _LIGHTNING, nn.Module: _MODULE}
@@ -54,13 +54,13 @@ class StepOutput(NamedTuple):
 
 
 class ClientStep(nn.Module):
-    """A client's training step: its module, and modules that its parts hold as plain attributes."""
+    """A client's training step: its module, and modules in plain attributes of its parts."""
 
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
         self.client, self.held = client, nn.ModuleList()
         walked = list(client.modules())
-        for module in walked:  # it grows
+        for module in walked:  # the list grows in the loop
             for leaf in leaves(attributes(module)).values():
                 if isinstance(leaf, nn.Module) and not any(leaf is one for one in walked):
                     self.held.append(leaf)
@@ -73,8 +73,8 @@ class ClientStep(nn.Module):
         return StepOutput(functools.reduce(torch.add, losses.values()), losses, step.logits, step.features)
 
     def homes(self) -> list[tuple[dict[str, Any], str, str]]:
-        """List every place of a registered tensor: holder, key, name. A tensor may have several places."""
-        names = {id(value): name for name, value in registered(self).items()}
+        """Return the places of registered tensors: dict, key, name. A tensor may have several places."""
+        names = {id(value): name for name, value in tensors_of(self)}
         return [
             (held, key, names[id(value)])
             for module in self.modules()
@@ -83,24 +83,25 @@ class ClientStep(nn.Module):
             if value is not None
         ]
 
-    def impure(self, path: str) -> ConfigError:
-        """Return the error that names what a step has changed."""
-        return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
+
+def impure(path: str) -> ConfigError:
+    """Return the error about something that a step has changed."""
+    return ConfigError(f"its forward changes {path.removeprefix('client.')!r}")
 
 
 class StepContents:
-    """What a client's step holds at the time this is created.
+    """The tensors and attributes that a client's step reads, at the time this is created.
 
     Args:
         step: The step.
 
     Attributes:
         registered: Parameters and buffers by name, those of the backbone under `client.backbone.`.
-        plain: What its parts hold as plain attributes, by path.
+        plain: Plain attributes of its parts by path.
     """
 
     def __init__(self, step: ClientStep) -> None:
-        self.step, self.registered, self.plain = step, registered(step), plain(step)
+        self.step, self.registered, self.plain = step, dict(tensors_of(step)), plain(step)
 
     def free(self) -> Tensors:
         """Return the tensors in `plain` that are not registered under another name."""
@@ -123,13 +124,8 @@ class StepContents:
         return tensors | kinds | {path: described(leaf) for path, leaf in self.plain.items()}
 
 
-def registered(module: nn.Module) -> Tensors:
-    """Return parameters, then buffers, by name. A tensor in several places has its first name."""
-    return dict(tensors_of(module))
-
-
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return all parameters and buffers, including those that are not in the state dict."""
+    """Yield parameters, then buffers, by name, including those that are not in the state dict."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
@@ -148,7 +144,7 @@ def plain(module: nn.Module) -> dict[str, Any]:
 
 def contents(module: nn.Module) -> dict[str, Any]:
     """Return everything that a module and its parts hold, registered or plain, by path."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers()), **plain(module)}
+    return {**dict(tensors_of(module)), **plain(module)}
 
 
 def versions(held: Mapping[str, Any]) -> dict[str, int]:
@@ -210,8 +206,8 @@ class StackedStep:
     """A batched training step of clients that differ only in tensors.
 
     Args:
-        steps: Their steps as they are now; the first lends its module to all.
-        random_states: Where each one's random generators are; dropout draws from them.
+        steps: Their steps in their current state. The module of the first computes the steps of all.
+        random_states: The clients' random states, which dropout draws from.
     """
 
     def __init__(self, steps: Sequence[StepContents], random_states: Sequence[RandomStates]) -> None:
@@ -236,13 +232,13 @@ class StackedStep:
         """Run a step of some of the clients.
 
         Args:
-            backbone: Weights and buffers of the backbone by name, `(n, ...)`; the buffers are written to.
-            chosen: Which of the clients, n of them, ascending.
+            backbone: Weights and buffers of the backbone by name, `(n, ...)`. The buffers are updated.
+            chosen: Ascending numbers of the n clients.
             x: Their batches, `(n, B, ...)`.
             y: `(n, B)`.
 
         Raises:
-            ConfigError: The step puts something else in a tensor's place, or draws random numbers other than dropout's.
+            ConfigError: The step replaces a tensor, or draws random numbers other than dropout's.
         """
         rows = as_rows(chosen, x.device)
         constants, free = ({name: value[rows] for name, value in part.items()} for part in (self.constants, self.free))
@@ -255,72 +251,63 @@ class StackedStep:
             with self._holding(tensors, free):
                 return self.step(x, y)
 
-        with functions if self.replaces else nullcontext(), self._trainer_of_all():
+        with functions if self.replaces else nullcontext():
             stacked = torch.vmap(one, randomness="same")
             output: StepOutput = stacked(weights | constants, free, x, y, torch.arange(len(chosen), device=x.device))
-        self.replaces = functions.used  # intercepting every call takes time; a mask drawn unseen is found below
+        self.replaces = functions.used  # interception takes time; other draws are detected below
         if not still.unmoved():
             raise ConfigError("the step draws random numbers, and only dropout's can be drawn for each client")
         return output
 
     def verify(self) -> None:
-        """Refuse a step that has changed what it may only read. Called once after all steps.
+        """Check that no step has changed what it may only read. Called once after all steps.
 
         Raises:
-            ConfigError: Names what has changed.
+            ConfigError: A step has changed something.
         """
         now = versions({**self.constants, **self.free})
         if path := difference(self.held, plain(self.step)) or difference(self.written, now):
-            raise self.step.impure(path)
+            raise impure(path)
 
     @contextmanager
     def _holding(self, registered: Tensors, free: Tensors) -> Iterator[None]:
-        """Put other tensors into the shared module and its plain attributes within the context."""
-        put: list[tuple[dict[str, Any], str, Any]] = [(held, key, registered[name]) for held, key, name in self.homes]
-        before = [(held, key, held[key]) for held, key, _ in put]
-        for held, name, value, path in self.attributes:
-            put.append((held, name, replaced(value, path, self._other(registered), free)))
-            before.append((held, name, value))
-        for held, key, value in put:
+        """Put other tensors and a shared trainer into the module of the first client within the context.
+
+        Raises:
+            ConfigError: The step replaces one of them.
+        """
+
+        def other(leaf: Any) -> Tensor | None:
+            return registered.get(self.names.get(id(leaf), ""))
+
+        client = vars(self.step.client)
+        put: list[tuple[dict[str, Any], str, Any, str]] = [
+            *((held, key, registered[name], name) for held, key, name in self.homes),
+            *((held, key, replaced(value, path, other, free), path) for held, key, value, path in self.attributes),
+            (client, "_trainer", SharedTrainer(client["_trainer"]), "client._trainer"),
+        ]
+        before = [(held, key, held[key]) for held, key, *_ in put]
+        for held, key, value, _ in put:
             held[key] = value
-        within = [leaves(value) for _, _, value in put[len(self.homes) :]]
+        within = [leaves(value) for _, _, value, _ in put]
         try:
             yield
-            for i, (held, key, value) in enumerate(put):
-                own = i - len(self.homes)
-                if held.get(key) is not value or (own >= 0 and difference(within[own], leaves(value))):
-                    raise self.step.impure(self._path(i))
+            for (held, key, value, path), own in zip(put, within, strict=True):
+                if held.get(key) is not value or difference(own, leaves(value)):
+                    raise impure(path)
         finally:
             for held, key, value in before:
                 held[key] = value
 
-    @contextmanager
-    def _trainer_of_all(self) -> Iterator[None]:
-        """Hide the trainer of the client whose module is shared."""
-        held = vars(self.step.client)
-        before = held["_trainer"]
-        held["_trainer"] = SharedTrainer(before)
-        try:
-            yield
-        finally:
-            held["_trainer"] = before
-
-    def _other(self, registered: Tensors) -> Callable[[Any], Tensor | None]:
-        return lambda leaf: registered.get(self.names.get(id(leaf), ""))
-
-    def _path(self, number: int) -> str:
-        own = number - len(self.homes)
-        return self.attributes[own][3] if own >= 0 else self.homes[number][2]
-
 
 class SharedTrainer:
-    """The trainer as a step of several clients sees it.
+    """The trainer as a step of several clients sees it: without what differs between clients.
 
     Args:
-        trainer: One client's.
+        trainer: The trainer of one client.
 
     Raises:
-        ConfigError: It is asked for something that is another for each client.
+        ConfigError: The step reads something that differs between clients.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -333,16 +320,16 @@ class SharedTrainer:
 
 
 class ClientFunctions(TorchFunctionMode):
-    """Computes, inside `torch.vmap`, what depends on the client as the client's own forward would.
+    """Replaces, inside `torch.vmap`, functions whose batched version differs from a client's own forward.
 
     Dropout draws each client's mask from the client's own random state. Embeddings keep the padding vector out of the
-    gradient: torch's batching rule does so for the first client only (seen in torch 2.15).
+    gradient of every client. torch's batching rule does so for the first client only (seen in torch 2.15).
 
     Args:
         random_states: The clients' random states.
 
     Attributes:
-        used: Whether a function was computed here.
+        used: Whether a function was replaced.
     """
 
     place: Tensor  # of the client in `random_states`, batched

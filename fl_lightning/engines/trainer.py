@@ -23,22 +23,22 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from fl_lightning.engines.client_callbacks import callback_options
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(L.Trainer).parameters.items()}
-"""Lightning's defaults. All are given explicitly, because Lightning looks for others in environment variables."""
+"""Lightning's defaults. All are passed explicitly, because Lightning reads missing ones from environment variables."""
 
 CHATTER = "|".join(
     [
-        "GPU available but not used",  # the config says so
+        "GPU available but not used",  # as the config says
         "TPU available but not used",
-        ".*AMP with fp16 is not supported on CPU",  # it is refused
+        ".*AMP with fp16 is not supported on CPU",  # `check_trainer` refuses it
         r"`precision=.+` is supported for historical reasons",
-        ".*does not have many workers",  # they would cost 50 ms a fit
-        "You defined a `validation_step` but have no `val_dataloader`",  # clients are measured otherwise
-        r"Found \d+ module\(s\) in eval mode",  # `train` was called: what is still in eval mode is meant to be
-        ".*treespec, LeafSpec",  # a deprecation of torch's that Lightning has not followed yet
-        "The .grad attribute of a Tensor",  # torch.compile's own look
+        ".*does not have many workers",  # starting them takes 50 ms a fit
+        "You defined a `validation_step` but have no `val_dataloader`",  # clients are evaluated outside of a fit
+        r"Found \d+ module\(s\) in eval mode",  # `train` was called, so this is intended
+        ".*treespec, LeafSpec",  # Lightning still uses it
+        "The .grad attribute of a Tensor",  # caused by torch.compile
     ]
 )
-"""Warnings of Lightning that are meaningless for short fits and would be repeated in each."""
+"""Warnings that are meaningless for short fits and would be repeated in each."""
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
@@ -59,15 +59,15 @@ def quiet_trainer(
 
     Args:
         options: Keyword arguments of `Trainer`.
-        shown: What was warned of already, which is not shown again; it is added to.
-        callbacks: Lightning's callbacks, of which it gets copies.
+        shown: Texts of warnings that are not shown again. New ones are added.
+        callbacks: Lightning callbacks. The trainer gets copies.
     """
     options = DEFAULTS | {"devices": 1, "limit_val_batches": 0} | options
     if options["max_epochs"] is None:
         options["max_epochs"] = 1 if options["max_steps"] == -1 else -1
     with quiet_lightning(shown):
         trainer = L.Trainer(**options | dict.fromkeys(QUIET, False) | callback_options(callbacks))
-    # the rest takes module and optimizer off the GPU, where there is more to do, and gives its cached memory back
+    # Lightning's own teardown would move module and optimizer off the GPU and free cached memory after each fit
     trainer.strategy.teardown = trainer.precision_plugin.teardown  # type: ignore[method-assign]
     return trainer
 
@@ -89,11 +89,11 @@ def obstacle_to_shared_fit(trainer: L.Trainer) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How much a client trains in a fit.
+    """The number of steps of a client in a fit.
 
     Args:
-        per_epoch: Steps in each epoch but the last.
-        steps: Steps in all.
+        per_epoch: Steps in each epoch except possibly the last.
+        steps: Steps in total.
     """
 
     per_epoch: int
@@ -101,7 +101,7 @@ class LocalWork:
 
     @classmethod
     def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """Return the epochs and steps of a trainer with so many batches per epoch."""
+        """Return the work under the limits of a trainer, given the number of batches per epoch."""
         limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
         per_epoch = min(batches, limit) if isinstance(limit, int) else batches
         bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
@@ -118,12 +118,12 @@ class LocalWork:
 
 
 class ClientTrainerView:
-    """The trainer as a client's module sees it in a shared fit: that of the fit, except for the client's own progress.
+    """The trainer as a client's module sees it in a shared fit: with the client's own progress and options.
 
     Args:
         trainer: The trainer that fits several clients.
         alone: A trainer with the client's own options.
-        work: How much the client trains.
+        work: The number of steps of the client.
     """
 
     def __init__(self, trainer: L.Trainer, alone: L.Trainer, work: LocalWork) -> None:
@@ -140,7 +140,7 @@ class ClientTrainerView:
 def inference(module: torch.nn.Module, trainer: L.Trainer) -> Iterator[None]:
     """Put a module into eval mode on a trainer's device, in its precision, without gradients."""
     device = trainer.strategy.root_device
-    if device.type != "cpu":  # a module is built there; looking at every part takes time
+    if device.type != "cpu":  # modules are built on the CPU, and `to` takes time
         module.to(device)
     module.eval()
     with torch.no_grad(), trainer.precision_plugin.forward_context():
@@ -160,27 +160,25 @@ def limited_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
-    """Silence Lightning's messages and skip its repeated searches while a trainer is built or used.
+    """Suppress Lightning's messages about short fits, and cache what it would look up for each fit.
+
+    Other warnings are shown once each. Lightning reads the files of every installed package to find plugins, and opens
+    NVIDIA's library to count GPUs.
 
     Args:
-        shown: What was warned of already, which is not shown again; it is added to.
-    """
-    with lightning_silenced(shown), _looked_up_once():
-        yield
-
-
-@contextmanager
-def lightning_silenced(shown: set[str] | None = None) -> Iterator[None]:
-    """Suppress Lightning's warnings about short fits. Other warnings are shown once each.
-
-    Args:
-        shown: The texts that were shown already; it is added to. By default those of this context.
+        shown: Texts of warnings that are not shown again. New ones are added. By default those of this context.
     """
     shown = set() if shown is None else shown
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    before = [(logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:  # not setLevel: that empties the caches of every logger there is
-        logger.handlers, logger.propagate = [_WARN], False
+    replaced: list[tuple[dict[str, Any], str, Any]] = [
+        (vars(registry), "entry_points", _entry_points),
+        (vars(torch.cuda), "device_count", _device_count),
+        *((vars(logger), "handlers", [_WARN]) for logger in loggers),  # setLevel would empty the caches of all loggers
+        *((vars(logger), "propagate", False) for logger in loggers),
+    ]
+    before = [(names, name, names[name]) for names, name, _ in replaced]
+    for names, name, value in replaced:
+        names[name] = value
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CHATTER)
@@ -194,36 +192,17 @@ def lightning_silenced(shown: set[str] | None = None) -> Iterator[None]:
             warnings.showwarning = show_once
             yield
     finally:
-        for logger, (handlers, propagate) in zip(loggers, before, strict=True):
-            logger.handlers, logger.propagate = handlers, propagate
+        for names, name, value in before:
+            names[name] = value
 
 
 class _Warn(logging.Handler):
-    """Turns Lightning's log records of level warning and above into warnings; drops the others."""
+    """A handler that turns Lightning's log records of level warning and above into warnings, and drops the others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         warnings.warn(record.getMessage(), stacklevel=2)
 
 
 _WARN = _Warn(logging.WARNING)
-
-
-@contextmanager
-def _looked_up_once() -> Iterator[None]:
-    """Cache what Lightning looks up for each fit and what never changes in a process: plugins and GPUs.
-
-    It reads the files of every installed package for callbacks, and opens NVIDIA's library to count GPUs.
-    """
-    places = [(vars(registry), "entry_points", _entry_points), (vars(torch.cuda), "device_count", _device_count)]
-    before = [(names, name, names.get(name)) for names, name, _ in places]
-    for names, name, remembered in places:
-        names[name] = remembered
-    try:
-        yield
-    finally:
-        for names, name, value in before:
-            names[name] = value
-
-
 _entry_points = functools.cache(entry_points)
 _device_count = functools.cache(torch.cuda.device_count)

@@ -22,7 +22,7 @@ from fl_lightning.data.few_shot import (
     prototype_logits,
     sample_episode,
 )
-from fl_lightning.engines.trainer import lightning_silenced
+from fl_lightning.engines.trainer import quiet_lightning
 from fl_lightning.models import MLP
 
 PARTS = ("train", "val", "test")
@@ -224,7 +224,7 @@ def test_training_on_episodes_helps_on_unseen_classes(method: type) -> None:
     before = few_shot_score(module.backbone.encoder.eval(), [(x[~seen], y[~seen])], task)
     batches = EpisodeBatches(x, y, torch.nonzero(seen)[:, 0], task, seed=0)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    with lightning_silenced():
+    with quiet_lightning():
         L.Trainer(max_epochs=10, accelerator="cpu", limit_val_batches=0, **quiet).fit(module.train(), batches)
     after = few_shot_score(module.backbone.encoder.eval(), [(x[~seen], y[~seen])], task)
     assert after.values["acc"] - after.values["acc_interval"] > before.values["acc"] + 0.1

@@ -61,7 +61,9 @@ def assert_rows_step_as_alone(factory, started, steps, tolerance=1e-12):
         rows = list(step)
         gradients = {name: torch.randn(len(rows), *weights[0][name].shape).double() for name in names if name != "idle"}
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if len(rows) == 5 else (rows,):  # of two kinds
-            blocks.hand_out(half, {name: value[[rows.index(row) for row in half]] for name, value in gradients.items()})
+            blocks.set_gradients(
+                half, {name: value[[rows.index(row) for row in half]] for name, value in gradients.items()}
+            )
         blocks.optimizer.step()
         blocks.optimizer.zero_grad()
         for place, row in enumerate(rows):
@@ -117,7 +119,7 @@ def test_rows_that_step_together_are_one_parameter():
     stacks = {name: torch.zeros(ROWS, *value.shape).double() for name, value in Odd().named_parameters()}
     blocks = BlockOptimizer(client, stacks, [{}] * ROWS)
     for rows in (range(ROWS), range(4), range(ROWS), [4, 5]):
-        blocks.hand_out(list(rows), {})
+        blocks.set_gradients(list(rows), {})
     assert blocks.blocks == [(0, 4), (4, 6), (6, 7)]
     assert [len(group["params"]) for group in blocks.optimizer.param_groups] == [3 * 4]
     assert all(group["foreach"] for group in blocks.optimizer.param_groups)
