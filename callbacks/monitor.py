@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from fl_lightning.callbacks.base import RoundCallback, is_own
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
 from fl_lightning.evaluation.evaluation import client_summary, own_series, personal_means, train_metrics
@@ -61,7 +62,7 @@ class Monitor(RoundCallback):
             self._known = is_among(self.monitor, names) and not is_unknown_client(self.monitor, run.clients)
             if not self._known and not may_add_metrics(run):
                 fix = suggest_metric(self.monitor, names, run.clients)
-                raise ConfigError(f"{self._key('monitor')}: there is no metric {self.monitor!r}; {fix}")
+                raise ConfigError(f"{self._key('monitor')}: metric {self.monitor!r} not found. {fix}")
         name = self.monitor or default or ACCURACIES[0]
         better = metric_mode(name, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):
@@ -88,8 +89,8 @@ class Monitor(RoundCallback):
     def _report_missing(self, name: str, metrics: Row) -> None:
         if not self._known:
             there = ", ".join(one for one in metrics if not one.startswith(("round", "client_")))
-            fix = f"there are {there}. A callback that adds a metric in some rounds only must name it in `metrics`."
-            raise ConfigError(f"{self._key('monitor')}: there is no metric {name!r}; {fix}")
+            fix = f"Available: {there}. A callback that adds a metric in some rounds only must name it in `metrics`."
+            raise ConfigError(f"{self._key('monitor')}: metric {name!r} not found. {fix}")
         if not self._warned:
             message = (
                 f"{self._key('monitor')}: round {metrics['round']} has no {name!r}. Only rounds that have it count."
@@ -170,12 +171,12 @@ def is_unknown_client(name: str, clients: int) -> bool:
 def suggest_metric(name: str, names: Sequence[str], clients: int) -> str:
     """Return a hint for an unknown metric: the most similar name, or all names."""
     if is_unknown_client(name, clients):
-        return f"clients are 0 to {clients - 1}"
+        return f"Clients are 0 to {clients - 1}."
     forms = list(dict.fromkeys(_NUMBER.sub("<id>", one) for one in names))  # there may be a name per client
     if _NUMBER.sub("<id>", name) in forms:
-        return "only other clients have it: a client that is not evaluated, or has no test data, has no accuracy"
+        return "Only other clients have it: a client that is not evaluated, or has no test data, has no accuracy."
     near = get_close_matches(re.sub(r"[0-9]+", "<id>", name), forms, 1)
-    return f"did you mean {near[0]}?" if near and near[0] != name else f"there are {', '.join(forms)}"
+    return suggest(near[0] if near and near[0] != name else None, forms)
 
 
 def may_add_metrics(run: FederatedRun) -> bool:

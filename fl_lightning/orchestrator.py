@@ -335,7 +335,7 @@ class FederatedOrchestrator:
             ConfigError: No client has this id.
         """
         if not 0 <= client < len(self.data.shards):
-            raise ConfigError(f"client: there is no client {client}; the run has 0 to {len(self.data.shards) - 1}")
+            raise ConfigError(f"client: client {client} not found. Clients are 0 to {len(self.data.shards) - 1}.")
         held = self.server.download(self.round + 1, client) if self.algorithm.server else Message()
         return self.worker.modules.personalize(Task(self.round, client, held, self.memory.get(client, {}))).train()
 

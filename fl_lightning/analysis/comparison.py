@@ -234,7 +234,7 @@ def compare(
         remarks.append(f"no comparison with FedAvg: {match}. Choose one with --reference algorithm=FedAvg KEY=VALUE")
         references = []
     if reference and not any(references):
-        raise ConfigError(f"--reference: no group has {_describe(wanted)}; there are {_names_of(groups, groups)}")
+        raise ConfigError(f"--reference: no group has {_describe(wanted)}. Available: {_names_of(groups, groups)}.")
     base = {id(group): found[0] for group, found in zip(groups, references, strict=False) if found}
     compared = _with_holm([_with_difference(group, base.get(id(group)), keys, words, metric) for group in groups])
     return Comparison(keys, metric, lower, list(targets), compared, _describe(wanted) if base else "", remarks)
@@ -352,7 +352,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
     if metric is None:
         return "global/acc" if "global/acc" in there else "client/acc_mean"
     if metric not in there:
-        raise ConfigError(f"--metric: no run has {metric!r}; there are {', '.join(there)}")
+        raise ConfigError(f"--metric: no run has {metric!r}. Available: {', '.join(there)}.")
     return metric
 
 

@@ -150,8 +150,8 @@ def read_table(name: str) -> PaperTable:
     path = named_file(name, "papers")
     if path is None:
         near = nearest_file(name, "papers")
-        fix = f"did you mean {near}?" if near else "`fl-lightning list papers` lists the shipped tables"
-        raise ConfigError(f"{name}: neither a file nor a shipped table; {fix}")
+        fix = f"Did you mean {near}?" if near else "See `fl-lightning list papers`."
+        raise ConfigError(f"{name}: neither a file nor a shipped table. {fix}")
     content = read_yaml(path, path.name)
     try:
         return _table(path.stem, content)
@@ -245,7 +245,7 @@ def _find_name(asked: str, there: Mapping[str, Any], what: str) -> str:
     if len(found) > 1:
         raise ConfigError(f"--{what}s: {asked!r} is in {' | '.join(found)}. Give the whole name")
     if not found:
-        raise ConfigError(f"--{what}s: there is no {what} {asked!r}; there are {' | '.join(there)}")
+        raise ConfigError(f"--{what}s: {what} {asked!r} not found. Available: {' | '.join(there)}.")
     return found[0]
 
 

@@ -20,6 +20,7 @@ from fl_lightning.analysis.baselines import to_word
 from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import refuse_old_option
+from fl_lightning.core.spelling import suggest
 from fl_lightning.evaluation.metrics import better_goal
 
 METHODS = ("grid", "random", "bayes")
@@ -113,9 +114,8 @@ def sweep_path(name: str) -> Path:
     if path := named_file(name, "sweeps"):
         return path
     near = nearest_file(name, "sweeps") if name else None
-    names = ", ".join(one.removesuffix(".yaml") for one in shipped("sweeps"))
-    wrong = f"{name} is neither a file here nor a shipped sweep;" if name else "which one?"
-    raise ConfigError(f"sweep: {wrong} " + (f"did you mean {near}?" if near else f"there are {names}"))
+    wrong = f"{name} is neither a file here nor a shipped sweep." if name else "no file given."
+    raise ConfigError(f"sweep: {wrong} {suggest(near, (one.removesuffix('.yaml') for one in shipped('sweeps')))}")
 
 
 def parse_sweep(content: Mapping[str, Any], path: Path, settings: Sequence[str] = ()) -> Sweep:
@@ -153,8 +153,8 @@ def _check_keys(what: str, given: Any, keys: set[str]) -> None:
     for key in given:
         if key not in keys:
             near = get_close_matches(str(key), sorted(keys), 1)
-            fix = f"did you mean {near[0]}?" if near else f"only {', '.join(sorted(keys))} are taken here"
-            raise ConfigError(f"{what} has no key {key!r} here; {fix}")
+            fix = suggest(near[0] if near else None, sorted(keys))
+            raise ConfigError(f"{what} has no key {key!r} here. {fix}")
 
 
 # --- The command line --------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _command(given: Any, program: Any) -> tuple[tuple[str, ...], tuple[str, ...]
     place = words.index("${args}")
     for word in [*words[:place], *words[place + 1 :]]:
         if "${" in word:
-            raise ConfigError(f"command: {word} is not known; there are ${{program}}, ${{args}} and ${{envvar:NAME}}")
+            raise ConfigError(f"command: {word} is not known. Available: ${{program}}, ${{args}}, ${{envvar:NAME}}.")
         if word.partition("=")[0] in ("--resume", "--run_dir"):
             raise ConfigError(f"command: {word} is set by the sweep. Leave it out")
         refuse_old_option(word.partition("=")[0].removeprefix("--"))

@@ -91,9 +91,9 @@ def _list_fix(key: str, value: str, expected: Iterable[str], words: Sequence[str
     if value == "None":
         return ". Leave it out for the default, or give [] for none"
     if not names(key):
-        return f"; did you mean [{value}]?"
+        return f". Did you mean [{value}]?"
     name = nearest(value, names(key)) or value
-    return f"; did you mean --{key}+={name}?" if Names("fit", words).is_typed(key) else f"; did you mean [{name}]?"
+    return f". Did you mean --{key}+={name}?" if Names("fit", words).is_typed(key) else f". Did you mean [{name}]?"
 
 
 def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
@@ -112,9 +112,9 @@ def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
     if wrong := re.search(r"(?:path|Expected) (\S*) ?(?:does not|to be).+? subclass of (?:<class ')?([^'.]+)", message):
         given = re.search(r"(?:Got|Given) value: ?(.*?)(?: - |- Expected|\. Got value|$)", message)
         name = wrong[1].strip(chr(39)) or (given and given[1]) or ""
-        return f"{name} {_other_class(key, name) or f'is no {wrong[2]}; {class_choices(key)}'}"
+        return f"{name} {_other_class(key, name) or f'is no {wrong[2]}. {class_choices(key)}'}"
     if function := re.search(r"Expected '(\S+)' to be a function that returns", message):
-        return f"{function[1]} returns no Backbone; did you mean {as_backbone(function[1])}?"
+        return f"{function[1]} returns no Backbone. Did you mean {as_backbone(function[1])}?"
     if re.search(r"Not a valid subclass|Expected an import path or a subclass spec", message):
         return CLASS_EXPECTED
     return None
@@ -123,7 +123,7 @@ def _wrong_class(key: str, message: str, words: Sequence[str]) -> str | None:
 def _other_class(key: str, path: str) -> str | None:
     """Return the message about a model or dataset of torch or torchvision that one of our classes can wrap."""
     if key == "model" and "." in path:
-        return f"is no Backbone; did you mean {as_backbone(path)}?"
+        return f"is no Backbone. Did you mean {as_backbone(path)}?"
     if key == "scenario.dataset":
         from fl_lightning.data.torch_dataset import suggest_torch_dataset
 

@@ -143,4 +143,4 @@ def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
     if checkpoint in by_name:
         return by_name[checkpoint]
     asked, held = repr(checkpoint[:20]) + "..." * (len(checkpoint) > 20), ", ".join(by_name) or "none"
-    raise ConfigError(f"--checkpoint: no checkpoint {asked}; there are last, best and rounds {held}")
+    raise ConfigError(f"--checkpoint: checkpoint {asked} not found. Available: last, best and rounds {held}.")

@@ -80,8 +80,8 @@ def key_help(command: str, key: str) -> str:
     found = {name: one for name, one in options.items() if f"{name}.".startswith(f"{key}.")}
     if not found:
         near = nearest(key, options)
-        mend = f"did you mean {near}?" if near else f"`fl-lightning {command} --help` names them"
-        raise ConfigError(f"--help: {command} has no key {key!r}; {mend}")
+        fix = f"Did you mean {near}?" if near else f"See `fl-lightning {command} --help`."
+        raise ConfigError(f"--help: {command} has no key {key!r}. {fix}")
     return help_parser({"": found}).format_help()
 
 

@@ -138,7 +138,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         print(f"fl-lightning {__version__}" if name in ("-V", "--version") else usage())
         return 0
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command {name!r}; {_command_meant(name, words)}")
+        raise ConfigError(f"command {name!r} not found. {_suggest_command(name, words)}")
     if text := load("fl_lightning.cli.help").requested_help(name, words):
         print(text.rstrip("\n"))
         return 0
@@ -157,14 +157,13 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         return command.main(given, parser)
 
 
-def _command_meant(name: str, words: Sequence[str]) -> str:
+def _suggest_command(name: str, words: Sequence[str]) -> str:
     from fl_lightning.cli.other_tools import COMMANDS as OTHERS
-    from fl_lightning.core.spelling import fold, nearest
+    from fl_lightning.core.spelling import fold, nearest, suggest
 
     if name.startswith("-"):
-        return f"did you mean: fl-lightning fit {name} {' '.join(words)}".rstrip() + "?"
-    near = OTHERS.get(fold(name)) or nearest(name, COMMANDS)
-    return f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
+        return f"Did you mean: fl-lightning fit {name} {' '.join(words)}".rstrip() + "?"
+    return suggest(OTHERS.get(fold(name)) or nearest(name, COMMANDS), COMMANDS)
 
 
 def usage() -> str:

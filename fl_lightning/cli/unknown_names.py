@@ -22,7 +22,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.lazy import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
-from fl_lightning.core.spelling import fold, nearest
+from fl_lightning.core.spelling import fold, nearest, suggest
 from fl_lightning.core.trainer_options import TRAINER_FIXES, refused
 
 LONGEST_LIST = 200
@@ -217,10 +217,12 @@ class Names:
             meant = [near] if near else [key for key in keys if key.startswith(f"{plain}.")][:1]
         if meant:
             fixes = " or ".join(self._as_typed(one, name) for one in meant[:3])
-            return f"{owner} has no key {name!r}; did you mean {fixes}?"
+            return f"{owner} has no key {name!r}. Did you mean {fixes}?"
         top = ", ".join(dict.fromkeys(key.partition(".")[0] for key in keys))
-        choices = f"there are {top or None}" if len(top) <= LONGEST_LIST else ""
-        return f"{owner} has no key {name!r}; {choices or f'`fl-lightning {self.command} --help` names them'}"
+        fix = (
+            f"Available: {top or 'none'}." if len(top) <= LONGEST_LIST else f"See `fl-lightning {self.command} --help`."
+        )
+        return f"{owner} has no key {name!r}. {fix}"
 
     def unknown_argument(self, name: str, path: str, key: str) -> str:
         """Return the message about an unknown argument of a class, with the most similar one.
@@ -234,8 +236,7 @@ class Names:
         if not (meant := [*filter(None, [nearest(name, known)])]):
             found = _same_last_part(name.replace("-", "_"), self.settings()) or _from_other_tools(name)
             meant = [self._as_typed(one, f"{key}.{name}") for one in found]
-        fix = f"did you mean {' or '.join(meant[:3])}?" if meant else f"there are {', '.join(known) or 'none'}"
-        return f"{path.rpartition('.')[2]} has no key {name!r}; {fix}"
+        return f"{path.rpartition('.')[2]} has no key {name!r}. {suggest(' or '.join(meant[:3]), known)}"
 
     def stray_word(self, word: str) -> str:
         """Return the message about a word of an experiment's command line that belongs to no option."""
@@ -246,7 +247,7 @@ class Names:
             meant = f"--resume {word}"
         elif "=" in word:
             meant = f"--{word}"
-        return f"{word} belongs to no option; did you mean {meant}?"
+        return f"{word} belongs to no option. Did you mean {meant}?"
 
     def _as_typed(self, fix: str, name: str) -> str:
         """Return a fix as options where the command line gives the wrong key, and as keys where a config does."""
@@ -263,22 +264,22 @@ class Names:
 
 def unknown_class(key: str, name: str) -> str:
     """Return the message about a class that does not exist: the most similar name, or all there are."""
-    reason = f"there is no class {name!r};"
+    reason = f"class {name!r} not found."
     if key == "model" and is_in_source(key, name) and name in builders_of_torchvision():
         ours = nearest(name, names(key))
-        return f"{reason} did you mean {ours}, or torchvision's, {as_backbone(name)}?"
+        return f"{reason} Did you mean {ours}, or torchvision's, {as_backbone(name)}?"
     alias = CLASSES.get(fold(name))
     if near := alias if alias in names(key) else nearest(name, names(key)):
-        return f"{reason} did you mean {near}?"
-    return f"{reason} {class_choices(key)}; others need an import path (package.module.Class)"
+        return f"{reason} Did you mean {near}?"
+    return f"{reason} {class_choices(key)} Other classes need an import path (package.module.Class)."
 
 
 def class_choices(key: str) -> str:
-    """Return the classes that a key takes, or the command that lists them."""
+    """Return the sentence with the classes that a key takes, or with the command that lists them."""
     kind, known = kind_of(key), ", ".join(names(key))
     if kind and len(known) > LONGEST_LIST:
-        return f"`fl-lightning list {kind}` names them"
-    return f"there are {known}" if known else "`fl-lightning fit --help` names some"
+        return f"See `fl-lightning list {kind}`."
+    return f"Available: {known}." if known else "See `fl-lightning fit --help`."
 
 
 def arguments_of(key: str, path: str) -> list[str]:

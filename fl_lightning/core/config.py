@@ -60,10 +60,10 @@ def config_path(name: str) -> str:
     path = named_file(name, "configs")
     if path is None:
         if is_run(name):
-            raise ConfigError(f"--config: {name} is the folder of a run; did you mean --resume {name}?")
+            raise ConfigError(f"--config: {name} is the folder of a run. Did you mean --resume {name}?")
         near = nearest_file(name, "configs")
-        fix = f"did you mean {near}?" if near else "`fl-lightning list configs` names those"
-        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config; {fix}")
+        fix = f"Did you mean {near}?" if near else "See `fl-lightning list configs`."
+        raise ConfigError(f"--config: {name} is neither a file here nor a shipped config. {fix}")
     read_config(path, f"--config: {name}")
     return str(path)
 

@@ -28,6 +28,11 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return folded[near[0]] if near else None
 
 
+def suggest(near: str | None, choices: Iterable[str]) -> str:
+    """Return the sentence that fixes a wrong name: the name that was probably meant, or all that are available."""
+    return f"Did you mean {near}?" if near else f"Available: {', '.join(choices) or 'none'}."
+
+
 def same(name: str, names: Iterable[str]) -> str:
     """Return the one name that is equal except for case and `_`; the name itself if it is known, or if several are."""
     known = set(names)

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, blame, one_line
+from fl_lightning.core.spelling import suggest
 
 INSTEAD = {
     "Checkpoint": "the run is checkpointed, not a client's fit; use Checkpointing under callbacks",
@@ -79,7 +80,7 @@ def _check_early_stopping(name: str, callback: EarlyStopping, metrics: Sequence[
         fix = "monitor train_loss, or stop the run by EarlyStopping under callbacks"
         raise ConfigError(f"{name}.monitor: {callback.monitor}: {unmeasured}; {fix}")
     if metrics and callback.monitor not in metrics:
-        raise ConfigError(f"{name}.monitor: there is no metric {callback.monitor!r}; there are {', '.join(metrics)}")
+        raise ConfigError(f"{name}.monitor: metric {callback.monitor!r} not found. {suggest(None, metrics)}")
     if callback._check_on_train_epoch_end is False:
         raise ConfigError(f"{name}.check_on_train_epoch_end: {unmeasured}, after which it would look; leave it out")
 

@@ -101,7 +101,7 @@ class ProcessesEngine(PoolEngine):
         here = list(range(torch.cuda.device_count()))
         for number in self.devices or []:
             if number not in here:
-                raise ConfigError(f"engine.devices: there is no GPU {number}; there are {here}")
+                raise ConfigError(f"engine.devices: GPU {number} not found. Available: {here}.")
         return self.devices or here
 
     def _start_worker(self) -> Process:

@@ -82,7 +82,7 @@ class RayEngine(PoolEngine):
                     ray.init(self.address, logging_level="error", log_to_driver=False, include_dashboard=False)
             except Exception as error:
                 reason = " ".join(str(error).split())
-                raise ConfigError(f"engine.address: there is no Ray cluster at {self.address}: {reason}") from error
+                raise ConfigError(f"engine.address: Ray cluster {self.address} not found: {reason}") from error
             self._started = True
         return ray
 

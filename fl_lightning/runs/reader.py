@@ -261,7 +261,7 @@ def known_key(name: str, runs: Iterable[Run], option: str) -> str:
     if found:
         raise ConfigError(f"{option}: {name} may be {' or '.join(found)}. Give the whole key.")
     near = get_close_matches(name, {*keys, *(key.rpartition(".")[2] for key in keys)}, 1)
-    raise ConfigError(f"{option}: no run has a setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    raise ConfigError(f"{option}: no run has a setting {name!r}" + (f". Did you mean {near[0]}?" if near else ""))
 
 
 def conditions(where: Where) -> dict[str, Any]:

@@ -61,18 +61,22 @@ KINDS = [
     kind(
         "no such metric",
         callback("EarlyStopping", monitor="global/accuracy"),
-        "callbacks: EarlyStopping.monitor: there is no metric 'global/accuracy'; did you mean global/acc?",
+        "callbacks: EarlyStopping.monitor: metric 'global/accuracy' not found. Did you mean global/acc?",
     ),
     kind(
         "nothing like a metric",
         callback("Checkpointing", monitor="xyzzy"),
-        "callbacks: Checkpointing.monitor: there is no metric 'xyzzy'; there are global/acc, global/loss, ",
+        "callbacks: Checkpointing.monitor: metric 'xyzzy' not found. Available: global/acc, global/loss, ",
         "client/train_ce",
         "client_<id>/acc",
         "comm/total_bytes",
     ),
-    kind("the round", callback("EarlyStopping", monitor="round"), "there is no metric 'round'"),
-    kind("no such client", callback("EarlyStopping", monitor="client_4/acc"), "'client_4/acc'; clients are 0 to 3"),
+    kind("the round", callback("EarlyStopping", monitor="round"), "metric 'round' not found"),
+    kind(
+        "no such client",
+        callback("EarlyStopping", monitor="client_4/acc"),
+        "'client_4/acc' not found. Clients are 0 to 3",
+    ),
     kind(
         "an accuracy that nobody has",
         [*callback("EarlyStopping"), "--algorithm", "Local", "--scenario.local_test", "0"],
@@ -121,7 +125,7 @@ KINDS = [
     # Other loggers
     kind("no logger's argument", [*FIT, "--logger=lightning.pytorch.loggers.CSVLogger"], "logger: save_dir must be"),
     kind("no place", [*CSV, "--logger.version=1"], "logger.version: ", "which is not given. Give both or neither"),
-    kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'; there are save_dir"),
+    kind("unknown logger's option", [*CSV, "--logger.bad=1"], "CSVLogger has no key 'bad'. Available: save_dir"),
     kind("twice", [*FIT, "--logger=[CSVLogger, CSVLogger]"], "logger: CSVLogger is listed twice. List it once."),
 ]
 
@@ -347,11 +351,11 @@ def test_a_users_own_metric_can_be_monitored(tmp_path, own):
 def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"no metric 'scor'; there are client/train_loss, .*score, .*\. A callback that adds",
+        match=r"metric 'scor' not found. Available: client/train_loss, .*score, .*\. A callback that adds",
     ):
         experiment(tmp_path / "a", callbacks=[EarlyStopping("scor"), Score()]).fit()
     assert (tmp_path / "a").exists()
-    with pytest.raises(ConfigError, match="there is no metric 'scor'; did you mean score"):
+    with pytest.raises(ConfigError, match=r"metric 'scor' not found\. Did you mean score"):
         experiment(tmp_path / "b", callbacks=[EarlyStopping("scor"), DeclaredScore()]).fit()
     assert not (tmp_path / "b").exists()
 
@@ -438,7 +442,7 @@ def test_metrics_of_single_clients(tmp_path, monitor, known):
     if known:
         one._notify("check")
     else:
-        with pytest.raises(ConfigError, match="there is no metric"):
+        with pytest.raises(ConfigError, match=r"metric .* not found"):
             one._notify("check")
 
 
@@ -450,8 +454,8 @@ def test_only_evaluated_clients_have_an_accuracy(tmp_path):
     assert scored == {f"client_{client}/acc" for client in one.evaluator.scored}
     unscored = min({*range(6)} - {*one.evaluator.scored})
     for monitor, words in {
-        f"client_{unscored}/acc": "only other clients have it: a client that is not evaluated, or has",
-        f"client_{unscored}/ac": "did you mean client_<id>/acc?",
+        f"client_{unscored}/acc": "Only other clients have it: a client that is not evaluated, or has",
+        f"client_{unscored}/ac": "Did you mean client_<id>/acc?",
         "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes$",
     }.items():
         told = refused(experiment(tmp_path, evaluation=evaluation, callbacks=[EarlyStopping(monitor)]))
@@ -468,7 +472,7 @@ class OwnTerm(Proximal):
 def test_a_users_loss_term_may_become_active_later(tmp_path):
     for term, words in (
         (OwnTerm(), "A callback that adds"),
-        (Proximal(0.0), "did you mean client/train_loss"),
+        (Proximal(0.0), "Did you mean client/train_loss"),
     ):
         monitor = f"client/train_{term.name}"
         one = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), callbacks=[EarlyStopping(monitor, "min")])

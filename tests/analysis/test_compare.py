@@ -353,11 +353,11 @@ def test_the_reference_may_be_any_group(tmp_path):
     found = compared(tmp_path, reference={"tau": 0.1})
     assert (found.reference, named(found)) == ("tau=0.1", ["0.1", "0.08"])
     assert found.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
-    with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2; there are 0.08, 0.1"):
+    with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2. Available: 0.08, 0.1"):
         compared(tmp_path, reference={"tau": 0.2})
     with pytest.raises(ConfigError, match=r"--reference: optimizer.lr is not among the settings that differ. Use"):
         compared(tmp_path, reference={"lr": 0.1})
-    with pytest.raises(ConfigError, match="--reference: no run has a setting 'ta'; did you mean tau"):
+    with pytest.raises(ConfigError, match=r"--reference: no run has a setting 'ta'\. Did you mean tau"):
         compared(tmp_path, reference={"ta": 0.1})
 
 
@@ -573,12 +573,15 @@ def test_text_of_settings():
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--by", "algoritm"], "--by: no run has a setting 'algoritm'; did you mean algorithm?"),
+        (["--by", "algoritm"], "--by: no run has a setting 'algoritm'. Did you mean algorithm?"),
         (["--by", "seed"], "--by: seed cannot group runs"),
         (["--by", "data_dir"], "--by: scenario.dataset.data_dir cannot group runs"),
-        (["--metric", "globl/acc"], "--metric: no run has 'globl/acc'; there are comm/down_bytes, comm/up_bytes, glob"),
+        (
+            ["--metric", "globl/acc"],
+            "--metric: no run has 'globl/acc'. Available: comm/down_bytes, comm/up_bytes",
+        ),
         (["--across", "seed"], "--across: seed is no key that tells these groups apart: algorithm"),
-        (["--reference", "FedSCK"], "--reference: no group has FedSCK; there are FedAvg, FedSKC"),
+        (["--reference", "FedSCK"], "--reference: no group has FedSCK. Available: FedAvg, FedSKC"),
         (["--format", "html"], "format: got 'html', expected table | csv | latex | markdown"),
         (["--mode", "up"], "mode: got 'up', expected max | min"),
         (["--target", "high"], "--target: got"),

@@ -112,7 +112,7 @@ def test_each_job_ends_as_it_would_alone(here):
     assert all(outcomes[one.folder.name].job == one for one in points)
     diverged = r"client 0, round 1: loss term 'ce' is NaN or Inf: lower the learning rate or the term's coefficient"
     assert outcomes["nan"].reason == diverged == (here / "points/nan/failed.txt").read_text().strip()
-    assert outcomes["typo"].reason == "algorithm: FedSKC has no key 'tua'; did you mean tau?"
+    assert outcomes["typo"].reason == "algorithm: FedSKC has no key 'tua'. Did you mean tau?"
     assert not (here / "points/typo/failed.txt").exists()
     assert (outcomes["one"].reason, outcomes["offline"].reason) == ("", "")
     tiny(here / "alone", "--seed=1")

@@ -240,7 +240,7 @@ def test_a_quantized_number_is_the_nearest_multiple_within_the_bounds():
 
 BAD = {
     "method: 'girdle' is not one of grid, random, bayes": {"method": "girdle"},
-    "a sweep has no key 'metod' here; did you mean method?": {"metod": "grid"},
+    "a sweep has no key 'metod' here. Did you mean method?": {"metod": "grid"},
     r"command: only .* can be run here": {"command": ["python", "${program}", "${args}"]},
     r"command: \$\{args_json\} is not known": {"command": ["${program}", "fit", "${args_json}", "${args}"]},
     r"command: \$\{envvar:FL_NO\} needs the environment's FL_NO": {
@@ -301,8 +301,8 @@ def test_a_wrong_sweep_file_is_refused_in_one_line(message, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "sweep: nowhere is neither a file here nor a shipped sweep; there are cwfedavg_lam, digits_"),
-        ([], "sweep: which one? there are cwfedavg_lam, digits_"),
+        (["nowhere"], "sweep: nowhere is neither a file here nor a shipped sweep. Available: cwfedavg_lam, digits_"),
+        ([], "sweep: no file given. Available: cwfedavg_lam, digits_"),
         (["digits_fedskc_tau", "--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
         (["digits_fedskc_tau", "--set", "seed=1"], "--set: seed is a parameter of the sweep. Leave it out"),
         (["digits_fedskc_tau", "--set", "run_dir=a"], "--set: run_dir is set by the sweep"),

@@ -326,13 +326,13 @@ def test_parts_of_a_table():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rows", "nothing"], "--rows: there is no row 'nothing'; there are Uniform | FedSKC"),
+        (["--rows", "nothing"], "--rows: row 'nothing' not found. Available: Uniform | FedSKC"),
         (["--columns", "alpha"], "--columns: 'alpha' is in alpha 0.1 | alpha 1. Give the whole name"),
         (["--seeds", "0", "-1"], "--seeds: -1 is below 0"),
         (["--scale", "0"], "--scale: 0 is not above 0 and at most 1"),
         (["--set", "rounds"], "--set: 'rounds' is not of the form KEY=VALUE"),
         (["--set", "seed=3"], "--set: seed is set by --seeds. Leave it out"),
-        (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'; did you mean --rounds?"),
+        (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'. Did you mean --rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
         (["--workers", "0"], "--workers: 0 is below 1"),
         (["--format", "html"], "--format: got 'html', expected table | markdown | csv"),

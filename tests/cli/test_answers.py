@@ -213,9 +213,9 @@ def test_help_of_a_key_tells_all_of_it_and_of_those_below():
 def test_help_of_a_key_that_is_none_names_the_nearest():
     assert run("fit", "--help", "round") == (
         *(2, ""),
-        "fl-lightning: error: --help: fit has no key 'round'; did you mean rounds?\n",
+        "fl-lightning: error: --help: fit has no key 'round'. Did you mean rounds?\n",
     )
-    assert "`fl-lightning list --help` names them" in run("list", "--help", "zzz").err
+    assert "See `fl-lightning list --help`." in run("list", "--help", "zzz").err
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def kind(name, words, *told, marks=()):
 
 KINDS = [
     # The command line and the file
-    kind("unlike any command", ["xyzzy"], "'xyzzy'", "there are fit, test, watch, partition"),
-    kind("unknown command", ["fitt"], "'fitt'", "did you mean fit?"),
+    kind("unlike any command", ["xyzzy"], "'xyzzy'", "Available: fit, test, watch, partition"),
+    kind("unknown command", ["fitt"], "'fitt'", "Did you mean fit?"),
     kind("no config", ["fit"], "scenario.dataset, scenario.partition, model, algorithm", "--config"),
     kind(
         "missing config", ["fit", "--config", "nowhere.yaml"], "--config", "nowhere.yaml", "fl-lightning list configs"
@@ -57,7 +57,7 @@ KINDS = [
     ),
     kind("too many words", ["list", "configs", "more"], "unrecognized arguments: more"),
     # Keys
-    kind("unknown key in YAML", ["fit", "--config", "key.yaml"], "'round'", "did you mean rounds?"),
+    kind("unknown key in YAML", ["fit", "--config", "key.yaml"], "'round'", "Did you mean rounds?"),
     kind(
         "unknown nested key in YAML", ["fit", "--config", "nested.yaml"], "'trainer.precisions'", "trainer.precision?"
     ),
@@ -77,17 +77,20 @@ KINDS = [
         "round_lr_scheduler",
     ),
     kind("more uploads than clients", [*FIT, "--min_clients", "99"], "min_clients: 99 is above"),
-    kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "did you mean --algorithm.tau?"),
-    kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "did you mean --scenario.clients?"),
+    kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "Did you mean --algorithm.tau?"),
+    kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "Did you mean --scenario.clients?"),
     kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "use logger"),
-    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "`fl-lightning fit --help` names them"),
-    kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "did you mean tau?"),
+    kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "See `fl-lightning fit --help`."),
+    kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "Did you mean tau?"),
     kind(
-        "unlike any init_arg", [*FIT, "--algorithm.mu", "1"], "FedSKC has no key 'mu'", "there are tau, similar_clients"
+        "unlike any init_arg",
+        [*FIT, "--algorithm.mu", "1"],
+        "FedSKC has no key 'mu'",
+        "Available: tau, similar",
     ),
     kind("null for a list", [*FIT, "--evaluation.metrics", "null"], "evaluation.metrics: got", "Leave it out"),
-    kind("init_arg of no class", [*FIT, "--scenario.dataset.size", "1"], "Digits has no key 'size'; there are none"),
-    kind("unknown optimizer arg", [*FIT, "--optimizer.momentun", "1"], "optimizer: SGD", "did you mean momentum?"),
+    kind("init_arg of no class", [*FIT, "--scenario.dataset.size", "1"], "Digits has no key 'size'. Available: none."),
+    kind("unknown optimizer arg", [*FIT, "--optimizer.momentun", "1"], "optimizer: SGD", "Did you mean momentum?"),
     kind("without init_args", ["fit", "--config", "beside.yaml"], "scenario.partition", "stand under init_args"),
     kind("required init_arg", [*FIT, "--scenario.dataset", "Arrays"], "scenario.dataset: path must be given"),
     # Types
@@ -120,20 +123,18 @@ KINDS = [
     kind(
         "unknown class",
         [*FIT, "--algorithm", "FedFoo"],
-        "algorithm: there is no class 'FedFoo'",
-        "did you mean FedFomo?",
+        "algorithm: class 'FedFoo' not found",
+        "Did you mean FedFomo?",
     ),
-    kind("unknown optimizer", [*FIT, "--optimizer", "SGDD"], "optimizer: there is no class 'SGDD'", "mean SGD?"),
+    kind("unknown optimizer", [*FIT, "--optimizer", "SGDD"], "optimizer: class 'SGDD' not found", "mean SGD?"),
     kind(
         "unknown logger",
         [*FIT, "--logger", "Paper"],
-        "logger: there is no class 'Paper'",
+        "logger: class 'Paper' not found",
         "CSVLogger, MLFlowLogger, TensorBoardLogger, WandbRoundLogger",
     ),
-    kind("unknown callback", [*FIT, "--callbacks", "[Foo]"], "callbacks: there is no class 'Foo'", "EarlyStopping"),
-    kind(
-        "unknown loss term", [*FIT, "--algorithm.loss_terms", "[Foo]"], "algorithm.loss_terms: there is no class 'Foo'"
-    ),
+    kind("unknown callback", [*FIT, "--callbacks", "[Foo]"], "callbacks: class 'Foo' not found", "EarlyStopping"),
+    kind("unknown loss term", [*FIT, "--algorithm.loss_terms", "[Foo]"], "algorithm.loss_terms: class 'Foo' not found"),
     kind(
         "a model for an algorithm", [*FIT, "--algorithm", "fl_lightning.models.MLP"], "algorithm: ", "is no Algorithm"
     ),

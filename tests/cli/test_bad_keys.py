@@ -169,13 +169,13 @@ def test_the_config_is_good_but_for_what_is_put_in(here):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["test", "run", "--rounds", "3"], "fl-lightning test has no key 'rounds'; there are checkpoint"),
+        (["test", "run", "--rounds", "3"], "fl-lightning test has no key 'rounds'. Available: checkpoint"),
         (["list", "--kind", "models"], "fl-lightning list has no key 'kind'"),
         (
             ["fit", "--config", "good.yaml", "--scenario.partition", "Partition"],
             "scenario.partition: Partition is abstract",
         ),
-        (["test", "good", "--checkpoint", "²"], "--checkpoint: no checkpoint '²'"),
+        (["test", "good", "--checkpoint", "²"], "--checkpoint: checkpoint '²' not found"),
     ],
 )
 def test_a_line_does_not_mislead(words, told, here):

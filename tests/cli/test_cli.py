@@ -339,7 +339,7 @@ def test_a_run_can_be_opened_in_python(half_finished):
     opened = open_run(half_finished, checkpoint="1")
     assert (opened.round, opened.test()["global/loss"]) == (1, float(rows(half_finished)[0]["global/loss"]))
     assert opened.client_module(2)(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
-    with pytest.raises(ConfigError, match=r"no checkpoint '9'; there are last, best and rounds"):
+    with pytest.raises(ConfigError, match=r"checkpoint '9' not found. Available: last, best and rounds"):
         open_run(half_finished, checkpoint="9")
 
 
@@ -467,7 +467,7 @@ def test_a_resumed_run_stays_in_its_folder(finished, here):
 def test_a_checkpoint_of_five_thousand_digits_is_none(finished):
     outcome = run("test", finished[0], "--checkpoint", "1" * 5000)
     assert outcome.code == 2
-    assert "--checkpoint: no checkpoint '11111111111111111111'...; there are last, best and rounds" in outcome.err
+    assert "--checkpoint: checkpoint '11111111111111111111'... not found. Available: last, best" in outcome.err
 
 
 def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, tmp_path):

@@ -67,90 +67,90 @@ def refusal(line):
 
 TYPED = {
     # commands
-    "fti --config tiny.yaml": "did you mean fit?",
-    "train --config tiny.yaml": "did you mean fit?",
-    "Fit --config tiny.yaml": "did you mean fit?",
-    "run": "did you mean fit?",
-    "validate runs/old": "did you mean test?",
-    "eval runs/old": "did you mean test?",
-    "predict runs/old": "did you mean test?",
-    "resume runs/old": "did you mean fit --resume?",
-    "plot runs/old": "did you mean report?",
-    "--config tiny.yaml --rounds 3": "did you mean: fl-lightning fit --config tiny.yaml --rounds 3?",
+    "fti --config tiny.yaml": "Did you mean fit?",
+    "train --config tiny.yaml": "Did you mean fit?",
+    "Fit --config tiny.yaml": "Did you mean fit?",
+    "run": "Did you mean fit?",
+    "validate runs/old": "Did you mean test?",
+    "eval runs/old": "Did you mean test?",
+    "predict runs/old": "Did you mean test?",
+    "resume runs/old": "Did you mean fit --resume?",
+    "plot runs/old": "Did you mean report?",
+    "--config tiny.yaml --rounds 3": "Did you mean: fl-lightning fit --config tiny.yaml --rounds 3?",
     # files
-    "fit --config digits_fedsck.yaml": "did you mean digits_fedskc.yaml?",
-    "fit --config digits_fedsck": "did you mean digits_fedskc.yaml?",
-    "fit --config tinny.yaml": "did you mean tiny.yaml?",
-    "fit --config ./tinny": "did you mean ./tiny.yaml?",
-    "partition --config digits_fedsck.yaml": "did you mean digits_fedskc.yaml?",
-    "sweep digits_fedskc_tua": "did you mean digits_fedskc_tau.yaml?",
-    "reproduce fedskc_tabel1": "did you mean fedskc_table1.yaml?",
-    "fit digits_fedskc.yaml": "did you mean --config digits_fedskc.yaml?",
-    "fit digits_fedsck": "did you mean --config digits_fedskc.yaml?",
-    "fit runs/old": "did you mean --resume runs/old?",
-    "fit --config runs/old": "runs/old is the folder of a run; did you mean --resume runs/old?",
-    f"{FIT} FedAvg": "did you mean --algorithm FedAvg?",
-    f"{FIT} seed=3": "did you mean --seed=3?",
+    "fit --config digits_fedsck.yaml": "Did you mean digits_fedskc.yaml?",
+    "fit --config digits_fedsck": "Did you mean digits_fedskc.yaml?",
+    "fit --config tinny.yaml": "Did you mean tiny.yaml?",
+    "fit --config ./tinny": "Did you mean ./tiny.yaml?",
+    "partition --config digits_fedsck.yaml": "Did you mean digits_fedskc.yaml?",
+    "sweep digits_fedskc_tua": "Did you mean digits_fedskc_tau.yaml?",
+    "reproduce fedskc_tabel1": "Did you mean fedskc_table1.yaml?",
+    "fit digits_fedskc.yaml": "Did you mean --config digits_fedskc.yaml?",
+    "fit digits_fedsck": "Did you mean --config digits_fedskc.yaml?",
+    "fit runs/old": "Did you mean --resume runs/old?",
+    "fit --config runs/old": "runs/old is the folder of a run. Did you mean --resume runs/old?",
+    f"{FIT} FedAvg": "Did you mean --algorithm FedAvg?",
+    f"{FIT} seed=3": "Did you mean --seed=3?",
     # classes
-    f"{FIT} --algorithm FedAvgN": "algorithm: there is no class 'FedAvgN'; did you mean FedAvg?",
-    f"{FIT} --model MPL": "did you mean MLP?",
-    f"{FIT} --scenario.dataset CIFAR1O": "did you mean CIFAR10?",
-    f"{FIT} --scenario.partition Dirchlet": "did you mean Dirichlet?",
-    f"{FIT} --scenario.partition noniid": "did you mean Dirichlet?",
-    f"{FIT} --algorithm.aggregator WeightedMaen": "did you mean WeightedMean?",
-    f"{FIT} --algorithm.loss_terms+=Proxmal": "did you mean Proximal?",
-    f"{FIT} --algorithm DFedAvgM --algorithm.graph Rign": "did you mean Ring?",
-    f"{FIT} --callbacks+=EarlyStoping": "did you mean EarlyStopping?",
-    f"{FIT} --optimizer Adm": "did you mean Adam?",
-    f"{FIT} --lr_scheduler StpLR": "did you mean StepLR?",
-    f"{FIT} --round_lr_scheduler exponential": "did you mean ExponentialLR?",
-    f"{FIT} --logger wandb": "did you mean WandbRoundLogger?",
-    f"{FIT} --logger CSVLoger": "did you mean CSVLogger?",
-    f"{FIT} --algorithm xyzzy": "`fl-lightning list algorithms` names them",
-    f"{FIT} --callbacks EarlyStopping": "did you mean --callbacks+=EarlyStopping?",
-    f"{FIT} --callbacks early_stoping": "did you mean --callbacks+=EarlyStopping?",
-    f"{FIT} --algorithm.loss_terms Proximal": "did you mean --algorithm.loss_terms+=Proximal?",
-    f"{FIT} --evaluation.target_accuracies 0.5": "did you mean [0.5]?",
+    f"{FIT} --algorithm FedAvgN": "algorithm: class 'FedAvgN' not found. Did you mean FedAvg?",
+    f"{FIT} --model MPL": "Did you mean MLP?",
+    f"{FIT} --scenario.dataset CIFAR1O": "Did you mean CIFAR10?",
+    f"{FIT} --scenario.partition Dirchlet": "Did you mean Dirichlet?",
+    f"{FIT} --scenario.partition noniid": "Did you mean Dirichlet?",
+    f"{FIT} --algorithm.aggregator WeightedMaen": "Did you mean WeightedMean?",
+    f"{FIT} --algorithm.loss_terms+=Proxmal": "Did you mean Proximal?",
+    f"{FIT} --algorithm DFedAvgM --algorithm.graph Rign": "Did you mean Ring?",
+    f"{FIT} --callbacks+=EarlyStoping": "Did you mean EarlyStopping?",
+    f"{FIT} --optimizer Adm": "Did you mean Adam?",
+    f"{FIT} --lr_scheduler StpLR": "Did you mean StepLR?",
+    f"{FIT} --round_lr_scheduler exponential": "Did you mean ExponentialLR?",
+    f"{FIT} --logger wandb": "Did you mean WandbRoundLogger?",
+    f"{FIT} --logger CSVLoger": "Did you mean CSVLogger?",
+    f"{FIT} --algorithm xyzzy": "See `fl-lightning list algorithms`.",
+    f"{FIT} --callbacks EarlyStopping": "Did you mean --callbacks+=EarlyStopping?",
+    f"{FIT} --callbacks early_stoping": "Did you mean --callbacks+=EarlyStopping?",
+    f"{FIT} --algorithm.loss_terms Proximal": "Did you mean --algorithm.loss_terms+=Proximal?",
+    f"{FIT} --evaluation.target_accuracies 0.5": "Did you mean [0.5]?",
     # options
-    f"{FIT} --lr 0.1": "did you mean --optimizer.lr?",
-    f"{FIT} --lr=0.1": "did you mean --optimizer.lr?",
-    f"{FIT} -lr 0.1": "did you mean --optimizer.lr?",
-    "fit --lr 0.1": "did you mean --optimizer.lr?",
-    f"{FIT} --learning-rate 0.1": "did you mean --optimizer.lr?",
-    f"{FIT} --optimizer.learning_rate 0.1": "did you mean --optimizer.lr?",
-    f"{FIT} --algorithm.lr 0.1": "FedSKC has no key 'lr'; did you mean --optimizer.lr?",
-    f"{FIT} --seed_everything 1": "did you mean --seed?",
-    f"{FIT} --scenario.dataset CIFAR10 --data_dir d": "did you mean --scenario.dataset.data_dir?",
-    f"{FIT} --epochs 1": "did you mean --trainer.max_epochs?",
-    f"{FIT} --local-epochs 1": "did you mean --trainer.max_epochs?",
-    f"{FIT} --num_clients 3": "did you mean --scenario.clients?",
-    f"{FIT} --global_rounds 3": "did you mean --rounds?",
-    f"{FIT} -gr 3": "did you mean --rounds?",
-    f"{FIT} -C 0.1": "did you mean --clients_per_round (a number of clients, no share)?",
-    f"{FIT} --fraction-fit 0.1": "did you mean --clients_per_round (a number of clients, no share)?",
-    f"{FIT} --dataset MNIST": "did you mean --scenario.dataset?",
-    f"{FIT} --partition IID": "did you mean --scenario.partition?",
-    f"{FIT} --alpha 0.1": "did you mean --scenario.partition.alpha?",
-    f"{FIT} --scenario.alpha 0.1": "did you mean --scenario.partition.alpha?",
+    f"{FIT} --lr 0.1": "Did you mean --optimizer.lr?",
+    f"{FIT} --lr=0.1": "Did you mean --optimizer.lr?",
+    f"{FIT} -lr 0.1": "Did you mean --optimizer.lr?",
+    "fit --lr 0.1": "Did you mean --optimizer.lr?",
+    f"{FIT} --learning-rate 0.1": "Did you mean --optimizer.lr?",
+    f"{FIT} --optimizer.learning_rate 0.1": "Did you mean --optimizer.lr?",
+    f"{FIT} --algorithm.lr 0.1": "FedSKC has no key 'lr'. Did you mean --optimizer.lr?",
+    f"{FIT} --seed_everything 1": "Did you mean --seed?",
+    f"{FIT} --scenario.dataset CIFAR10 --data_dir d": "Did you mean --scenario.dataset.data_dir?",
+    f"{FIT} --epochs 1": "Did you mean --trainer.max_epochs?",
+    f"{FIT} --local-epochs 1": "Did you mean --trainer.max_epochs?",
+    f"{FIT} --num_clients 3": "Did you mean --scenario.clients?",
+    f"{FIT} --global_rounds 3": "Did you mean --rounds?",
+    f"{FIT} -gr 3": "Did you mean --rounds?",
+    f"{FIT} -C 0.1": "Did you mean --clients_per_round (a number of clients, no share)?",
+    f"{FIT} --fraction-fit 0.1": "Did you mean --clients_per_round (a number of clients, no share)?",
+    f"{FIT} --dataset MNIST": "Did you mean --scenario.dataset?",
+    f"{FIT} --partition IID": "Did you mean --scenario.partition?",
+    f"{FIT} --alpha 0.1": "Did you mean --scenario.partition.alpha?",
+    f"{FIT} --scenario.alpha 0.1": "Did you mean --scenario.partition.alpha?",
     f"{FIT} --scenario.partition IID --alpha 1": "--scenario.partition=Dirichlet --scenario.partition.alpha?",
-    f"{FIT} --momentum 0.9": "did you mean --optimizer.momentum?",
-    f"{FIT} --optimizer Adam --momentum 0.9": "did you mean --optimizer=SGD --optimizer.momentum?",
-    f"{FIT} --gpus 1": "did you mean --trainer.accelerator=gpu?",
-    f"{FIT} --batch-size 8": "did you mean --batch_size?",
-    f"{FIT} --batch_sise 8": "did you mean --batch_size?",
-    f"{FIT} --precision bf16-mixed": "did you mean --trainer.precision?",
-    f"{FIT} --project p": "did you mean --logger=WandbRoundLogger --logger.project?",
-    "fit --config digits_fedskc.yaml --project p": "did you mean --logger.project?",
-    f"{FIT} --wandb": "did you mean --logger=WandbRoundLogger?",
-    f"{FIT} --tau 1": "did you mean --algorithm.tau?",
-    f"{FIT} --tua 1": "did you mean --algorithm.tau?",
-    f"{FIT} --algorithm FedProx --mu 1": "did you mean --algorithm.mu?",
-    f"{FIT} --hidden [8]": "did you mean --model.hidden or --model.head.hidden?",
-    f"{FIT} --lr 1 --tau 1": "has no key 'lr'; did you mean --optimizer.lr?",
-    f"{FIT} --tau 1 --lr 1e-1": "has no key 'tau'; did you mean --algorithm.tau?",
-    f"{FIT} --xyzzy 1": "`fl-lightning fit --help` names them",
-    "partition --config tiny.yaml --alpha 1": "did you mean --scenario.partition.alpha?",
-    "test runs/old --checkpont last": "did you mean --checkpoint?",
+    f"{FIT} --momentum 0.9": "Did you mean --optimizer.momentum?",
+    f"{FIT} --optimizer Adam --momentum 0.9": "Did you mean --optimizer=SGD --optimizer.momentum?",
+    f"{FIT} --gpus 1": "Did you mean --trainer.accelerator=gpu?",
+    f"{FIT} --batch-size 8": "Did you mean --batch_size?",
+    f"{FIT} --batch_sise 8": "Did you mean --batch_size?",
+    f"{FIT} --precision bf16-mixed": "Did you mean --trainer.precision?",
+    f"{FIT} --project p": "Did you mean --logger=WandbRoundLogger --logger.project?",
+    "fit --config digits_fedskc.yaml --project p": "Did you mean --logger.project?",
+    f"{FIT} --wandb": "Did you mean --logger=WandbRoundLogger?",
+    f"{FIT} --tau 1": "Did you mean --algorithm.tau?",
+    f"{FIT} --tua 1": "Did you mean --algorithm.tau?",
+    f"{FIT} --algorithm FedProx --mu 1": "Did you mean --algorithm.mu?",
+    f"{FIT} --hidden [8]": "Did you mean --model.hidden or --model.head.hidden?",
+    f"{FIT} --lr 1 --tau 1": "has no key 'lr'. Did you mean --optimizer.lr?",
+    f"{FIT} --tau 1 --lr 1e-1": "has no key 'tau'. Did you mean --algorithm.tau?",
+    f"{FIT} --xyzzy 1": "See `fl-lightning fit --help`.",
+    "partition --config tiny.yaml --alpha 1": "Did you mean --scenario.partition.alpha?",
+    "test runs/old --checkpont last": "Did you mean --checkpoint?",
 }
 
 
@@ -183,21 +183,21 @@ def test_what_is_typed_is_answered_in_one_line_that_works(line, here):
     """With the mend in the place of what it is for, the same line is refused for no name any more."""
     answer = refusal(line)
     assert TYPED[line] in answer
-    if line.split()[0] not in OURS or "did you mean" not in answer:
+    if line.split()[0] not in OURS or "Did you mean" not in answer:
         return
     mended_line = mended(line, answer)
     code, _, err = run(*shlex.split(mended_line))
     if "has no key" in err:  # there were several
         mended_line = mended(mended_line, err)
         code, _, err = run(*shlex.split(mended_line))
-    assert not re.search("did you mean|has no key|no class|no command|belongs to|neither|expected list", err), err
+    assert not re.search("Did you mean|has no key|not found|belongs to|neither|expected list", err), err
     if line.startswith(FIT) and not re.search("must be given|expected int", err):
         assert (code, err) == (0, ""), mended_line
 
 
 def mended(line, answer):
-    mend = re.search(r"did you mean(?:: fl-lightning)? (.+?)( \(.*| or .*)?\?$", answer)[1]
-    if command := re.match("there is no command '(.+?)'", answer):
+    mend = re.search(r"Did you mean(?:: fl-lightning)? (.+?)( \(.*| or .*)?\?$", answer)[1]
+    if command := re.match("command '(.+?)' not found", answer):
         return mend if command[1] == "--config" else line.replace(command[1], mend, 1)
     if key := re.search("has no key '(.+?)'", answer):
         given = r"([ =][\d.]+)?" if re.search(r"=\w+$", mend) else ""
@@ -206,7 +206,7 @@ def mended(line, answer):
         return re.sub(rf"--{re.escape(mend.partition('+=')[0][2:])} \S+", mend, line)
     if "is the folder of a run" in answer:
         return line.replace("--config runs/old", mend)
-    if wrong := re.search(r"no class '(.+?)'|got '(.+?)'|(\S+) belongs to|--config: (\S+) is neither", answer):
+    if wrong := re.search(r"class '(.+?)' not found|got '(.+?)'|(\S+) belongs to|--config: (\S+) is neither", answer):
         return re.sub(rf"(?<![^\s=]){re.escape(next(filter(None, wrong.groups())))}(?!\S)", mend, line)
     raise AssertionError(answer)
 
@@ -263,11 +263,11 @@ def test_each_class_of_the_table_is_there():
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("lr: 0.1", "the config has no key 'lr'; did you mean optimizer.lr?"),
-        ("tau: 0.1", "the config has no key 'tau'; did you mean algorithm.tau?"),
-        ("batch-size: 3", "the config has no key 'batch-size'; did you mean batch_size?"),
-        ("gpus: 1", "the config has no key 'gpus'; did you mean trainer.accelerator: gpu?"),
-        ("callbacks: EarlyStopping", "callbacks: got 'EarlyStopping', expected list; did you mean [EarlyStopping]?"),
+        ("lr: 0.1", "the config has no key 'lr'. Did you mean optimizer.lr?"),
+        ("tau: 0.1", "the config has no key 'tau'. Did you mean algorithm.tau?"),
+        ("batch-size: 3", "the config has no key 'batch-size'. Did you mean batch_size?"),
+        ("gpus: 1", "the config has no key 'gpus'. Did you mean trainer.accelerator: gpu?"),
+        ("callbacks: EarlyStopping", "callbacks: got 'EarlyStopping', expected list. Did you mean [EarlyStopping]?"),
     ],
 )
 def test_in_a_file_the_mend_is_a_key(more, told, here):
@@ -281,15 +281,15 @@ def test_a_class_of_the_users_own_is_left_to_the_parser(here):
         "        super().__init__()\n"
     )
     fit_mine = ["fit", "--config", "tiny.yaml", "--algorithm", "named.Mine"]
-    assert "algorithm: Mine has no key 'mu'; there are nu\n" in run(*fit_mine, "--algorithm.mu", "1").err
-    assert "the config has no key 'nu'; did you mean --algorithm.nu?\n" in run(*fit_mine, "--nu", "1").err
+    assert "algorithm: Mine has no key 'mu'. Available: nu.\n" in run(*fit_mine, "--algorithm.mu", "1").err
+    assert "the config has no key 'nu'. Did you mean --algorithm.nu?\n" in run(*fit_mine, "--nu", "1").err
     assert run(*fit_mine, "--algorithm.nu", "2").code == 0
 
 
 def test_a_file_is_spelled_right(here):
     """It stays, and is compared by its letters: so nothing is guessed."""
     Path("bad.yaml").write_text(TINY.replace("FedSKC\n", "fedskc\n"))
-    assert refusal("fit --config bad.yaml") == "algorithm: there is no class 'fedskc'; did you mean FedSKC?"
+    assert refusal("fit --config bad.yaml") == "algorithm: class 'fedskc' not found. Did you mean FedSKC?"
 
 
 # --- What simply works ---

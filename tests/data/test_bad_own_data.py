@@ -779,7 +779,7 @@ COMMANDS = {
     ),
     "no dataset": (
         [DATASET, "torch.nn.Linear"],
-        ["scenario.dataset: torch.nn.Linear is no Dataset; `fl-lightning list datasets` names them"],
+        ["scenario.dataset: torch.nn.Linear is no Dataset. See `fl-lightning list datasets`."],
         [DATASET, "Digits"],
     ),
     "an unknown argument": (

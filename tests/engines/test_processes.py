@@ -426,7 +426,7 @@ class Placed:
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
-    with pytest.raises(ConfigError, match=r"engine.devices: there is no GPU 3; there are \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"engine.devices: GPU 3 not found. Available: \[0, 1\]"):
         ProcessesEngine(devices=[0, 3]).size(on_gpus(monkeypatch, 2))
 
 

@@ -315,7 +315,7 @@ def test_where_accepts_keys_ends_of_keys_and_lists(tmp_path):
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        (["alpa=1"], "where: no run has a setting 'alpa'; did you mean alpha?"),
+        (["alpa=1"], "where: no run has a setting 'alpa'. Did you mean alpha?"),
         (["zzz=1"], "where: no run has a setting 'zzz'$"),
         (["alpha"], "where: 'alpha' is not of the form KEY=VALUE"),
         (["=1"], "where: '=1' is not of the form KEY=VALUE"),

@@ -6,12 +6,13 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.cli.catalogue import KINDS, groups
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.spelling import suggest
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Print a line for each name."""
     if given.kind not in (None, *KINDS):
-        raise ConfigError(f"list: there is no kind {given.kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"list: kind {given.kind!r} not found. {suggest(None, KINDS)}")
     for kind in [given.kind] if given.kind else KINDS:
         by_heading = groups(kind)
         width = max(len(name) for lines in by_heading.values() for name in lines)
