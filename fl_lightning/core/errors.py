@@ -94,7 +94,7 @@ def one_line(error: BaseException | str) -> str:
 def users_place(error: BaseException) -> str:
     """Return where in the user's own code an error was raised, as ` (mine.py, line 7)`; empty text if nowhere.
 
-    This is the innermost frame, called by this package, that is neither in a library nor in this package.
+    The place is the innermost frame below this package's frames that belongs neither to a library nor to this package.
     """
     place, inside = "", False
     for frame, line in walk_tb(error.__traceback__):
@@ -115,14 +115,14 @@ MOST = 10**12
 """Maximum of a count, such as rounds or samples of a batch. Its product with a sample's bytes must fit in 64 bits."""
 
 
-def check_number(key: str, value: float | None, within: str, mend: str = "") -> None:
+def check_number(key: str, value: float | None, within: str, fix: str = "") -> None:
     """Refuse a number outside an interval. NaN is outside of every interval; None is not checked.
 
     Args:
         key: The key that the user types.
         value: The number.
         within: The interval, such as `[0, 1)`, or `(0, inf)` for any finite number above 0.
-        mend: How to fix it.
+        fix: How to fix it.
 
     Raises:
         ConfigError: Names the key, the number and the interval.
@@ -145,7 +145,7 @@ def check_number(key: str, value: float | None, within: str, mend: str = "") -> 
         wrong = f"is outside {within}"
     else:
         wrong = f"is {'below' if within[0] == '[' else 'not above'} {low:g}"
-    raise ConfigError(f"{key}: {value} {wrong}" + (f"; {mend}" if mend else ""))
+    raise ConfigError(f"{key}: {value} {wrong}" + (f"; {fix}" if fix else ""))
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:

@@ -1,4 +1,4 @@
-"""`Message`: all that ever crosses between a client and a server, or two peers."""
+"""`Message`: the only type of data that a client and a server, or two peers, exchange."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUMBER_BYTES = 8  # a float64 or an int64
 
 @dataclass(frozen=True)
 class Message:
-    """Named tensors and plain numbers, nothing else.
+    """Named tensors and plain numbers.
 
-    Tensor names are `section/name`: the weights travel in the section `model`, each piece of shared knowledge in a
+    Tensor names are `section/name`. The weights are in the section `model`, and each piece of shared knowledge has a
     section of its own.
 
     Args:
@@ -52,7 +52,7 @@ class Message:
         return cls(tensors, numbers)
 
     def section(self, name: str) -> Tensors:
-        """The tensors of one section, under their short names; empty if the section did not travel."""
+        """Return the tensors of one section by their short names; empty if the message has no such section."""
         prefix = f"{name}/"
         return {key[len(prefix) :]: tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
@@ -61,11 +61,11 @@ class Message:
         return Message({k: t for k, t in self.tensors.items() if not k.startswith(f"{name}/")}, self.numbers)
 
     def on_cpu(self) -> Message:
-        """The same message in this machine's memory, whatever device its tensors are on."""
+        """Return the message with its tensors on the CPU."""
         return Message({name: tensor.cpu() for name, tensor in self.tensors.items()}, self.numbers)
 
     def plus(self, sections: Mapping[str, Tensors]) -> Message:
-        """The same message with further sections."""
+        """Return the message with more sections."""
         return Message(self.tensors | Message.pack(sections).tensors, self.numbers)
 
     @property

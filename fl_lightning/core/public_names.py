@@ -1,4 +1,4 @@
-"""The classes of the algorithms folder that the package exports, read from the source: nothing is imported."""
+"""Find the algorithm classes that the package exports. Reads their source and imports nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random number generators derived from `(seed, stream, round, client)`, independent of any order.
 
-Two clients, two rounds or two purposes never share a stream, and neither the engine, the order of clients nor a
-restart can move one.
+Two clients, two rounds or two purposes never share a stream. Streams do not depend on the engine, the order of clients
+or a restart.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    """NumPy generator of one stream; `key` is usually `(round, client)`."""
+    """Return the NumPy generator of one stream; `key` is usually `(round, client)`."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(int(stream), *key)))
 
 
 def derive(seed: int, stream: Stream, *key: int) -> int:
-    """A 63-bit seed for `torch.Generator.manual_seed`, from the same sequence as `generator`."""
+    """Return a 63-bit seed for `torch.Generator.manual_seed`, from the same sequence as `generator`."""
     sequence = np.random.SeedSequence(seed, spawn_key=(int(stream), *key))
     return int(sequence.generate_state(1, np.uint64)[0]) >> 1
 
@@ -51,7 +51,7 @@ def seed_everything(seed: int, stream: Stream, *key: int) -> None:
     np.random.seed(value % 2**32)
     if _accelerated():
         torch.manual_seed(value)
-    else:  # the same for the CPU, which alone is there, less the stack trace noted for devices yet to be woken
+    else:  # does the same if there is only a CPU, and is faster
         torch.default_generator.manual_seed(value)
 
 
@@ -65,7 +65,7 @@ class RandomStates:
     """The random states of Python, NumPy and torch, so that several clients can take turns.
 
     Args:
-        device: Whose generator of torch counts; a GPU's comes beside the CPU's.
+        device: The training device. For a GPU, its generator counts as well as the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,13 +80,13 @@ class RandomStates:
         self._keep_torch()
 
     def unmoved(self) -> bool:
-        """Whether the global generators are where they were noted to be."""
+        """Return whether the global generators are in the saved states."""
         states = zip(self._generators, self._torch, strict=True)
         return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, the global generators go on from here; where they end up is noted."""
+        """Context that starts with the saved random states, and saves the states at its end."""
         python, (kind, words, *rest) = self._others
         random.setstate(python)
         np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))
@@ -98,7 +98,7 @@ class RandomStates:
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
-        """The same for torch's generators alone, which is quicker."""
+        """Do the same for torch's generators only, which is faster."""
         for generator, state in zip(self._generators, self._torch, strict=True):
             generator.set_state(state)
         try:
@@ -111,6 +111,6 @@ class RandomStates:
 
 
 def _others() -> tuple[Any, tuple[Any, ...]]:
-    """Python's and NumPy's state, comparable."""
+    """Return the states of Python's and NumPy's generators in a form that can be compared."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest)

@@ -1,8 +1,7 @@
 """Arithmetic on state dicts, shared by aggregators.
 
-Means run in float64 and are rounded to the entry's own type once, at the end: a mean over one client is that client's
-weights bit for bit, and half-precision training does not cost the average its digits. Integer entries (BatchNorm's
-`num_batches_tracked`) cannot be averaged; the largest is kept.
+Means are computed in float64 and rounded to the entry's own type once, at the end. The mean over one client is equal to
+that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,20 +16,19 @@ State = dict[str, Tensors]
 """Tensors in named sections.
 
 A run's shared state has the section `model`, the shared weights, and one section for each piece of shared knowledge.
-Where an aggregator leaves the section `weights`, it holds what each client counted for: the ids `client` `(K,)`, and
-`value`, `(K,)` or, by class, `(K, C)`.
+An aggregator may add the section `weights`, with the weight of each client: the ids `client` `(K,)`, and `value`, `(K,)`
+or by class `(K, C)`.
 """
 
 PIECE = 1 << 17
-"""Numbers that are averaged at a time: in float64 a megabyte."""
+"""Numbers that are averaged at a time: 1 MiB in float64."""
 
 
 class RunningMean:
     """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
 
-    It is kept as a sum in float64, where the product of a float32 and a number of samples is exact: a mean that lies
-    half way between two float32 is rounded as one worked out by hand is. It is worked out where the first state dict
-    is, on a GPU say.
+    The sum is kept in float64, in which the product of a float32 and a number of samples is exact. It is computed on the
+    device of the first state dict.
 
     Example:
         >>> mean = RunningMean()
@@ -48,13 +46,13 @@ class RunningMean:
         self._sums: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._weight = 0.0
-        self._alone = True  # and so not scaled: in float64 n w / n need not be w
+        self._is_single = True  # then not scaled: in float64, n w / n may differ from w
 
     def add(self, state: Tensors, weight: float) -> None:
-        """Fold in one state dict with a non-negative weight, in any unit: the weights need not sum to 1.
+        """Add one state dict with a non-negative weight. The weights need not sum to 1.
 
         Raises:
-            ValueError: It has other entries than the ones before it.
+            ValueError: Its entries differ from those of the state dicts before.
         """
         if not self._dtypes:
             self._dtypes = {name: value.dtype for name, value in state.items()}
@@ -76,20 +74,20 @@ class RunningMean:
             if not value.is_floating_point():
                 torch.maximum(held, value.to(held.device), out=held)
                 continue
-            if self._alone:
+            if self._is_single:
                 held.mul_(self._weight)
             add_scaled(held, value, weight)
-        self._alone = False
+        self._is_single = False
 
     def value(self) -> Tensors:
-        """The mean so far, on the CPU.
+        """Return the mean of the state dicts so far, on the CPU.
 
         Raises:
             ValueError: Nothing was added, or nothing with a positive weight.
         """
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
-        whole = 1.0 if self._alone else self._weight
+        whole = 1.0 if self._is_single else self._weight
         return {
             name: (held / whole if held.is_floating_point() else held.clone()).to(self._dtypes[name]).cpu()
             for name, held in self._sums.items()
@@ -97,18 +95,18 @@ class RunningMean:
 
 
 def wide_copy(value: Tensor) -> Tensor:
-    """A contiguous copy, in float64 unless it holds integers."""
+    """Return a contiguous copy, in float64 unless it holds integers."""
     dtype = torch.float64 if value.is_floating_point() else value.dtype
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
-    """Compute `held += factor · value` in place, on a CPU in pieces that fit its cache.
+    """Compute `held += factor · value` in place; on a CPU in pieces that fit in its cache.
 
     Args:
         held: Contiguous, in float64.
         value: Of the same shape, on any device.
-        factor: What it counts for.
+        factor: The factor.
     """
     piece = min(PIECE, held.numel()) if held.device.type == "cpu" else held.numel()
     scratch = torch.empty(piece, dtype=held.dtype, device=held.device)
@@ -117,16 +115,15 @@ def add_scaled(held: Tensor, value: Tensor, factor: float) -> None:
 
 
 class ExchangedMean:
-    """Weighted mean of state dicts, some of which are replaced. A replacement does not recompute the mean.
+    """Weighted mean of state dicts, from which state dicts can be removed without recomputing the mean.
 
-    It is kept as a sum in float64, which the old leaves before the new comes. Each change rounds by at most 2^-53 of
-    the sum: after t changes the mean is off by at most t 2^-53 of the largest it ever was, 10^-11 of it after 100,000,
-    and once rounded to float32 differs from a mean made anew in the last bit, if at all. The only state dict there is
-    comes back bit for bit. Integer entries keep the largest that ever was.
+    The sum is kept in float64. Each change rounds by at most 2^-53 of the sum, so that after 100,000 changes the mean
+    is off by at most 10^-11 of its largest value. In float32 it differs from a new mean in the last bit at most. The
+    mean of a single state dict is that state dict, bit for bit. Integer entries keep their largest value so far.
 
     Args:
-        sums: What `sums` held when it was put away; empty at first. It is left as it is.
-        weight: The sum of the weights, likewise.
+        sums: The saved attribute `sums` of an earlier object; empty at first. It is not changed.
+        weight: The saved sum of the weights.
 
     Example:
         >>> mean = ExchangedMean()
@@ -144,7 +141,7 @@ class ExchangedMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Tensors, weight: float) -> None:
-        """Bring in a state dict with a positive weight."""
+        """Add a state dict with a positive weight."""
         self._dtypes = {name: value.dtype for name, value in state.items()}
         self._change(state, weight)
 
@@ -169,7 +166,7 @@ class ExchangedMean:
 
 
 def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensors:
-    """`Σ a_k w_k / Σ a_k` over every floating-point entry."""
+    """Return `Σ a_k w_k / Σ a_k` for every floating-point entry."""
     mean = RunningMean()
     for state, weight in zip(states, weights, strict=True):
         mean.add(state, float(weight))
@@ -177,7 +174,7 @@ def weighted_mean(states: Iterable[Tensors], weights: Iterable[float]) -> Tensor
 
 
 def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Tensors:
-    """`keep · w + step · (v - w)` over every floating-point entry of `w = state`; integer entries stay `w`'s."""
+    """Return `keep · w + step · (v - w)` for every floating-point entry of `w = state`; integer entries are `w`'s."""
 
     def mixed(w: Tensor, v: Tensor) -> Tensor:
         return (keep * w.double() + step * (v.double() - w.double())).to(w.dtype)
@@ -186,7 +183,7 @@ def extrapolate(state: Tensors, other: Tensors, keep: float, step: float) -> Ten
 
 
 def stack(states: Sequence[Tensors]) -> Tensors:
-    """Each entry of K state dicts as one tensor, `(K, ...)`."""
+    """Stack each entry of K state dicts to one tensor, `(K, ...)`."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
@@ -196,20 +193,20 @@ def at_least_float32(value: Tensor) -> Tensor:
 
 
 def widened(state: Tensors) -> Tensors:
-    """Floating-point entries in float64, the others as they are."""
+    """Convert floating-point entries to float64, and leave the others as they are."""
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
 
 
 def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Tensors:
-    """N linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
+    """Return n linear combinations of K state dicts: row i is `Σ_k a_ik w_k`, in float64, rounded once.
 
     Args:
         coefficients: `a`, `(n, K)`.
-        stacked: What `stack` makes of the K state dicts.
-        rounded: To the entries' own types; False leaves float64, for combinations that are combined again.
+        stacked: The K state dicts, from `stack`.
+        rounded: Round to the entries' own types. False leaves float64, for combinations that are combined again.
 
     Returns:
-        Entries `(n, ...)`; integer ones are the largest over the K, n times.
+        Entries `(n, ...)`. Integer entries are the largest of the K, n times.
     """
     a = coefficients.double()
 
@@ -223,15 +220,12 @@ def combine(coefficients: Tensor, stacked: Tensors, rounded: bool = True) -> Ten
 
 
 def parameter_names(state: Tensors) -> list[str]:
-    """Names of a model's parameters: every floating-point entry but BatchNorm's running statistics."""
+    """Return the names of a model's parameters: all floating-point entries except BatchNorm's running statistics."""
     return [name for name, v in state.items() if v.is_floating_point() and not _statistic(name)]
 
 
 def flatten(states: Sequence[Tensors]) -> Tensor:
-    """The parameters of K models as one float64 matrix, `(K, P)`.
-
-    Entries are in the first one's order in every row: what a client keeps comes back in another than it was put away.
-    """
+    """Return the parameters of K models as one float64 matrix, `(K, P)`, in the order of the first model's entries."""
     names = parameter_names(states[0])
     return torch.stack([torch.cat([state[name].double().flatten() for name in names]) for state in states])
 
@@ -241,18 +235,18 @@ def _statistic(name: str) -> bool:
 
 
 def packed(mask: Tensor) -> Tensor:
-    """A mask as it travels: 8 entries a byte, `(⌈n/8⌉,)`."""
+    """Pack a mask for transfer: 8 entries per byte, `(⌈n/8⌉,)`."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy()))
 
 
 def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
-    """The mask that `packed` made bytes of."""
+    """Return the mask that `pack_mask` packed."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 
 
 def first_non_finite(tensors: Tensors) -> str | None:
-    """Name of the first entry that holds NaN or Inf, or None; a GPU is waited for once, if all is well."""
-    # A finite sum has finite terms, and costs a quarter of looking at each; a sum can overflow without.
+    """Return the name of the first entry that holds NaN or Inf, or None. Synchronizes with a GPU once if there is none."""
+    # A finite sum has finite terms, and takes a quarter of the time. The sum of finite terms may overflow.
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if value.is_floating_point():

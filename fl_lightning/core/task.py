@@ -17,8 +17,8 @@ class Score:
 
     Args:
         n: Number of samples, or of episodes.
-        values: What was measured, by name: the `loss`, what the objective has beside it (`acc`, the share that is
-            classified correctly, or `mae`), and the metrics that were asked for and are defined on these samples.
+        values: The metrics by name: the `loss`, the objective's own (the accuracy `acc`, or `mae`), and those of
+            `evaluation.metrics` that are defined on these samples.
     """
 
     n: int
@@ -32,11 +32,11 @@ class Task:
     Args:
         round: The round, from 1.
         client: The client's id.
-        download: What the server sent.
-        memory: What the client kept from its last round.
+        download: The message from the server.
+        memory: The client's state from its last round.
         lr_scale: Factor on the learning rates, from the round's schedule.
         fit: Train; False leaves the model as received.
-        upload: Make the upload, and what the client keeps.
+        upload: Return an upload and the client's new state.
         evaluate: Score the client's model on its own test split.
         evaluate_globally: Score the client's model on the global test set.
     """
@@ -58,15 +58,15 @@ class Result:
 
     Args:
         client: The client's id.
-        download_bytes: Size of what it was sent.
-        upload: What it sends, or None where the task did not ask for it, or failed; its weights are on the training
-            device where the server only averages them, all else on the CPU.
-        memory: What it keeps for its next round.
-        losses: Mean training loss a step: `loss`, `ce` and each term.
-        logged: What callbacks logged in its fit, by name.
-        local: Score on its own test split, if asked for and not empty.
-        on_global: Score on the global test set, if asked for.
-        failure: Why there is no upload.
+        download_bytes: Size of the message from the server.
+        upload: The client's message, or None if the task did not ask for one, or failed. Weights that the server only
+            averages are on the training device, everything else is on the CPU.
+        memory: The client's state for its next round.
+        losses: Mean training loss per step: `loss`, `ce` and each term.
+        logged: Metrics that callbacks logged in its fit, by name.
+        local: Score on its own test split, if requested and not empty.
+        on_global: Score on the global test set, if requested.
+        failure: The error, if the task failed.
     """
 
     client: int
@@ -86,10 +86,10 @@ def interrupts(error: BaseException) -> bool:
 
 
 def failed(task: Task, error: BaseException) -> Result:
-    """The result of a task that an error broke off; `SystemExit` is one, as any other that a client's code raises.
+    """Return the result of a task that raised an error, `SystemExit` included.
 
     Raises:
-        BaseException: The error, if it is an answer to Ctrl-C or SIGTERM: it is for the whole run.
+        BaseException: The error, if Ctrl-C or SIGTERM caused it, which ends the whole run.
     """
     if interrupts(error):
         raise error

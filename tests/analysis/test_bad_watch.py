@@ -456,7 +456,7 @@ def test_only_evaluated_clients_have_an_accuracy(tmp_path):
     for monitor, words in {
         f"client_{unscored}/acc": "Only other clients have it: a client that is not evaluated, or has",
         f"client_{unscored}/ac": "Did you mean client_<id>/acc?",
-        "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes$",
+        "xyzzy": r"client_<id>/train_loss, client_<id>/acc, comm/up_bytes, comm/down_bytes, comm/total_bytes.$",
     }.items():
         told = refused(experiment(tmp_path, evaluation=evaluation, callbacks=[EarlyStopping(monitor)]))
         assert re.search(re.escape(words).replace(r"\$", "$"), told["EarlyStopping"])
