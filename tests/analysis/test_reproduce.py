@@ -388,7 +388,7 @@ def test_a_bad_table_is_one_line(here, old, new, message):
 
 
 def test_a_missing_table_is_one_line(here):
-    message = "nowhere: neither a file nor a shipped table; `fl-lightning list papers` lists the shipped tables"
+    message = "nowhere: neither a file nor a shipped table. See `fl-lightning list papers`."
     assert run("reproduce", "nowhere") == (2, "", f"fl-lightning: error: {message}\n")
 
 
