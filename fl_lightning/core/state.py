@@ -1,7 +1,7 @@
 """Arithmetic on state dicts, shared by aggregators.
 
-Means are computed in float64 and rounded to the entry's own type once, at the end. The mean over one client is equal to
-that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
+Means are computed in float64 and rounded to the entry's own type once, at the end. The mean over one client is equal
+to that client's weights bit for bit. Of integer entries (BatchNorm's `num_batches_tracked`) the largest is kept.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ State = dict[str, Tensors]
 """Tensors in named sections.
 
 A run's shared state has the section `model`, the shared weights, and one section for each piece of shared knowledge.
-An aggregator may add the section `weights`, with the weight of each client: the ids `client` `(K,)`, and `value`, `(K,)`
-or by class `(K, C)`.
+An aggregator may add the section `weights`, with the weight of each client: the ids `client` `(K,)`, and `value`,
+`(K,)` or by class `(K, C)`.
 """
 
 PIECE = 1 << 17
@@ -27,8 +27,8 @@ PIECE = 1 << 17
 class RunningMean:
     """Weighted mean of state dicts that arrive one at a time; memory does not grow with their number.
 
-    The sum is kept in float64, in which the product of a float32 and a number of samples is exact. It is computed on the
-    device of the first state dict.
+    The sum is kept in float64, in which the product of a float32 and a number of samples is exact. It is computed on
+    the device of the first state dict.
 
     Example:
         >>> mean = RunningMean()
@@ -245,7 +245,7 @@ def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 def first_non_finite(tensors: Tensors) -> str | None:
-    """Return the name of the first entry that holds NaN or Inf, or None. Synchronizes with a GPU once if there is none."""
+    """Return the name of the first entry that holds NaN or Inf, or None. Usually synchronizes with a GPU once."""
     # A finite sum has finite terms, and takes a quarter of the time. The sum of finite terms may overflow.
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():
