@@ -186,7 +186,8 @@ def test_bytes_by_round_equal_the_communication_meter(tmp_path):
     assert arrays["up"].sum() + arrays["down"].sum() == run.csv.rows[-1]["comm/total_bytes"]
 
 
-def test_a_figure_is_measured_when_it_is_due(tmp_path):
+def test_a_figure_is_measured_when_it_is_due(tmp_path, monkeypatch):
+    monkeypatch.setattr("fl_lightning.callbacks.figures.to_png", lambda figure: b"")
     experiment(tmp_path, callbacks=[RowNorms(every=2)], rounds=5).fit()
     names = sorted(path.name for path in (tmp_path / "figures" / "row_norms").iterdir())
     assert names == [f"round-00000{n}.{kind}" for n in (2, 4, 5) for kind in ("npz", "png")]
@@ -196,7 +197,8 @@ def test_a_figure_is_measured_when_it_is_due(tmp_path):
         KnowledgeMap(samples=3)
 
 
-def test_figures_change_no_result(tmp_path):
+def test_figures_change_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("fl_lightning.callbacks.figures.to_png", lambda figure: b"")  # drawing takes most of the time
     figures = [ClassRelations(1), RowNorms(1), UnitDivergence(), ClientDrift(), BytesByRound(1), ConfusionMatrix(1)]
     figures.append(KnowledgeMap(1, samples=20))
     plain = experiment(tmp_path / "plain", FedSKC(), rounds=2)

@@ -106,7 +106,7 @@ def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, si
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills(command_line("fedsiam_da", "--rounds", "3"), tmp_path, 1)
+    survive_kills(command_line("fedsiam_da", "--rounds", "2", "--scenario.clients", "4"), tmp_path, 1)
 
 
 @pytest.mark.slow
