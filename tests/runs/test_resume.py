@@ -1,5 +1,6 @@
 """Runs that are interrupted or killed resume to the same bytes."""
 
+import os
 import shutil
 import signal
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from experiments import experiment, same_bytes, untimed
-from fl_lightning.callbacks import EarlyStopping
+from fl_lightning.callbacks import EarlyStopping, RoundCallback
 from killed_runs import FIVE, command_line, survive_kills
 from methods import CLASSES
 
@@ -105,8 +106,34 @@ def test_signal_ends_the_run_after_the_client_and_it_can_be_resumed(tmp_path, si
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
+class Kill(RoundCallback):
+    """Kill this process in the middle of round 3."""
+
+    def on_client_end(self, run, result):
+        if run.round == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # Python 3.12 warns of threads
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
-    survive_kills(command_line("fedsiam_da", "--rounds", "2", "--scenario.clients", "4"), tmp_path, 1)
+    whole = experiment(tmp_path / "whole", FedSKC(), rounds=4)
+    whole.fit()
+    child = os.fork()
+    if not child:
+        try:
+            experiment(tmp_path / "killed", FedSKC(), rounds=4, callbacks=[Kill()]).fit()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    rest = experiment(tmp_path / "killed", FedSKC(), rounds=4)
+    rest.fit(resume=True)
+    assert same_bytes(whole.state["model"], rest.state["model"])
+    assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
+
+
+@pytest.mark.thorough
+def test_a_killed_command_resumes_to_the_same_bytes(tmp_path):
+    survive_kills(command_line("fedsiam_da", "--rounds", "3"), tmp_path, 1)
 
 
 @pytest.mark.slow
