@@ -568,8 +568,18 @@ def test_planted_modules_are_not_imported(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_worker_processes_import_own_modules_but_no_planted_ones(tmp_path):
+def test_worker_processes_do_not_import_planted_modules(tmp_path):
     plant_modules(tmp_path, tmp_path / "mark")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    script = ["-m", "fl_lightning"]
+    python(*script, "fit", "--config", "tiny.yaml", "--engine", "processes", "--run_dir", "run", cwd=tmp_path)
+    python(*script, "sweep", "sweep.yaml", cwd=tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.slow
+def test_worker_processes_find_own_modules(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "own_sibling.py").write_text("")
     (tmp_path / "tiny.yaml").write_text(TINY.replace("class_path: MLP", "class_path: own.Net"))
@@ -581,7 +591,6 @@ def test_worker_processes_import_own_modules_but_no_planted_ones(tmp_path):
         assert (place / "final" / "summary.json").exists()
         assert (place / ".signature").exists()
     python(*script, "test", "run", cwd=tmp_path)
-    assert not (tmp_path / "mark").exists()
 
 
 # --- A model of anybody's --------------------------------------------------------------------------------------------
