@@ -1,4 +1,4 @@
-"""What `Algorithm` offers to methods: parts that stay on the client, looks at its own data, cohorts that vary."""
+"""Hooks of `Algorithm`: personal parts, access to the client's own data, a variable number of participants."""
 
 import csv
 from dataclasses import replace
@@ -31,7 +31,7 @@ class OwnModel(FedAvg):
 
 
 class Looking(FedAvg):
-    """Before it trains, a client adds to its bias what it counts in its data, and draws random numbers."""
+    """Before training, a client adds its numbers of samples to its bias and draws random numbers."""
 
     validation = 0.25
 
@@ -45,7 +45,7 @@ class Looking(FedAvg):
 
 
 class Personal(FedAvg):
-    """What is measured always says class 3."""
+    """The evaluated model always predicts class 3."""
 
     def personalize(self, module, batches):
         assert not module.training
@@ -113,7 +113,7 @@ def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
 )
 @pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])
 @in_float64
-def test_every_engine_knows_them(tmp_path, method, engine, processes):
+def test_every_engine_calls_the_hooks(tmp_path, method, engine, processes):
     one = experiment(tmp_path / "one", method())
     other = experiment(tmp_path / "other", method(), engine=engine(processes))
     for run in (one, other):
@@ -171,7 +171,7 @@ def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
 
 
 @pytest.mark.parametrize("clients", ["trained", "received"])
-def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients):
+def test_only_the_evaluated_model_is_personalized(tmp_path, clients):
     evaluation = Evaluation(client_model=clients, personal_on_global=True)
     plain = finished(tmp_path / "plain", FedAvg(), evaluation=evaluation)
     run = finished(tmp_path / "personal", Personal(), evaluation=evaluation)
@@ -187,7 +187,7 @@ def test_what_is_measured_is_personalized_and_nothing_else_is(tmp_path, clients)
     assert module(torch.rand(4, 1, 8, 8)).argmax(dim=1).tolist() == [3] * 4
 
 
-def test_without_a_global_model_nothing_global_is_told(tmp_path):
+def test_without_a_global_model_nothing_global_is_logged(tmp_path):
     run = experiment(tmp_path, OwnModel(), callbacks=[Checkpointing(), EarlyStopping(patience=1, min_delta=1.0)])
     summary = run.fit().summary
     assert not [name for row in run.csv.rows for name in row if name.startswith("global/")]
@@ -203,7 +203,7 @@ def test_without_a_global_model_nothing_global_is_told(tmp_path):
 # --- Cohorts that vary ---
 
 
-def test_a_method_may_decide_how_many_take_part(tmp_path):
+def test_a_method_can_set_the_number_of_participants(tmp_path):
     run = finished(tmp_path, Growing(), clients_per_round=1)
     with (run.run_dir / "clients.csv").open(newline="") as file:
         seen = [int(line["round"]) for line in csv.DictReader(file)]

@@ -150,7 +150,7 @@ def test_ratios_that_stay_at_the_clients_own_are_local_bit_for_bit(tmp_path):
 
 @in_float64
 def test_equal_ratios_that_stay_are_fedavg_at_an_nth_of_the_learning_rate(tmp_path):
-    """One full-batch step a round, no momentum, everybody takes part; FedAvg's plain mean, for the sizes differ."""
+    """One full-batch step of all clients per round, without momentum, and FedAvg's unweighted mean."""
     one_step = {
         "rounds": 4,
         "clients_per_round": 6,

@@ -1,4 +1,4 @@
-"""What travels: the bytes that are counted against the formula that each method's docstring gives."""
+"""The counted bytes of a round equal the formula in each method's docstring."""
 
 import re
 
@@ -20,7 +20,7 @@ def formulas(kind: type[Algorithm]) -> tuple[str, str, bool]:
 
 
 def known(run) -> dict[str, int]:
-    """What a formula can name beside the method's own attributes: sizes in bytes, and numbers."""
+    """Return the sizes and numbers that a formula can use besides the method's attributes."""
     backbone = run.worker.template.backbone
     entries = {name: value.numel() * value.element_size() for name, value in backbone.state_dict().items()}
     return {

@@ -101,7 +101,7 @@ def test_a_split_gives_each_part_the_mean_of_its_own():
     assert after["norms"]["max"].tolist() == pytest.approx([max(math.hypot(*d) for d in deltas.values())])
     assert before["assignment"]["cluster"].tolist() == [0] * 6
     assert not before["assignment"]["heard"].any()
-    # the next round: cluster 1 is left alone, since nobody of it takes part; cluster 0 is split again, ids go on
+    # next round: cluster 1 has no participants and does not change; cluster 0 is split again, with the next id
     again = after_round(Splits(10.0, 0.0, 0, 2, "uniform"), after, {0: ends[1], 2: ends[0], 4: ends[0], 5: ends[1]})
     assert again["assignment"]["cluster"].tolist() == [0, 1, 2, 1, 2, 0]
     assert same_bytes(again["cluster_1"], after["cluster_1"])

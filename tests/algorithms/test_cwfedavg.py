@@ -75,7 +75,7 @@ def by_hand_distribution(weight):
 
 
 def by_hand_weights(samples, distributions):
-    """Eq. 4 and 5, number by number; a column of zeros where nobody accounts for the class."""
+    """Eq. 4 and 5, number by number; a column of zeros for a class without weight."""
     q = [[0.0] * C for _ in samples]
     for j in range(C):
         total = sum(n / sum(samples) * p[j] for n, p in zip(samples, distributions, strict=True))
@@ -218,7 +218,7 @@ SAMPLED = [[0, 2, 3], [1], [0, 1, 2, 3, 5], [1, 2], [0, 3]]  # of six: client 4 
 @pytest.mark.parametrize("distribution", ["weights", "true"])
 @pytest.mark.parametrize("empty", [(), (1,), (0, 3)])
 def test_starts_and_class_models_equal_explicit_ones_over_partial_rounds(distribution, empty):
-    """`empty` are classes that nobody has anything of from round 2 on."""
+    """`empty` are classes without samples from round 2 on."""
     aggregator, initial = ClassWise(distribution), weights_of_a_client(seed=100)
     state = {"model": initial} | aggregator.initial(initial, C)
     by_hand = ByHand(initial)
@@ -296,7 +296,7 @@ def state_of(clients, shape=(37, 21)):
 
 
 @pytest.mark.parametrize(("clients", "rows"), [(1, 3), (C, 16), (C + 1, 3), (40, 1), (40, 16)])
-def test_a_start_is_the_same_bytes_whoever_is_asked_for_beside_it(monkeypatch, clients, rows):
+def test_an_initial_model_does_not_depend_on_the_other_clients_asked_for(monkeypatch, clients, rows):
     state = state_of(clients)
     monkeypatch.setattr(cw, "BLOCK_BYTES", rows * 8 * (37 * 21 + C * 5 + 2))
     assert cw.block_rows(state["sources"]) == rows
@@ -379,11 +379,11 @@ def test_round_ones_download_is_the_initial_weights_bit_for_bit(tmp_path, distri
 
 
 @pytest.mark.parametrize("distribution", ["weights", "true"])
-def test_a_run_sends_everybody_what_the_explicit_equations_say(tmp_path, distribution):
+def test_a_run_sends_each_client_the_mixture_of_the_equations(tmp_path, distribution):
     run = experiment(tmp_path, CwFedAvg(distribution=distribution), **SHORT)
     rounds = record_rounds(run)
     run.fit()
-    assert len({upload.client for _, uploads, _ in rounds for upload in uploads}) < 6  # somebody was never sampled
+    assert len({upload.client for _, uploads, _ in rounds for upload in uploads}) < 6  # one client was never sampled
     counts = [
         torch.bincount(run.data.data.y_train[shard.train], minlength=10).double() / len(shard.train)
         for shard in run.data.shards
@@ -499,7 +499,7 @@ def test_reference_halves_lambda_and_keeps_statistics_at_home(tmp_path):
 
 
 def by_hand_reference(run, client, epochs, lr, momentum, lam):
-    """What the authors' loader and loss make of a client: whole batches of each epoch's shuffle, half of lambda."""
+    """Train a client with the authors' loader and loss: full batches only, and half of lambda."""
     local = copy.deepcopy(run.worker.template.backbone)
     x, y = samples_of(run, client)
     size = run.worker.batch_size

@@ -63,7 +63,7 @@ def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
 
 
 @in_float64
-def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
+def test_in_a_complete_graph_it_is_fedavg_with_uniform_weights(tmp_path):
     options = {"optimizer": PLAIN, "rounds": 3, **ALL}
     run = finished(tmp_path / "peers", DFedAvgM(), **options)
     other = finished(tmp_path / "avg", FedAvg("uniform"), **options)
@@ -74,7 +74,7 @@ def test_with_everybody_linked_it_is_fedavg_with_uniform_weights(tmp_path):
 
 
 @in_float64
-def test_with_nobody_linked_clients_train_alone_with_momentum_from_zero_each_round(tmp_path):
+def test_without_links_clients_train_alone_with_momentum_from_zero_each_round(tmp_path):
     run = finished(
         tmp_path,
         DFedAvgM(graph=ErdosRenyi(0.0)),

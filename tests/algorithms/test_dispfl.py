@@ -113,7 +113,7 @@ def searched(run, client):
     return {name: unpacked(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
 
 
-def test_before_round_1_everybody_has_the_initial_weights_in_a_mask_of_its_own(tmp_path):
+def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_path):
     run = experiment(tmp_path, DisPFL(dense_ratio=0.3))
     run._build()
     run._begin(None, None, None)

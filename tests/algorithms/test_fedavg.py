@@ -49,7 +49,7 @@ def test_equals_a_plain_pytorch_loop_bit_for_bit(tmp_path):
 
 
 @in_float64
-def test_one_full_batch_step_of_everybody_is_one_central_step(tmp_path):
+def test_one_full_batch_step_of_all_clients_is_one_central_step(tmp_path):
     scenario = digits()
     options = {
         "clients_per_round": None,

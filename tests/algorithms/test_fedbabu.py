@@ -1,4 +1,4 @@
-"""FedBABU: the head is nobody's to train until the end (baselines: B3)."""
+"""FedBABU: the head is not trained before the fine-tuning (baselines: B3)."""
 
 import copy
 from functools import partial

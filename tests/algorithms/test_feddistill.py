@@ -146,7 +146,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
             torch.testing.assert_close(memory["personal"], dict(models[k].state_dict()), rtol=1e-9, atol=1e-9)
 
 
-def test_fedgens_tracker_makes_the_target_of_a_class_that_nobody_has_uniform():
+def test_fedgens_target_of_a_class_without_samples_is_uniform():
     piece = MeanLogits(cumulative=True)
     piece.observe(Step(torch.randn(5, C), torch.zeros(5, dtype=torch.long)), 0)
     sent = piece.summarize(None, [], C)

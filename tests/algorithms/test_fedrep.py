@@ -95,7 +95,7 @@ def test_loss_terms_are_told_of_the_epochs_of_both_phases(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", [MLP, NormMLP])
 def test_clients_of_which_some_end_early_are_stacked_to_the_same(tmp_path, model):
-    """With max_steps a client of fewer batches has more epochs, and goes on in the second phase alone."""
+    """With max_steps a client with fewer batches has more epochs, all in the second phase."""
     for trainer in (epochs(3), {"accelerator": "cpu", "max_epochs": -1, "max_steps": 30}):
         runs = [
             experiment(
@@ -152,7 +152,7 @@ def test_the_final_phase_by_hand(tmp_path, fit):
     """Batches of the fit's size, in a new order in each epoch, with an optimizer like the fit's."""
     run = experiment(tmp_path, FedRep(final_epochs=2), batch_size=16, optimizer=HEAVY)
     run.load()
-    run.worker.client_data.eval_batch_size = 7  # of no account
+    run.worker.client_data.eval_batch_size = 7  # must not matter
     module = run.worker.modules.receive(task_of_round(run, 1, 1))
     if fit:
         run.worker.fit(module, task_of_round(run, 1, 1))

@@ -269,7 +269,7 @@ def test_two_fits_under_a_trainer_equal_a_loop_by_hand():
 
 
 def whole_run_by_hand(run, mu, with_history=True):
-    """Two rounds of everybody, full batches, one epoch a round, dual aggregation, in float64."""
+    """Two rounds of all clients with full batches, one epoch per round and dual aggregation, in float64."""
     model, kept = copy.deepcopy(run.worker.template.backbone).double(), {}
     for _ in range(2):
         trained = []

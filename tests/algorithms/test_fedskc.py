@@ -70,7 +70,7 @@ def test_eq1_equals_a_brute_force_loop(clients, m, seed, data):
     assert known.tolist() == expected_known
 
 
-def test_a_class_that_nobody_holds_keeps_its_last_knowledge():
+def test_a_class_without_holders_keeps_its_last_knowledge():
     piece = skc.StructuralKnowledge()
     previous = {"values": torch.randn(C, C), "known": torch.tensor([True] * (C - 1) + [False])}
     local, held = knowledge(2, holders=[[False, True, True, True, False]] * 2)
@@ -401,7 +401,7 @@ def test_reference_preset_binds_what_the_code_does():
 
 
 def test_reference_server_over_rounds_whose_classes_change():
-    """Weights and knowledge of four rounds, re-derived in plain loops from what is told of the authors' code."""
+    """Weights and knowledge of four rounds against plain loops that follow the authors' code."""
     method = FedSKC(preset="reference", similar_clients=1)
     holders = [  # by round and client; class 4 comes and goes, class 0 is missing in round 3
         [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 1]],

@@ -103,7 +103,7 @@ def test_a_batch_of_one_and_equal_features_give_zero_and_no_gradient(z):
     assert len(z) > 1 or not variance.detach().any()
 
 
-def test_edges_within_a_stack_touch_nobody_else():
+def test_an_edge_case_in_a_stack_does_not_affect_other_clients():
     """One of three stacked clients has equal features: its own term is zero, the others' are what they are alone."""
     z = torch.randn(3, 6, 4)
     z[1] = 2.0

@@ -1,4 +1,4 @@
-"""Who can hear whom among peers."""
+"""Graphs of peers."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def run_links(tmp_path, graph, seed=0):
 
 
 @given(st.integers(1, 12))
-def test_complete_is_everybody_else(clients):
+def test_complete_links_all_others(clients):
     assert links(Complete(), clients) == [set(range(clients)) - {i} for i in range(clients)]
 
 
@@ -53,7 +53,7 @@ def test_torus_is_as_square_as_can_be(clients, rows):
 
 
 @given(st.integers(1, 15), st.floats(0, 1), st.integers(0, 99))
-def test_erdos_renyi_links_both_ways_and_nobody_to_itself(clients, p, seed):
+def test_erdos_renyi_links_both_ways_without_self_links(clients, p, seed):
     matrix = ErdosRenyi(p).links(clients, np.random.default_rng(seed))
     assert (matrix == matrix.T).all()
     assert not matrix.diagonal().any()
@@ -139,7 +139,7 @@ def test_options_out_of_range_are_named(tmp_path):
             run_links(tmp_path, Torus(rows))
 
 
-def test_a_client_with_nobody_to_hear_collects_nothing(tmp_path):
+def test_a_client_without_peers_collects_nothing(tmp_path):
     (tmp_path / "graph.txt").write_text("0 1 1\n0 0 0\n1 0 0\n")
     algorithm = PeerAlgorithm(graph=Adjacency(str(tmp_path / "graph.txt")))
     run = finished(tmp_path / "run", algorithm, scenario=digits(3), clients_per_round=3, rounds=2)

@@ -61,7 +61,7 @@ UNIFORM = partial(FedAvg, "uniform")
 GOSSIP = partial(PeerAlgorithm, n_com=2)
 LONELY = {"graph": ErdosRenyi(0.0)}
 
-# The method, the method that it equals, the model (with BatchNorm and dropout where it can be) and other options.
+# The method, the method that it equals, the model (with BatchNorm and dropout if possible) and other options.
 PAIRS = {
     "CFL without a split": (partial(CFL, eps1=0.0, eps2=0.0, min_rounds=0), UNIFORM, NormMLP),
     "CFL before its first split": (partial(CFL, eps1=inf, eps2=0.0, min_rounds=3), UNIFORM, NormMLP),

@@ -50,7 +50,7 @@ def test_other_weights_leave_the_backbone_and_torchs_generators_as_they_are():
     assert other["head.scale"] == 3.0
 
 
-def test_identical_starts_let_everybody_choose_the_first(tmp_path):
+def test_with_identical_starts_all_clients_choose_the_first(tmp_path):
     run = experiment(tmp_path, IFCA(clusters=3))
     run._build()
     run._begin(None, None, None)
@@ -146,13 +146,13 @@ def test_the_choice_is_by_the_mean_over_all_samples_in_eval_mode(tmp_path):
     assert same_bytes(module.backbone.state_dict(), run.state[f"cluster_{chosen}"])
 
 
-def test_ties_go_to_the_lowest_and_nan_to_nobody():
+def test_ties_go_to_the_lowest_and_nan_is_never_chosen():
     assert best_cluster(torch.tensor([2.0, 1.0, 1.0])) == 1
     assert best_cluster(torch.tensor([math.nan, 3.0])) == 1
     assert best_cluster(torch.tensor([math.inf, math.nan])) == 0
 
 
-def test_a_cluster_that_nobody_chose_keeps_its_model_and_one_member_its_weights():
+def test_a_cluster_without_members_keeps_its_model_and_one_member_its_weights():
     def upload(client, n, value, cluster):
         tensors = {"model/a.w": torch.full((2,), value), "model/b.w": torch.full((2,), value)}
         return Upload(client, Message(tensors, {"n_samples": n, "cluster": cluster}))
@@ -170,14 +170,14 @@ def test_a_cluster_that_nobody_chose_keeps_its_model_and_one_member_its_weights(
     assert plain.finish(plain.fold(uploads), {}, {})["cluster_2"]["b.w"].tolist() == [3.0, 3.0]
 
 
-def test_shared_layers_travel_once(tmp_path):
+def test_shared_layers_are_sent_once(tmp_path):
     run = finished(tmp_path, IFCA(clusters=3, shared_layers=["encoder."]), rounds=1)
     head = sum(v.nbytes for name, v in run.state["model"].items() if name.startswith("head."))
     encoder = sum(v.nbytes for name, v in run.state["model"].items() if name.startswith("encoder."))
     assert run.csv.rows[-1]["comm/down_bytes"] == 4 * (encoder + 3 * head)
 
 
-def test_what_a_client_receives_is_measured_for_all(tmp_path):
+def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
     run = finished(tmp_path, IFCA(), evaluation=Evaluation(client_model="received"))
     assert "global/acc" not in run.csv.rows[-1]
     assert run.csv.rows[-1]["client/acc_mean"] > 0.5

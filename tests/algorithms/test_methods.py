@@ -1,4 +1,4 @@
-"""What holds for every method of the package: resumed runs, missing classes, BatchNorm, clients trained at once."""
+"""Every method of the package resumes runs, passes its parts on and can be stacked or is refused."""
 
 import inspect
 
@@ -36,8 +36,8 @@ NOT_STACKED = {
 
 
 @pytest.mark.parametrize("name", tiers(NAMES))
-def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name):
-    """With BatchNorm, classes that clients lack, and clients that go on, are new or no more in the other round."""
+def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
+    """With BatchNorm, missing classes, and clients that take part in one or both rounds."""
     method, options = METHODS[name]
     model = SIAMESE if name in NEEDS_PREDICTOR else NormMLP
     options = options | {"model": model, "scenario": digits(6, alpha=0.1), "trainer": ONE_EPOCH}
@@ -54,14 +54,14 @@ def test_a_run_broken_off_after_a_round_resumes_to_the_same_bytes(tmp_path, name
 
 
 class Own(LossTerm):
-    """A term of the user's."""
+    """A user's term."""
 
     def forward(self, step):
         return step.logits.sum()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_most_methods_take_is_handed_on(name):
+def test_common_options_reach_the_method(name):
     kind, accepted = CLASSES[name], inspect.signature(CLASSES[name]).parameters
     term, aggregator = Own(), WeightedMean("uniform")
     parts = {"loss_terms": [term], "aggregator": aggregator, "buffers": "local"}
@@ -80,7 +80,7 @@ def test_what_most_methods_take_is_handed_on(name):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", tiers([name for name in NAMES if name not in NOT_STACKED]))
-def test_clients_trained_at_once_are_those_trained_one_by_one(tmp_path, name):
+def test_stacked_clients_equal_sequential_ones(tmp_path, name):
     method, options = METHODS[name]
     compare(tmp_path, method(), **options)
 

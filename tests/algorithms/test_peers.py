@@ -1,4 +1,4 @@
-"""Peers without a server: what they collect, mix and keep, against hand-written loops."""
+"""Peers without a server: collecting, mixing and client state, against hand-written loops."""
 
 from functools import partial
 
@@ -173,7 +173,7 @@ def test_if_all_hear_all_it_is_fedavg(tmp_path):
     assert_near(peers.state["model"], server.state["model"])
 
 
-def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
+def test_before_round_one_every_client_has_published_the_initial_model(tmp_path):
     engine = Watching()
     run = finished(tmp_path, PeerAlgorithm(), rounds=1, clients_per_round=1, engine=engine)
     initial = run.worker.modules.build().backbone.state_dict()
@@ -183,7 +183,7 @@ def test_before_round_one_every_client_has_laid_the_initial_model_out(tmp_path):
         assert same_bytes(model_of(tensors), initial) == (client != task.client)
         assert n == len(run.data.shards[client].train)
     assert all(same_bytes(upload.message.section("model"), initial) for upload in unbundle(task.download))
-    assert run.csv.rows[0]["comm/total_bytes"] == (K - 1) * (4 * WEIGHTS + 8)  # laying out moves nothing
+    assert run.csv.rows[0]["comm/total_bytes"] == (K - 1) * (4 * WEIGHTS + 8)  # publishing is not communication
 
 
 def test_who_does_not_take_part_keeps_its_last_publication(tmp_path):
@@ -248,7 +248,7 @@ def test_soft_labels_are_merged_from_own_and_peers(tmp_path):
             if total:
                 expected = sum(section["counts"][i] / total * section["values"][i] for section in sections)
             torch.testing.assert_close(merged[i], expected)
-    assert kept  # what a client once heard of a class lasts while nobody near holds it
+    assert kept  # knowledge of a class lasts while no peer holds it
 
 
 @pytest.mark.parametrize("term", [LocalContrastive, HistoryContrast])

@@ -119,7 +119,7 @@ def test_the_server_divides_by_those_that_arrived_and_controls_by_all_clients(ar
 # --- Identities ---
 
 
-def test_one_step_of_everybody_is_fedavg_in_every_round(tmp_path):
+def test_one_step_of_all_clients_is_fedavg_in_every_round(tmp_path):
     trainer = {"accelerator": "cpu", "precision": "64-true", "max_steps": 1}
     options = PLAIN | {"rounds": 4, "clients_per_round": None, "trainer": trainer}
     mine, average = (
@@ -128,7 +128,7 @@ def test_one_step_of_everybody_is_fedavg_in_every_round(tmp_path):
     assert_near(mine, average)
 
 
-def test_with_everybody_the_servers_control_is_the_mean_of_the_clients(tmp_path):
+def test_with_all_clients_the_servers_control_is_the_mean_of_theirs(tmp_path):
     run = finished(tmp_path, SCAFFOLD(), **PLAIN, clients_per_round=None, trainer=DOUBLE)
     assert len(run.memory) == 6
     for name, value in run.state["control"].items():
@@ -141,7 +141,7 @@ def test_with_everybody_the_servers_control_is_the_mean_of_the_clients(tmp_path)
 
 
 def test_a_run_is_algorithm_1_by_hand(tmp_path):
-    """Full batches, so that the order of samples is of no account; two of six clients a round, a falling rate."""
+    """Full batches, so the order of samples does not matter; two of six clients per round, with a decaying rate."""
     rate, decay, server_lr, steps, rounds = 0.2, 0.01, 0.8, 3, 4
     run = experiment(
         tmp_path,

@@ -144,7 +144,7 @@ def test_the_method_uses_the_divergence_it_is_given():
 
 
 @pytest.mark.parametrize("value", [1.0, -0.5])
-def test_a_publications_representations_are_those_of_the_model_beside_them(tmp_path, value):
+def test_a_publications_representations_are_those_of_its_model(tmp_path, value):
     run = finished(tmp_path, UAPDFL(n_com=2, unit=value), rounds=2, model=NormMLP)
     for client in range(K):
         tensors, _ = published(run, client)
@@ -245,7 +245,7 @@ def test_the_unit_pass_is_in_eval_mode_and_leaves_no_trace():
     term = UnitAlignment(mu=1.0)
     term.unit.load({"average": torch.randn(16)})
     backbone.train()
-    backbone.encoder[3].eval()  # somebody froze a part
+    backbone.encoder[3].eval()  # a frozen part
     modes = [part.training for part in backbone.modules()]
     buffers = {name: value.clone() for name, value in backbone.named_buffers()}
     step = Step(torch.zeros(2, 3), torch.tensor([0, 1]), None, torch.randn(2, 4), backbone)
@@ -355,7 +355,7 @@ def test_a_divergence_equal_to_the_threshold(divergence, others):
 
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
-def test_no_threshold_drops_nobody_out_even_among_equals(preset):
+def test_threshold_zero_never_drops_out_even_among_equals(preset):
     own, peers = publication(OWN, 2), {k: publication(OWN, 3, k) for k in range(1, 4)}
     collected, mixed = crossing(UAPDFL(th_i=0.0, preset=preset), own, peers)
     for j, message in collected.items():
@@ -455,7 +455,7 @@ def test_options_reach_the_term_that_comes_before_any_others():
         assert [term.reference, term.unit.reference] == [preset == "reference"] * 2
 
 
-def test_the_references_alignment_is_off_for_a_client_that_hears_nobody(tmp_path):
+def test_the_references_alignment_is_off_for_a_client_without_peers(tmp_path):
     options = {"graph": ErdosRenyi(p=0.0), "mu": 1.0}
     lone = finished(tmp_path / "lone", UAPDFL(preset="reference", **options), rounds=2, **ALL)
     assert [row["client/train_unit"] for row in lone.csv.rows] == [0.0, 0.0]

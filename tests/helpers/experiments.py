@@ -1,4 +1,4 @@
-"""Small experiments that several test files run."""
+"""Small experiments, their data and comparisons, for all tests."""
 
 import csv
 from collections.abc import Callable, Collection
@@ -154,7 +154,7 @@ def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def client_series(run_dir: Path, round: int) -> dict[str, float]:
-    """What `clients.csv` says of one round, as `client_<id>/<name>`."""
+    """Return the metrics of one round in `clients.csv`, as `client_<id>/<name>`."""
     with (run_dir / "clients.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if int(line["round"]) == round]
     return {
@@ -166,20 +166,20 @@ def client_series(run_dir: Path, round: int) -> dict[str, float]:
 
 
 def untimed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Rows of metrics less what a clock put there."""
+    """Return rows of metrics without times."""
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 
 
 def untested(data: FederatedData, clients: Collection[int]) -> list[Shard]:
-    """The shards of which these clients' have no test samples."""
+    """Return the shards, without test samples for these clients."""
     return [Shard(own.train, own.test[:0] if k in clients else own.test) for k, own in enumerate(data.shards)]
 
 
 def publish(run: FederatedOrchestrator) -> None:
-    """Have every client lay its untrained model out, as a run without a server begins."""
+    """Let every client publish its untrained model, as at the start of a run without a server."""
     run.server.aggregate(0, run.evaluator.without_training(0, range(run.clients), repeat(Message()), upload=True))
 
 
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:
-    """What a client is to do in a round that follows the state as it is."""
+    """Return a client's task in a round that follows the current state."""
     return Task(round, client, run.server.download(round, client), run.memory.get(client, {}))

@@ -1,4 +1,4 @@
-"""Every method of the package, and the switches that change what a client keeps, sends or trains on, on digits."""
+"""Every method of the package, and options that change what a client keeps, sends or trains on."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,10 +46,10 @@ CLASSES = {name: c for name, c in NAMES.items() if isinstance(c, type) and issub
     "PeerCriticalFL": partial(PeerCriticalFL, n_com=2),
     "UAPDFL": partial(UAPDFL, n_com=2),
 }
-OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # what a class cannot do without
+OPTIONS = {"SCAFFOLD": {"optimizer": partial(torch.optim.SGD, lr=0.1)}}  # required by the method
 EPISODES = Scenario(Episodes(), Dirichlet(1.0, min_samples=60), 6)
 
-# Each: the method, and what its experiment has beside.
+# The method and the options of its experiment.
 METHODS = {
     **{
         name: (method, {"model": SIAMESE} | OPTIONS.get(name, {}))
@@ -78,14 +78,14 @@ METHODS = {
     "many clients": (partial(PeerAlgorithm, n_com=3), {"scenario": digits(20, alpha=10.0), "clients_per_round": 15}),
 }
 
-# One of each kind: common state, own starts, peers, a dataset's own cut, sections of a method's own, a look at the data
-# and at others' uploads, a client module of its own, cohorts that vary.
+# One of each kind: shared state, one start per client, peers, episodes, own sections, access to the client's data and
+# to other clients' uploads, an own client module, a variable number of participants.
 QUICK = ("FedSKC", "CwFedAvg", "UAPDFL", "FedSKC with ProtoNet", "SCAFFOLD", "FedFomo", "APPLE", "CriticalFL")
 FEW_QUICK = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 
 
 def assert_same_run(one, other):
-    """Two finished runs left the same bytes: state, memory, metrics, checkpoints, final model."""
+    """Compare all results of two runs: state, client state, metrics, checkpoints and final model."""
     assert one.state.keys() == other.state.keys()
     assert all(same_bytes(one.state[name], other.state[name]) for name in one.state)
     assert one.memory.keys() == other.memory.keys()
@@ -100,6 +100,6 @@ def assert_same_run(one, other):
 
 
 def elements(path):
-    """The tensors' elements in a file of `torch.save`; which of its names are one string is of no account."""
+    """Return the bytes of the tensors in a file of `torch.save`."""
     with ZipFile(path) as file:
         return [file.read(name) for name in file.namelist() if "/data/" in name]

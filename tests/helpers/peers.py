@@ -1,4 +1,4 @@
-"""What tests of methods without a server look at: what peers publish, collect and mix."""
+"""Publications of peers, and the means that they mix, for tests of methods without a server."""
 
 import torch
 
@@ -7,7 +7,7 @@ from fl_lightning.engines import Engine
 
 
 class Watching(Engine):
-    """Keeps the tasks in which clients train, and the models they train to."""
+    """Record the tasks in which clients train."""
 
     def __init__(self):
         self.tasks = []
@@ -22,12 +22,12 @@ class Watching(Engine):
 
 
 def peers_in(message):
-    """Ids of the peers whose publications a download holds."""
+    """Return the ids of the peers in a download."""
     return sorted({int(name.split("/")[0].removeprefix("peer_")) for name in [*message.tensors, *message.numbers]})
 
 
 def published(run, client):
-    """What a client has laid out: its tensors, and its number of samples."""
+    """Return the tensors of a client's publication and its number of samples."""
     message = publication(run.memory.with_peers(run.state, "laid_out"), client)
     return message.tensors, message.numbers["n_samples"]
 
@@ -37,7 +37,7 @@ def model_of(tensors):
 
 
 def mean_by_hand(models, samples):
-    """Entry by entry, in Python's floats; the largest of whole numbers."""
+    """Return the weighted mean of each entry in Python's floats, or the largest of integers."""
     mean = {}
     for name, first in models[0].items():
         columns = zip(*(model[name].flatten().tolist() for model in models), strict=True)
