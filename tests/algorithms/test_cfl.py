@@ -215,5 +215,5 @@ def test_the_norms_are_logged_to_set_the_thresholds_from(tmp_path):
     assert (first["clusters/count"], second["clusters/count"]) == (2, run.state["assignment"]["cluster"].max() + 1)
     assert first["clusters/max_norm_0"] > first["clusters/mean_norm_0"] > 0
     assert second["clusters/max_norm_1"] == run.state["norms"]["max"][1]
-    with pytest.raises(ConfigError, match="callbacks: ClusterNorms: FedAvg splits no clusters"):
+    with pytest.raises(ConfigError, match="callbacks: ClusterNorms: FedAvg has no clusters"):
         experiment(tmp_path / "avg", callbacks=[ClusterNorms()], rounds=1).fit()
