@@ -56,18 +56,18 @@ class Worker:
         seed: The run's seed.
         algorithm: The method.
         model: Builds the backbone.
-        data: The dataset and who holds what.
-        batch_size: Samples a training batch.
-        trainer: Keyword arguments of Lightning's `Trainer`; one local epoch unless it says otherwise.
+        data: The dataset and the samples of each client.
+        batch_size: Samples per training batch.
+        trainer: Keyword arguments of Lightning's `Trainer`; one local epoch by default.
         optimizer: Builds each fit's optimizer.
         lr_scheduler: Builds each fit's scheduler, or None.
-        optimizer_state: Whether a fit's optimizer starts `fresh`, or goes on from the client's last round (`kept`);
-            as the algorithm says if None.
+        optimizer_state: Whether a fit's optimizer starts `fresh` or continues from the client's last round (`kept`);
+            by default as the algorithm says.
         compile: Compile the backbone, once for all clients and rounds.
-        channels_last: Lay images and convolutions out with their channels side by side.
-        metrics: Metrics beside what the objective measures, as `Evaluation.metrics` names them.
+        channels_last: Store images and convolutions in channels-last memory format.
+        metrics: Metrics in addition to those of the objective, as `Evaluation.metrics` names them.
         positive_class: Of two classes, the one that binary metrics count as positive.
-        client_callbacks: Lightning's callbacks, of which each fit gets copies.
+        client_callbacks: Lightning callbacks. Each fit gets copies.
     """
 
     seed: int

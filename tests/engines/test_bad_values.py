@@ -102,7 +102,7 @@ def test_what_is_counted_has_a_bound(number):
 
 
 @pytest.mark.parametrize("width", [10**9, 10**12])
-def test_a_model_larger_than_the_memory_is_told_of_as_such(width):
+def test_a_model_larger_than_the_memory_is_refused(width):
     with pytest.raises(ConfigError, match=r"^model: too large for this machine's memory$"):
         made("models", CNN, feature_dim=width)
 
@@ -166,7 +166,7 @@ def test_one_line_says_what_is_wrong_and_nothing_is_left(words, told, tmp_path, 
     assert contents(tmp_path) == before
 
 
-def test_no_trainer_is_told_of_as_such(tmp_path, monkeypatch):
+def test_a_trainer_of_null_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("trainer: {max_epochs: 1, accelerator: cpu}", "trainer: null"))
     code, _, err = run(*FIT)

@@ -68,7 +68,7 @@ def test_uploads_are_folded_as_they_arrive(tmp_path):
 
 
 class Breaks(SequentialEngine):
-    """Cannot carry anything out; notes that it is let go of."""
+    """Cannot carry anything out; counts calls of `close`."""
 
     closed = 0
 
@@ -80,7 +80,7 @@ class Breaks(SequentialEngine):
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(UAPDFL, n_com=2)])
-def test_an_engine_is_let_go_of_however_a_run_ends(tmp_path, algorithm):
+def test_an_engine_is_closed_when_a_run_fails(tmp_path, algorithm):
     """Without a server it works before round 1."""
     engine = Breaks()
     with pytest.raises(ConfigError, match="it is broken"):

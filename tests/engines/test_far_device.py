@@ -175,7 +175,7 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
     return sum(value.numel() for value in run.state["model"].values()), there
 
 
-ENGINES = {"shared fits": SequentialEngine(), "own fits": SequentialEngine(0), "stacked": StackedEngine()}
+ENGINES = {"shared fits": SequentialEngine(1e3), "own fits": SequentialEngine(0), "stacked": StackedEngine()}
 
 
 @pytest.mark.fast_cases(2)

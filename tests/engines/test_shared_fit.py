@@ -125,7 +125,7 @@ def ends(tmp_path, seconds, moment, **options):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
-def test_and_stops_where_it_is_asked_to(tmp_path, moment):
+def test_a_client_stops_when_asked(tmp_path, moment):
     options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
     (common, here), (alone, there) = (ends(tmp_path, seconds, moment, **options) for seconds in (1, 0))
     assert here == there
@@ -193,7 +193,7 @@ class Terminated(LossTerm):
 
 
 @pytest.mark.parametrize("seconds", [0, 1])
-def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path, seconds):
+def test_a_sigterm_ends_a_fit_after_its_step(tmp_path, seconds):
     Terminated.steps = 0
     run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
     run._build()
@@ -205,7 +205,7 @@ def test_a_sigterm_ends_it_after_the_step_as_it_ends_a_fit_of_ones_own(tmp_path,
 # --- How many fits ---
 
 
-def test_a_fit_takes_up_clients_for_some_time(tmp_path, fits, monkeypatch):
+def test_a_fit_takes_clients_for_some_time(tmp_path, fits, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
     run = experiment(tmp_path)
@@ -219,7 +219,7 @@ def test_a_fit_takes_up_clients_for_some_time(tmp_path, fits, monkeypatch):
     assert len(fits) == 2
 
 
-def test_and_while_there_is_room_for_what_comes_of_them(tmp_path, fits, monkeypatch):
+def test_a_fit_takes_clients_while_there_is_memory_for_results(tmp_path, fits, monkeypatch):
     run = experiment(tmp_path)
     run.load()
     tasks = [task_of_round(run, 1, client) for client in range(5)]
