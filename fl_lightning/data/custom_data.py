@@ -54,13 +54,9 @@ def find_column(name: str, columns: Sequence[str], key: str) -> str:
 
 
 def column_error(column: pd.Series, key: str, what: str, row: int | None = None) -> ConfigError:
-    """Return the error that a column, or the value in one of its rows, cannot be used.
+    """Return an error about a column, or about its value at position `row`. The message ends with `what`.
 
-    Args:
-        column: The column. Its index holds the file, or the split, and the row from 1.
-        key: The option that names the column.
-        what: The end of the message, after the column's name or the value's place.
-        row: Position of the value.
+    The column's index holds the file, or the split, and the number of the row. `key` is the option that names it.
     """
     name = f"{KEY}.{key}: column {column.name!r}"
     if row is None:
@@ -103,13 +99,8 @@ def refuse_not_finite(column: pd.Series, key: str) -> None:
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> tuple[Tensor, int]:
     """Return labels in the form of `LoadedData`, and the number of the network's outputs.
 
-    Args:
-        columns: The label column; or several, of 0 and 1 for multi-label targets, or of numbers.
-        regression: Whether labels are numbers to predict; if None, floating-point columns are.
-
-    Returns:
-        Classes `(n,)` (`int64`), multi-label targets `(n, L)` (`uint8`), or numbers `(n,)` or `(n, T)` (`float32`);
-        and the number of outputs.
+    One column is classes, several of 0 and 1 are multi-label targets. With `regression`, or if it is None and a column
+    is floating-point, they are numbers to predict.
     """
     for column in columns:
         refuse_missing(column, "label")
@@ -187,15 +178,8 @@ def token_ids(column: pd.Series, train: int, length: int, vocab_size: int) -> Te
 def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.ndarray:
     """Draw the samples to test on: a share of each class, or of each client's samples.
 
-    The seed is fixed and not the run's, so that runs with different seeds are tested on the same samples.
-
-    Args:
-        y: Labels of all samples.
-        share: The share, in (0, 1).
-        client: The client of each sample. If given, each client keeps at least one training sample.
-
-    Returns:
-        Boolean mask `(n,)` of the test samples.
+    Returns a boolean mask `(n,)`. The seed is fixed and not the run's, so that runs with different seeds are tested on
+    the same samples. Each client, if given, keeps at least one training sample.
     """
     strata = objective_of(y).strata(y).numpy()
     rng = np.random.default_rng(0)

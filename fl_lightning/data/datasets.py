@@ -112,11 +112,7 @@ class Dataset(ABC):
 
 @contextmanager
 def blaming_class(who: str) -> Iterator[None]:
-    """Turn an unexpected exception of a class, possibly the user's, into an error that names the class.
-
-    Raises:
-        ConfigError: An exception was raised inside.
-    """
+    """Turn an unexpected exception of a class, possibly the user's, into an error that names the class."""
     try:
         yield
     except FLError:
@@ -237,21 +233,13 @@ class FileDataset(Dataset):
 
     @abstractmethod
     def _read(self, train: bool) -> tuple[Any, Any]:
-        """Return inputs and labels of one split.
-
-        Raises:
-            BadFile: A file is damaged, or has unexpected content.
-        """
+        """Return inputs and labels of one split. Raises `BadFile` if a file is damaged."""
 
     def _path(self, name: str) -> Path:
         return Path(self.data_dir, name)
 
     def _read_both(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Return the training and the test split, after downloading them if asked to.
-
-        Raises:
-            ConfigError: The files cannot be read.
-        """
+        """Return the training and the test split, after downloading them if asked to."""
         try:
             missing, failed = self._missing(), ""
             if missing and self.download:

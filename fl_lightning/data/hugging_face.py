@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -187,7 +187,9 @@ class HuggingFace(CustomDataset):
             )
         images = [name for name in free if isinstance(features[name], library.Image)]
         if self.image is not None and self.image not in images:
-            raise ConfigError(f"{KEY}.image: column {self.image!r} is {_type_of(features[self.image])}, not Image")
+            raise ConfigError(
+                f"{KEY}.image: column {self.image!r} is {one_line(repr(features[self.image]))[:60]}, not Image"
+            )
         if self.image is not None or (self.text is None and images):
             return self.image or _only("image", images), None, label
         texts = [name for name in free if getattr(features[name], "dtype", None) in ("string", "large_string")]
@@ -254,11 +256,7 @@ class _EncodedImages(Sequence[EncodedImage]):
     def __len__(self) -> int:
         return len(self.order)
 
-    @overload
-    def __getitem__(self, at: int) -> EncodedImage: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[EncodedImage]: ...
-    def __getitem__(self, at: int | slice) -> EncodedImage | Sequence[EncodedImage]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         row = int(self.order[at])
@@ -299,7 +297,3 @@ def _only(key: str, found: list[str]) -> str:
     if len(found) > 1:
         raise ConfigError(f"{KEY}.{key}: several columns are possible. Name one of {', '.join(found)}")
     return found[0]
-
-
-def _type_of(feature: Any) -> str:
-    return one_line(repr(feature))[:60]

@@ -55,27 +55,14 @@ CHUNK_BYTES = 1 << 24
 
 
 class EncodedImage(NamedTuple):
-    """An encoded image.
-
-    Attributes:
-        name: How messages name it: a file's path, or a row.
-        source: The file, or its bytes.
-    """
+    """An encoded image: its name in messages (a path or a row), and its file or bytes."""
 
     name: str
     source: Path | bytes
 
 
-class ImageHeader(NamedTuple):
-    """Size and colour of an image, read without decoding it."""
-
-    width: int
-    height: int
-    grey: bool
-
-
 class ImageShape(NamedTuple):
-    """Shape that all images are converted to."""
+    """Shape of a decoded image."""
 
     channels: int
     height: int
@@ -83,18 +70,7 @@ class ImageShape(NamedTuple):
 
 
 class ImageOptions:
-    """Options of custom images: size, colour, normalization and augmentation.
-
-    Args:
-        size: Height and width, or one number for both.
-        channels: 1 for grey, 3 for colour.
-        mean: Mean of each channel, of pixels in [0, 1].
-        std: Standard deviation of each channel.
-        augment: Random crop and flip of training batches.
-
-    Raises:
-        ConfigError: A number is out of range.
-    """
+    """Options of custom images: size, colour, normalization and augmentation. `ImageFolder` describes them."""
 
     def __init__(
         self,
@@ -117,18 +93,17 @@ class ImageOptions:
     def shape(self, images: Sequence[EncodedImage]) -> ImageShape:
         """Return the shape that all of these images are converted to. Reads their headers."""
         with ThreadPoolExecutor() as pool:
-            headers = [header for chunk in chunks(images) for header in pool.map(read_header, chunk)]
-        channels = self.channels or (1 if all(header.grey for header in headers) else 3)
+            shapes = [shape for chunk in chunks(images) for shape in pool.map(read_shape, chunk)]
+        channels, first = self.channels or max(shape.channels for shape in shapes), shapes[0]
         if self.size:
             return ImageShape(channels, *self.size)
-        first = headers[0]
-        for image, header in zip(images, headers, strict=True):
-            if (header.width, header.height) != (first.width, first.height):
-                raise ConfigError(
-                    f"{KEY}.size: the images differ in size: {one_line(images[0].name)} is {first.width}x{first.height}"
-                    f", {one_line(image.name)} is {header.width}x{header.height}. Set scenario.dataset.size, for "
-                    "example 64, to resize all to 64x64"
+        for image, shape in zip(images, shapes, strict=True):
+            if shape[1:] != first[1:]:
+                one, other = (
+                    f"{one_line(i.name)} is {s.width}x{s.height}" for i, s in ((images[0], first), (image, shape))
                 )
+                fix = "Set scenario.dataset.size, for example 64, to resize all to 64x64"
+                raise ConfigError(f"{KEY}.size: the images differ in size: {one}, {other}. {fix}")
         return ImageShape(channels, first.height, first.width)
 
     def read(self, images: Sequence[EncodedImage]) -> Tensor:
@@ -146,9 +121,8 @@ class ImageOptions:
             return Normalize(*channel_statistics(x_train))
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != x_train.shape[1]:
-                raise ConfigError(
-                    f"{KEY}.{name}: {len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
-                )
+                what = f"{len(values)} number(s), and the images have {x_train.shape[1]} channel(s)"
+                raise ConfigError(f"{KEY}.{name}: {what}")
         return Normalize(self.mean, self.std)
 
     def transforms(self, x_train: Tensor) -> dict[str, Any]:
@@ -229,9 +203,8 @@ class ImageFolder(CustomDataset):
 
     def _classes(self, folder: Path) -> list[str]:
         if len(classes := subfolders(folder)) < 2:
-            raise ConfigError(
-                f"{KEY}.path: {one_line(str(folder))}: has {len(classes)} folder(s). It needs one per class"
-            )
+            what = f"has {len(classes)} folder(s). It needs one per class"
+            raise ConfigError(f"{KEY}.path: {one_line(str(folder))}: {what}")
         return classes
 
     def _mapped(self, images: Sequence[EncodedImage]) -> Tensor:
@@ -313,12 +286,12 @@ def _needs_rotation(image: Image.Image) -> bool:
     return image.format in ("JPEG", "MPO") and image.getexif().get(ORIENTATION, 1) != 1
 
 
-def read_header(image: EncodedImage) -> ImageHeader:
-    """Return an image's size and colour, after rotation by its EXIF orientation."""
+def read_shape(image: EncodedImage) -> ImageShape:
+    """Return an image's shape after rotation by its EXIF orientation, without decoding it."""
     with _open_image(image) as opened:
         swapped = _needs_rotation(opened) and opened.getexif()[ORIENTATION] >= 5
         width, height = opened.size[::-1] if swapped else opened.size
-        return ImageHeader(width, height, opened.mode in GREY)
+        return ImageShape(1 if opened.mode in GREY else 3, height, width)
 
 
 def decode(image: EncodedImage, shape: ImageShape) -> np.ndarray:
@@ -357,15 +330,9 @@ def check_memory(n: int, shape: ImageShape) -> None:
 
 
 def channel_statistics(x: Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel of pixels in [0, 1].
+    """Return mean and standard deviation (1 if it is 0) of each channel of `uint8` images, scaled to [0, 1].
 
     The sums are integers, so that the order of summation changes no bit of the result.
-
-    Args:
-        x: Images, `(n, channels, height, width)`, `uint8`.
-
-    Returns:
-        One number per channel each; a standard deviation is 1 if all pixels are equal.
     """
     total = torch.zeros(2, x.shape[1], dtype=torch.int64)
     for piece in x.split(max(1, CHUNK_BYTES // max(1, x[:1].nbytes))):

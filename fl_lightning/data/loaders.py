@@ -68,12 +68,7 @@ class Batches:
 
 
 class ReadyBatches:
-    """Batches that are prepared for the network one by one, on each pass.
-
-    Args:
-        batches: The batches as stored.
-        ready: Converts a batch's inputs and labels.
-    """
+    """Batches whose inputs and labels `ready` prepares for the network one by one, on each pass."""
 
     def __init__(self, batches: Batches, ready: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.batches, self.ready = batches, ready
@@ -83,12 +78,7 @@ class ReadyBatches:
 
 
 class ClientDataModule(L.LightningDataModule):
-    """The training batches of one fit, prepared on the device.
-
-    Args:
-        batches: The training batches as stored.
-        ready: Converts a batch's inputs on the device to the network's input.
-    """
+    """The training batches of one fit, whose inputs `ready` converts to the network's input on the device."""
 
     def __init__(self, batches: Batches, ready: BatchTransform) -> None:
         super().__init__()

@@ -304,8 +304,7 @@ def read_table(key: str, path: str, separator: str) -> pd.DataFrame:
     """Return the rows of a CSV or Parquet file. The index numbers them from 1."""
     import pandas as pd
 
-    parquet = path.endswith((".parquet", ".pq"))
-    if parquet:
+    if parquet := path.endswith((".parquet", ".pq")):
         _need_pyarrow(key)
     kind = "Parquet file" if parquet else "CSV file"
     try:

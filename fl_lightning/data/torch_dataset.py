@@ -66,19 +66,18 @@ def read_items(key: str, given: Callable[[], MapStyle] | MapStyle) -> tuple[Tens
         who = f"{KEY}.{key}: {type(data).__name__}"
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ConfigError(f"{who} is not a map-style dataset. It needs __len__ and __getitem__")
-        items = [as_pair(who, i, data[i]) for i in range(len(data))]
+        items = []
+        for i in range(len(data)):
+            if not isinstance(item := data[i], tuple | list) or len(item) != 2:
+                what = f"item {i} is {describe(item)}. It needs to be a pair of an input and a label"
+                raise ConfigError(f"{who}: {what}")
+            items.append(
+                tuple(as_tensor(who, f"{name} of item {i}", value) for name, value in zip("xy", item, strict=True))
+            )
     if not items:
         raise ConfigError(f"{who} has no items")
     x, y = (stack(who, what, values) for what, values in zip(("x", "y"), zip(*items, strict=True), strict=True))
     return x, y
-
-
-def as_pair(who: str, i: int, item: Any) -> tuple[Tensor, Tensor]:
-    """Return an item's input and label as tensors."""
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ConfigError(f"{who}: item {i} is {describe(item)}. It needs to be a pair of an input and a label")
-    x, y = item
-    return as_tensor(who, f"x of item {i}", x), as_tensor(who, f"y of item {i}", y)
 
 
 def as_tensor(who: str, what: str, value: Any) -> Tensor:

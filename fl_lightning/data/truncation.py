@@ -18,11 +18,7 @@ def truncate_dataset(data: FederatedData, train_samples: int) -> FederatedData:
     """Return a dataset with fewer samples, taken evenly from each client and from the test set.
 
     The partition and the shapes stay as they are. Datasets that make batches or scores in their own way, such as
-    episodes, keep the samples that those need.
-
-    Args:
-        data: The whole dataset; it is not changed.
-        train_samples: Most training samples that a client keeps.
+    episodes, keep the samples that those need. Each client keeps at most `train_samples`.
     """
     loaded, shards = data.data, data.shards
     if loaded.cut is LoadedData.cut:
