@@ -165,16 +165,13 @@ def sample_episode(members: list[np.ndarray], task: FewShot, rng: np.random.Gene
 
 
 def prototype_logits(queries: Tensor, support: Tensor, labels: Tensor, ways: int) -> Tensor:
-    """Return the negative squared distances to each class's mean feature (Eq. 1 and 2), in float32.
+    """Return logits `(Q, ways)`: negative squared distances to each class's mean feature (Eq. 1 and 2), in float32.
 
     Args:
         queries: `(Q, d)` features to classify.
         support: `(S, d)` features of the support samples.
         labels: `(S,)` their classes in `[0, ways)`; every class occurs.
         ways: Number of classes.
-
-    Returns:
-        `(Q, ways)` logits.
     """
     members = F.one_hot(labels, ways).float()
     prototypes = members.T @ support.float() / members.sum(dim=0)[:, None]

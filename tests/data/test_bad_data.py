@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from layouts import (
     write_imdb_folder,
     write_mnist,
     write_pathmnist,
-    write_sent140,
-    write_shakespeare,
     write_svhn,
     write_tiny_imagenet,
 )
@@ -52,7 +51,6 @@ from fl_lightning.data import (
     Digits,
     Dirichlet,
     DisjointClasses,
-    FashionMNIST,
     FewShot,
     LoadedData,
     Partition,
@@ -60,8 +58,6 @@ from fl_lightning.data import (
     Pathological,
     QuantitySkew,
     Scenario,
-    Sent140,
-    Shakespeare,
     Shards,
     TinyImageNet,
 )
@@ -94,54 +90,40 @@ def leaf_files(name: str, *numbers: int) -> tuple[str, ...]:
 
 IDX = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 EMNIST_FILES = tuple(f"EMNIST/raw/emnist-letters-{name.replace('t10k', 'test')}" for name in IDX)
+
+
+def root_only(write: Callable[..., Any], *options: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
+    return lambda root, _: write(root, *options)
+
+
+CIFAR_10 = ("data_batch_1", "data_batch_5", "test_batch", "batches.meta")
+TINY = ("wnids.txt", "val/val_annotations.txt", "val/images/val_1.JPEG")
 LAYOUTS = {
-    "MNIST": Layout(lambda root, _: write_mnist(root), MNIST, tuple(f"MNIST/raw/{name}" for name in IDX)),
-    "FashionMNIST": Layout(
-        lambda root, _: write_mnist(root, "FashionMNIST"), FashionMNIST, (f"FashionMNIST/raw/{IDX[0]}",)
-    ),
-    "EMNIST": Layout(lambda root, _: write_emnist(root, "letters"), lambda root: EMNIST("letters", root), EMNIST_FILES),
+    "MNIST": Layout(root_only(write_mnist), MNIST, tuple(f"MNIST/raw/{name}" for name in IDX)),
+    "EMNIST": Layout(root_only(write_emnist, "letters"), partial(EMNIST, "letters"), EMNIST_FILES),
     "CIFAR10": Layout(
-        lambda root, patch: write_cifar(root, 10, patch),
-        CIFAR10,
-        tuple(f"cifar-10-batches-py/{name}" for name in ("data_batch_1", "data_batch_5", "test_batch", "batches.meta")),
+        lambda root, patch: write_cifar(root, 10, patch), CIFAR10, tuple(f"cifar-10-batches-py/{n}" for n in CIFAR_10)
     ),
     "CIFAR100": Layout(
         lambda root, patch: write_cifar(root, 100, patch),
         CIFAR100,
         tuple(f"cifar-100-python/{name}" for name in ("train", "test", "meta")),
     ),
-    "FC100": Layout(lambda root, patch: write_cifar(root, 100, patch), FC100, ("cifar-100-python/train",)),
-    "SVHN": Layout(
-        lambda root, patch: write_svhn(root, patch), SVHN, tuple(f"{name}_32x32.mat" for name in ("train", "test"))
-    ),
-    "PathMNIST": Layout(lambda root, _: write_pathmnist(root), PathMNIST, ("pathmnist.npz",)),
+    "SVHN": Layout(write_svhn, SVHN, ("train_32x32.mat", "test_32x32.mat")),
+    "PathMNIST": Layout(root_only(write_pathmnist), PathMNIST, ("pathmnist.npz",)),
     "TinyImageNet": Layout(
-        lambda root, _: write_tiny_imagenet(root, classes=2),
-        TinyImageNet,
-        (
-            "tiny-imagenet-200/wnids.txt",
-            "tiny-imagenet-200/val/val_annotations.txt",
-            "tiny-imagenet-200/val/images/val_1.JPEG",
-        ),
+        root_only(write_tiny_imagenet, 2), TinyImageNet, tuple(f"tiny-imagenet-200/{name}" for name in TINY)
     ),
-    "AGNews": Layout(
-        lambda root, _: write_ag_news(root), AGNews, tuple(f"ag_news_csv/{name}.csv" for name in ("train", "test"))
-    ),
+    "AGNews": Layout(root_only(write_ag_news), AGNews, ("ag_news_csv/train.csv", "ag_news_csv/test.csv")),
     "IMDB": Layout(
-        lambda root, _: write_imdb_folder(root), IMDB, ("aclImdb/train/pos/3_10.txt", "aclImdb/test/neg/0_1.txt"), True
+        root_only(write_imdb_folder), IMDB, ("aclImdb/train/pos/3_10.txt", "aclImdb/test/neg/0_1.txt"), True
     ),
-    "IMDB csv": Layout(
-        lambda root, _: write_imdb_csv(root), lambda root: IMDB(root, layout="csv"), ("IMDB Dataset.csv",)
-    ),
-    "FEMNIST": Layout(lambda root, _: write_femnist(root), FEMNIST, leaf_files("femnist", 0, 2)),
-    "Shakespeare": Layout(lambda root, _: write_shakespeare(root), Shakespeare, leaf_files("shakespeare", 1)),
-    "Sent140": Layout(lambda root, _: write_sent140(root), Sent140, leaf_files("sent140", 1)),
-    "Arrays": Layout(
-        lambda root, _: write_arrays(root / "mine.npz"), lambda root: Arrays(f"{root}/mine.npz"), ("mine.npz",)
-    ),
+    "IMDB csv": Layout(root_only(write_imdb_csv), partial(IMDB, layout="csv"), ("IMDB Dataset.csv",)),
+    "FEMNIST": Layout(root_only(write_femnist), FEMNIST, leaf_files("femnist", 0, 2)),
+    "Arrays": Layout(lambda root, _: write_arrays(root / "a.npz"), lambda root: Arrays(f"{root}/a.npz"), ("a.npz",)),
 }
 FILES = [(name, file) for name, layout in LAYOUTS.items() for file in layout.files]
-FAST_FILES = ("MNIST/raw/t10k-labels-idx1-ubyte", "cifar-100-python/test", "aclImdb/test/neg/0_1.txt", "mine.npz")
+FAST_FILES = ("MNIST/raw/t10k-labels-idx1-ubyte", "cifar-100-python/test", "aclImdb/test/neg/0_1.txt", "a.npz")
 
 
 def garbage(path: Path) -> None:
@@ -294,7 +276,7 @@ def test_the_letters_of_emnist_count_from_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "expected"),
     [
         ("train_labels", lambda y: y + 0.5, "train_labels needs one whole number per sample, got float64 of shape (54"),
         ("train_labels", lambda y: y + 246, "y_train holds label 254, which is out of range for num_classes 9"),
@@ -304,14 +286,14 @@ def test_the_letters_of_emnist_count_from_one(tmp_path: Path) -> None:
         ("test_images", lambda x: None, "has no test_images. It needs test_images, test_labels"),
     ],
 )
-def test_wrong_arrays_of_pathmnist_are_refused(name: str, change: Callable, told: str, tmp_path: Path) -> None:
+def test_wrong_arrays_of_pathmnist_are_refused(name: str, change: Callable, expected: str, tmp_path: Path) -> None:
     write_pathmnist(tmp_path)
     path = tmp_path / "pathmnist.npz"
     with np.load(path) as archive:
         arrays = dict(archive)
     arrays[name] = change(arrays[name])
     np.savez(path, **{name: values for name, values in arrays.items() if values is not None})
-    assert told in refusal(PathMNIST(str(tmp_path)))
+    assert expected in refusal(PathMNIST(str(tmp_path)))
 
 
 def test_the_message_names_an_image_of_another_size_or_without_a_file(tmp_path: Path) -> None:
@@ -349,7 +331,7 @@ def test_an_annotation_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ('"five","a","b"\n', "row 41 (column 1 (the label) holds 'five', not a class from 1 to 4)"),
         ('"5","a","b"\n', "row 41 (column 1 (the label) holds '5', not a class from 1 to 4)"),
@@ -359,11 +341,11 @@ def test_an_annotation_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
         ('"1","a","cut', "not a readable csv file (unexpected end of data)"),
     ],
 )
-def test_the_message_names_a_bad_row_of_ag_news(row: str, told: str, tmp_path: Path) -> None:
+def test_the_message_names_a_bad_row_of_ag_news(row: str, expected: str, tmp_path: Path) -> None:
     write_ag_news(tmp_path)
     with (tmp_path / "ag_news_csv" / "train.csv").open("a") as file:
         file.write(row)
-    assert told in refusal(AGNews(str(tmp_path)))
+    assert expected in refusal(AGNews(str(tmp_path)))
 
 
 def test_a_length_beyond_the_memory_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -505,9 +487,9 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_dataset_is_checked_and_its_class_named(case: str) -> None:
-    changed, told = WRONG[case]
+    changed, expected = WRONG[case]
     message = refusal(lambda: Scenario(MyData(changed), IID(), 2).build(0))
-    assert message.startswith(f"scenario.dataset: MyData: {told}")
+    assert message.startswith(f"scenario.dataset: MyData: {expected}")
 
 
 @pytest.mark.parametrize(
@@ -645,7 +627,7 @@ class MyPartition(Partition):
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "expected"),
     [
         ([[0, 1]], "MyPartition: returned 1 index arrays for 2 clients"),
         ([[0.0], [1.0]], "MyPartition: returned arrays of float64. They must be sample indices"),
@@ -656,8 +638,10 @@ class MyPartition(Partition):
         ([[0], []], "client 1 has no data"),
     ],
 )
-def test_the_result_of_a_custom_partition_is_checked(parts: Any, told: str) -> None:
-    assert refusal(lambda: Scenario(Digits(), MyPartition(parts), 2).build(0)).startswith(f"scenario.partition: {told}")
+def test_the_result_of_a_custom_partition_is_checked(parts: Any, expected: str) -> None:
+    assert refusal(lambda: Scenario(Digits(), MyPartition(parts), 2).build(0)).startswith(
+        f"scenario.partition: {expected}"
+    )
 
 
 @pytest.mark.parametrize("few_shot", [FewShot(ways=21), FewShot(shots=10**18)])

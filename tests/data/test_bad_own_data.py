@@ -16,8 +16,8 @@ import torch
 from commands import run
 from layouts import (
     Pairs,
-    images,
     save_arrays,
+    save_dataset,
     table,
     write_csv,
     write_hugging_face,
@@ -65,11 +65,11 @@ def test_a_damaged_image_is_named(damage: str, options: dict, tmp_path: Path, mo
 def test_images_of_different_sizes_are_refused_with_the_fix(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     Image.new("RGB", (6, 9)).save(tmp_path / "test" / "cat" / "000.png")
-    told = (
+    expected = (
         f"scenario.dataset.size: the images differ in size: {tmp_path}/train/cat/000.png is 6x8, "
         f"{tmp_path}/test/cat/000.png is 6x9. Set scenario.dataset.size, for example 64, to resize all to 64x64"
     )
-    assert refusal(lambda: ImageFolder(str(tmp_path))) == told
+    assert refusal(lambda: ImageFolder(str(tmp_path))) == expected
     assert ImageFolder(str(tmp_path), size=64).checked().in_shape == (3, 64, 64)
 
 
@@ -116,17 +116,17 @@ FOLDERS = {
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkeypatch: Any) -> None:
-    change, path, told = FOLDERS[case]
+    change, path, expected = FOLDERS[case]
     monkeypatch.chdir(tmp_path)
     write_image_folder(tmp_path / "mine")
     change(tmp_path)
     message = refusal(lambda: ImageFolder(path))
     assert message.startswith("scenario.dataset.path: ")
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"size": (4, -1)}, "size: -1 is below 1"),
         ({"test_share": 0}, "test_share: 0 is outside (0, 1)"),
@@ -136,15 +136,15 @@ def test_a_folder_of_another_layout_is_refused(case: str, tmp_path: Path, monkey
         ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, "mean: 1 number(s), and the images have 3 channel(s)"),
     ],
 )
-def test_image_options_out_of_range_are_refused(options: dict, told: str, tmp_path: Path) -> None:
+def test_image_options_out_of_range_are_refused(options: dict, expected: str, tmp_path: Path) -> None:
     write_image_folder(tmp_path)
-    assert refusal(lambda: ImageFolder(str(tmp_path), **options)).startswith(f"scenario.dataset.{told}")
+    assert refusal(lambda: ImageFolder(str(tmp_path), **options)).startswith(f"scenario.dataset.{expected}")
 
 
 def test_a_test_share_of_less_than_one_sample_is_refused(tmp_path: Path) -> None:
     write_image_folder(tmp_path, ("",), n=2)
-    told = "scenario.dataset.test_share: 0.01 of 4 samples is less than one. Raise it"
-    assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == told
+    expected = "scenario.dataset.test_share: 0.01 of 4 samples is less than one. Raise it"
+    assert refusal(lambda: ImageFolder(str(tmp_path), test_share=0.01)) == expected
 
 
 def test_an_unusable_cache_is_refused_by_its_key(tmp_path: Path, monkeypatch: Any) -> None:
@@ -189,8 +189,8 @@ def test_a_damaged_cache_is_built_again_with_one_warning(case: str, tmp_path: Pa
     file.write_bytes(CACHES[case](content))
     with pytest.warns(UserWarning, match="built again") as caught:
         again = make().checked()
-    told = "is damaged, or of an older version (its checksum does not match). It is built again"
-    assert [str(one.message) for one in caught] == [f"scenario.dataset.cache: {file} {told}"]
+    expected = "is damaged, or of an older version (its checksum does not match). It is built again"
+    assert [str(one.message) for one in caught] == [f"scenario.dataset.cache: {file} {expected}"]
     assert file.read_bytes() == content
     assert torch.equal(again.x_train, plain.x_train)
     make().checked()  # without a warning, which would be an error
@@ -229,18 +229,18 @@ def test_complex_numbers_are_refused(name: str, path: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", NPY)
 def test_a_folder_of_damaged_arrays_is_refused(case: str, tmp_path: Path) -> None:
-    apply, told = NPY[case]
+    apply, expected = NPY[case]
     save_arrays(tmp_path / "a")
     apply(tmp_path / "a" / "y_train.npy")
     message = refusal(lambda: Arrays(str(tmp_path / "a")))
     assert message.startswith(f"scenario.dataset.path: {tmp_path}/a")
-    assert told in message
+    assert expected in message
 
 
 def test_a_number_of_classes_for_numeric_labels_is_refused(tmp_path: Path) -> None:
     save_arrays(tmp_path / "a", y_train=np.ones(20), y_test=np.ones(6))
-    told = "scenario.dataset.num_classes: the labels are not classes. Leave it out"
-    assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == told
+    expected = "scenario.dataset.num_classes: the labels are not classes. Leave it out"
+    assert refusal(lambda: Arrays(str(tmp_path / "a"), num_classes=3)) == expected
 
 
 # --- Tables ---
@@ -421,8 +421,8 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     columns = [pyarrow.array([1, 2]), pyarrow.array([3, 4]), pyarrow.array([0, 1])]
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns, names=["age", "age", "label"]), path)
-    told = f"scenario.dataset.path: {path}: two columns have the name 'age'. Rename one of them"
-    assert refusal(lambda: Table(str(path), "label")) == told
+    expected = f"scenario.dataset.path: {path}: two columns have the name 'age'. Rename one of them"
+    assert refusal(lambda: Table(str(path), "label")) == expected
 
 
 def test_a_test_file_equal_to_the_training_file_gives_one_warning(tmp_path: Path, monkeypatch: Any) -> None:
@@ -480,16 +480,18 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     pd.DataFrame(table() | {column: ["a", "a\0"] * 20}).to_parquet("t.parquet")  # read_csv may stop at a NUL
-    told = f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
+    expected = (
+        f"column '{column}' holds 'a\\x00' in row 2 of t.parquet, which has a NUL character. Remove the character"
+    )
     message = refusal(lambda: Table("t.parquet", "label", features=["age", "town"], client="clinic"))
-    assert message == f"scenario.dataset.{key}: {told}"
+    assert message == f"scenario.dataset.{key}: {expected}"
 
 
 # --- Texts ---
 
 
 @pytest.mark.parametrize(
-    ("columns", "options", "told"),
+    ("columns", "options", "expected"),
     [
         ({}, {"label": "text"}, "label: column 'text': text names it too"),
         (
@@ -503,22 +505,15 @@ def test_a_nul_character_in_a_client_id_or_category_is_refused(
     ],
 )
 def test_a_bad_table_of_texts_is_refused(
-    columns: dict, options: dict, told: str, tmp_path: Path, monkeypatch: Any
+    columns: dict, options: dict, expected: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = write_text_table(Path("t.csv"))
     write_csv(Path("t.csv"), written | columns)
-    assert refusal(lambda: TextTable("t.csv", **options)).startswith(f"scenario.dataset.{told}")
+    assert refusal(lambda: TextTable("t.csv", **options)).startswith(f"scenario.dataset.{expected}")
 
 
 # --- Hugging Face ---
-
-
-@pytest.fixture
-def library() -> Any:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    return datasets
 
 
 TEXTS = {
@@ -553,61 +548,54 @@ SAVED = {
 
 @pytest.mark.parametrize("case", SAVED)
 def test_a_bad_saved_dataset_is_refused(case: str, tmp_path: Path, monkeypatch: Any, library: Any) -> None:
-    options, told = SAVED[case]
+    options, expected = SAVED[case]
     monkeypatch.chdir(tmp_path)
     made = library.Dataset.from_dict(TEXTS)
     library.DatasetDict(train=made, test=made).save_to_disk("saved")
     Path("empty").mkdir()
     Path("file").write_text("")
-    assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{told}")
+    assert refusal(lambda: HuggingFace(**{"path": "saved", **options})).startswith(f"scenario.dataset.{expected}")
 
 
-def test_missing_labels_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any) -> None:
-    kind = library.ClassLabel(names=["a", "b"])
-    features = library.Features(text=library.Value("string"), label=kind)
+def test_bad_columns_of_a_saved_dataset_are_refused(tmp_path: Path, library: Any) -> None:
+    features = library.Features(text=library.Value("string"), label=library.ClassLabel(names=["a", "b"]))
     train = library.Dataset.from_dict({"text": ["a"] * 10, "label": [0, 1] * 5}, features=features)
-    test = library.Dataset.from_dict({"text": ["a"] * 4, "label": [-1] * 4}, features=features)
-    library.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "s"))
-    told = "column 'label' holds -1 in row 1 of test, which is not a class. Name a split that has labels in scenario"
-    assert told in refusal(lambda: HuggingFace(str(tmp_path / "s")))
     bare = library.Dataset.from_dict({"text": ["a"] * 10, "mood": [0, 1] * 5})
-    bare.save_to_disk(str(tmp_path / "bare"))
-    assert "label: no column of ClassLabel found. Name it, of text, mood" in refusal(
-        lambda: HuggingFace(str(tmp_path / "bare"))
-    )
-    assert "neither an image nor a text column. For other data, save it with to_parquet()" in refusal(
-        lambda: HuggingFace(str(tmp_path / "bare"), label="text")
-    )
-    apart = library.DatasetDict(train=train, test=train.remove_columns("label"))
-    apart.save_to_disk(str(tmp_path / "apart"))
-    assert "test: the split 'test' has no column 'label'" in refusal(lambda: HuggingFace(str(tmp_path / "apart")))
-
-
-def test_damaged_images_in_a_saved_dataset_are_named(tmp_path: Path, library: Any) -> None:
-    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
-    sound = tmp_path / "a.png"
-    Image.fromarray(images(1, 5, 5)[0]).save(sound)
-    for name, picture, told in (
-        ("garbage", {"bytes": b"garbage", "path": None}, "row 2 of train: not a readable image"),
-        ("none", None, "row 2 of train: contains no image"),
+    hidden = train.map(lambda row: {"label": -1})
+    for test, options, expected in (
+        (hidden, {}, "holds -1 in row 1 of test, which is not a class. Name a split that has labels in scenario"),
+        (train.remove_columns("label"), {}, "test: the split 'test' has no column 'label'"),
+        (None, {}, "label: no column of ClassLabel found. Name it, of text, mood"),
+        (None, {"label": "text"}, "neither an image nor a text column. For other data, save it with to_parquet()"),
     ):
-        rows = {"image": [{"bytes": sound.read_bytes(), "path": None}, picture] * 4, "label": [0, 1] * 4}
-        made = library.Dataset.from_dict(rows, features=features)
-        library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / name))
-        message = refusal(lambda name=name: HuggingFace(str(tmp_path / name)))
-        assert message.startswith("scenario.dataset.image: ")
-        assert told in message
+        path = save_dataset(tmp_path / "s", bare if test is None else train, test)
+        assert expected in refusal(lambda path=path, options=options: HuggingFace(path, **options))
+        shutil.rmtree(path)
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("image", "expected"),
+    [
+        ({"bytes": b"garbage", "path": None}, "row 1 of train: not a readable image"),
+        (None, "row 1 of train: contains no image"),
+    ],
+)
+def test_damaged_images_in_a_saved_dataset_are_named(image: Any, expected: str, tmp_path: Path, library: Any) -> None:
+    features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
+    made = library.Dataset.from_dict({"image": [image] * 8, "label": [0, 1] * 4}, features=features)
+    path = save_dataset(tmp_path / "s", made)
+    assert refusal(lambda: HuggingFace(path)).startswith(f"scenario.dataset.image: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
     [
         ("http://127.0.0.1:9/a.png", "a.png: no such file"),
         ("{}/pipe.png", "pipe.png: is a pipe, it needs to be a file"),
     ],
 )
 def test_urls_and_pipes_in_a_dataset_are_not_opened(
-    path: str, told: str, tmp_path: Path, monkeypatch: Any, library: Any
+    path: str, expected: str, tmp_path: Path, monkeypatch: Any, library: Any
 ) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     features = library.Features(image=library.Image(), label=library.ClassLabel(names=["a", "b"]))
@@ -615,10 +603,10 @@ def test_urls_and_pipes_in_a_dataset_are_not_opened(
     made = library.Dataset.from_dict(rows, features=features)
     found = {"train": made, "test": made}
     monkeypatch.setattr(library, "load_dataset", lambda *_: found)
-    assert f"{told}. Replace it, or leave the row out" in refusal(lambda: HuggingFace("a/b", download=True))
+    assert f"{expected}. Replace it, or leave the row out" in refusal(lambda: HuggingFace("a/b", download=True))
     found["test"] = made.select([])
-    told = "scenario.dataset.path: the split 'test' of a/b has no samples. Name another split"
-    assert refusal(lambda: HuggingFace("a/b", download=True)) == told
+    expected = "scenario.dataset.path: the split 'test' of a/b has no samples. Name another split"
+    assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
 
 
 def test_a_damaged_file_of_a_saved_dataset_is_refused(tmp_path: Path, library: Any) -> None:
@@ -637,8 +625,8 @@ def test_a_missing_arrow_file_of_a_saved_dataset_is_named(tmp_path: Path, librar
     library.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "s"))
     (path,) = (tmp_path / "s" / "test").glob("*.arrow")
     path.unlink()
-    told = f"{path}: cannot be read: No such file or directory. Save the dataset again with save_to_disk"
-    assert refusal(lambda: HuggingFace(str(tmp_path / "s"))) == f"scenario.dataset.path: {told}"
+    expected = f"{path}: cannot be read: No such file or directory. Save the dataset again with save_to_disk"
+    assert refusal(lambda: HuggingFace(str(tmp_path / "s"))) == f"scenario.dataset.path: {expected}"
 
 
 def test_damage_found_while_rows_are_read_is_refused_by_the_path(tmp_path: Path, library: Any) -> None:
@@ -654,16 +642,16 @@ def test_damage_found_while_rows_are_read_is_refused_by_the_path(tmp_path: Path,
 
 def test_images_as_labels_are_refused_by_the_label_key(tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
-    told = "scenario.dataset.label: column 'image' holds images. Name the column of labels (of image, label)"
+    expected = "scenario.dataset.label: column 'image' holds images. Name the column of labels (of image, label)"
     for options in ({}, {"image": "image"}):
-        assert refusal(lambda options=options: HuggingFace(str(tmp_path / "s"), label="image", **options)) == told
+        assert refusal(lambda options=options: HuggingFace(str(tmp_path / "s"), label="image", **options)) == expected
 
 
 @pytest.mark.parametrize("key", ["train", "test"])
 def test_a_split_of_a_dataset_without_splits_is_refused(key: str, tmp_path: Path, library: Any) -> None:
     write_hugging_face(tmp_path / "s")
-    told = f"scenario.dataset.{key}: {tmp_path}/s has no splits (got 'zz'). Leave it out"
-    assert refusal(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"})) == told
+    expected = f"scenario.dataset.{key}: {tmp_path}/s has no splits (got 'zz'). Leave it out"
+    assert refusal(lambda: HuggingFace(str(tmp_path / "s"), **{key: "zz"})) == expected
     assert len(HuggingFace(str(tmp_path / "s"), train="train").checked().y_test)
 
 
@@ -672,11 +660,13 @@ def test_a_failed_download_and_a_missing_package_are_refused(library: Any, monke
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(library, "load_dataset", load_dataset)
-    told = "scenario.dataset.path: a/b cannot be fetched: no network"
-    assert refusal(lambda: HuggingFace("a/b", download=True)) == told
+    expected = "scenario.dataset.path: a/b cannot be fetched: no network"
+    assert refusal(lambda: HuggingFace("a/b", download=True)) == expected
     without(monkeypatch, "datasets")
-    told = "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[hugg"
-    assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(told)
+    expected = (
+        "scenario.dataset: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[hugg"
+    )
+    assert refusal(lambda: HuggingFace("a/b", download=True)).startswith(expected)
 
 
 # --- Torch datasets ---

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import contents, rows, run
+from commands import rows, run
 from layouts import LINES, LeafUser, write_femnist, write_leaf, write_sent140, write_shakespeare
 from refusals import refusal
 
@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_the_message_names_the_damaged_file(case: str, tmp_path: Path) -> None:
     write_femnist(tmp_path)
-    damage, told = DAMAGE[case]
+    damage, expected = DAMAGE[case]
     folder = tmp_path / "femnist" / "data" / "train"
     damage(folder / "all_data_0_niid_0_keep_0_train_8.json")
     message = refusal(FEMNIST(str(tmp_path)))
@@ -175,11 +175,11 @@ def test_the_message_names_the_damaged_file(case: str, tmp_path: Path) -> None:
     assert message.endswith(". Replace the file")
     second = int(case == "two files")  # where the name comes up again
     assert f"{folder}/all_data_{second}_niid_0_keep_0_train_8.json: " in message
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("write", "make", "name", "user", "x", "y", "told"),
+    ("write", "make", "name", "user", "x", "y", "expected"),
     [
         (*PLAYS, ROLE, [" " * 79], ["A"], "texts of 80 characters"),
         (*PLAYS, ROLE, [" " * 80], ["é"], "one of LEAF's 80 characters per sample"),
@@ -190,7 +190,7 @@ def test_the_message_names_the_damaged_file(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_message_names_the_user_of_a_bad_text(
-    write: Callable[[Path], Any], make: type, name: str, user: str, x: Any, y: Any, told: str, tmp_path: Path
+    write: Callable[[Path], Any], make: type, name: str, user: str, x: Any, y: Any, expected: str, tmp_path: Path
 ) -> None:
     write(tmp_path)
     for path in (tmp_path / name / "data" / "train").iterdir():
@@ -200,15 +200,15 @@ def test_the_message_names_the_user_of_a_bad_text(
             content["num_samples"][content["users"].index(user)] = 1
             path.write_text(json.dumps(content))
     message = refusal(make(str(tmp_path)))
-    assert told in message
+    assert expected in message
     assert f"user {user!r}" in message
 
 
 def test_the_message_about_missing_files_names_the_script_that_writes_them(tmp_path: Path) -> None:
     message = refusal(FEMNIST(str(tmp_path)))
     files = "femnist/data/{train,test}/*.json (written by LEAF's preprocess.sh)"
-    told = f"files not found. Put {files} into {tmp_path}, or set scenario.dataset.data_dir"
-    assert message == f"scenario.dataset: FEMNIST: {told}"
+    expected = f"files not found. Put {files} into {tmp_path}, or set scenario.dataset.data_dir"
+    assert message == f"scenario.dataset: FEMNIST: {expected}"
 
 
 def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
@@ -257,15 +257,3 @@ def test_femnist_trains_with_its_natural_clients_from_the_command_line(
     assert sum(right) / sum(sizes) == pytest.approx(
         float(metrics[-1]["global/acc"]), abs=1e-12
     )  # together the test set
-
-
-def test_shakespeare_learns_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_shakespeare(tmp_path)
-    small = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--logger=null", "--evaluation.every=1"]
-    words = ["--config", "shakespeare_fedavg.yaml", "--scenario.dataset.data_dir=.", *small, "--clients_per_round=4"]
-    outcome = run("fit", *words, "--rounds=3", "--model.hidden=16", "--run_dir=run")
-    assert outcome.code == 0, outcome.err
-    losses = [float(row["client/train_loss"]) for row in rows(Path("run"))]
-    assert losses[2] < losses[0] < np.log(80) + 0.5
-    assert {path for path in contents(Path("run")) if path.startswith("final/")} >= {"final/model.pt"}

@@ -460,13 +460,6 @@ def test_a_text_without_a_word_is_one_unknown_token(tmp_path: Path) -> None:
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def library() -> Any:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    return datasets
-
-
 def test_a_saved_image_dataset_is_read_as_written(tmp_path: Path, library: Any) -> None:
     written = write_hugging_face(tmp_path / "saved")
     data = HuggingFace(str(tmp_path / "saved")).checked()
@@ -628,37 +621,25 @@ def test_random_transforms_draw_once_and_do_not_depend_on_the_global_seed() -> N
     assert len(one.x_train.unique()) == 60
 
 
-FAKE = {"class_path": "torchvision.datasets.FakeData", "init_args": {"size": 40, "image_size": [1, 8, 8]}}
+RESIZE = {"class_path": "torchvision.transforms.Resize", "init_args": {"size": [5, 7]}}
+FAKE = {
+    "class_path": "torchvision.datasets.FakeData",
+    "init_args": {"size": 40, "image_size": [1, 8, 8], "transform": RESIZE},
+}
 BOTH = f"{{class_path: TorchDataset, init_args: {{train: {FAKE}, test: {FAKE}}}}}"
-TORCH = TINY.replace("dataset: Digits", f"dataset: {BOTH}")
 
 
-def test_a_torch_dataset_given_by_class_path_trains_and_resumes(tmp_path: Path) -> None:
-    text = TORCH.replace("min_samples: 20", "min_samples: 2")
+def test_a_torch_dataset_given_by_class_path_trains_and_resumes_and_needs_trust(tmp_path: Path) -> None:
+    text = TINY.replace("dataset: Digits", f"dataset: {BOTH}").replace("min_samples: 20", "min_samples: 2")
     tiny(tmp_path / "run", text=text)
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["scenario"]["dataset"]["init_args"]
     assert resolved["train"]["class_path"] == "torchvision.datasets.FakeData"
     code, _, err = run("fit", "--resume", tmp_path / "run", "--rounds", "4")
     assert code == 0, err
     assert len(untimed_rows(tmp_path / "run")) == 4
-
-
-def test_transforms_can_be_given_in_yaml(tmp_path: Path) -> None:
-    resize = {"class_path": "torchvision.transforms.Resize", "init_args": {"size": [5, 7]}}
-    fake = {**FAKE, "init_args": {**FAKE["init_args"], "transform": resize}}
-    text = TORCH.replace(str(FAKE), str(fake)).replace("min_samples: 20", "min_samples: 2")
-    outcome = tiny(tmp_path / "run", text=text)
-    assert outcome.code == 0
     weights = torch.load(tmp_path / "run" / "final" / "model.pt", weights_only=True)
-    assert weights["encoder.1.weight"].shape == (8, 35)
-
-
-# --- Trust -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_copied_run_of_a_torch_dataset_needs_trust(tmp_path: Path) -> None:
-    tiny(tmp_path / "run", text=TORCH.replace("min_samples: 20", "min_samples: 2"))
-    (tmp_path / "run" / ".signature").unlink()
+    assert weights["encoder.1.weight"].shape == (8, 35)  # of images of 5x7
+    (tmp_path / "run" / ".signature").unlink()  # as in a copied run
     code, _, err = run("test", tmp_path / "run")
     assert code == 2
     assert "scenario.dataset.train: torchvision.datasets.FakeData is not allowed in a file that is not known" in err

@@ -98,8 +98,8 @@ def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name,
     with torch.no_grad():
         logits, held = outputs(path, name, schema.rows(frame))
     assert held == Path(name, "schema.json").read_text()
-    told = np.array(schema.classes)[logits.argmax(dim=1).numpy()]
-    accuracy = float((told == frame["ill"]).mean())
+    predicted = np.array(schema.classes)[logits.argmax(dim=1).numpy()]
+    accuracy = float((predicted == frame["ill"]).mean())
     assert accuracy == pytest.approx(summary(Path(name))["global/acc_last"], abs=1e-9)
     assert accuracy > 0.8
     whole = open_run(name)
