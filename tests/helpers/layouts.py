@@ -331,14 +331,6 @@ def write_hugging_face(path: Path, n: int = 40) -> Split:
     return Split(x.transpose(0, 3, 1, 2), y)
 
 
-@pytest.fixture
-def library() -> Any:
-    """The `datasets` library."""
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    return datasets
-
-
 def save_dataset(path: Path, train: Any, test: Any = None) -> str:
     """Save one Hugging Face dataset, or two splits; return the path."""
     datasets = pytest.importorskip("datasets")
