@@ -1,4 +1,4 @@
-"""Nothing is left in the system's temporary folder: not by a run, however it ends, and not by the tests."""
+"""A run leaves nothing in the system's temporary folder, even if it is killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(folder: Path, *words: str) -> subprocess.Popen:
-    """A `fit` in a folder of its own whose temporary folder is empty; torch keeps what it compiles elsewhere."""
+    """Start `fit` with an empty temporary folder. The cache of torch.compile is elsewhere."""
     temporary = folder / "t"
     temporary.mkdir()
     (folder / "tiny.yaml").write_text(TINY)
@@ -35,8 +35,8 @@ def fit(folder: Path, *words: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
 
 
-def left(folder: Path) -> list[str]:
-    """What the temporary folder holds, a while after the process has ended."""
+def remaining_files(folder: Path) -> list[str]:
+    """Return the content of the temporary folder, up to 10 seconds after the process has ended."""
     for _ in range(200):
         if not (found := sorted(os.listdir(folder / "t"))):
             break
@@ -44,11 +44,11 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [PLAIN, [*WANDB, *PROCESSES]], ids=["plain", "wandb and processes"])
 def test_a_run_that_ends_leaves_nothing(here, words):
     assert fit(here, *words).wait(300) == 0
-    assert left(here) == []
+    assert remaining_files(here) == []
 
 
 @pytest.mark.fast_cases(1)
@@ -61,10 +61,10 @@ def test_a_killed_run_leaves_nothing(here, words):
     assert os.listdir(here / "t")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert left(here) == []
+    assert remaining_files(here) == []
 
 
-def test_other_files_lie_where_they_usually_do(here, monkeypatch):
+def test_the_usual_temporary_folder_is_restored(here, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(here))
     monkeypatch.delenv("TMPDIR", raising=False)
     with temporary_files(of_programs=True):
@@ -77,14 +77,14 @@ def test_other_files_lie_where_they_usually_do(here, monkeypatch):
     assert (tempfile.gettempdir(), os.environ["TMPDIR"]) == (str(here), "mine")
 
 
-def test_where_sockets_would_have_too_long_a_path_they_lie_where_they_usually_do(tmp_path, monkeypatch):
+def test_a_long_path_falls_back_to_the_usual_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(temporary, "_folder", temporary._folder.__wrapped__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
     with temporary_files():
         assert tempfile.gettempdir() == str(tmp_path / ("x" * 60))
 
 
-def test_without_a_shell_or_a_place_they_lie_where_they_usually_do(tmp_path, monkeypatch):
+def test_without_a_shell_the_usual_folder_is_used(tmp_path, monkeypatch):
     def fails() -> str:
         raise FileNotFoundError("sh")
 

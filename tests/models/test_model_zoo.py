@@ -59,6 +59,13 @@ def ids(*lengths: int, padded: int, seed: int = 0) -> torch.Tensor:
     return batch
 
 
+@pytest.fixture
+def meta():
+    """Build networks on the meta device, which has no memory: enough to count weights and sizes."""
+    with torch.device("meta"):
+        yield
+
+
 # --- Every model on every dataset it fits ---
 
 
@@ -101,6 +108,7 @@ def test_every_weight_is_in_the_encoder_or_the_head_and_gets_a_gradient(model: t
     assert count(backbone) == count(backbone.encoder) + count(backbone.head)
 
 
+@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize("model", [*LIGHT_NORMED, CNN, CNN4, LeNet])
 def test_convolutions_are_in_the_encoder_alone(model: type) -> None:
     backbone = model((3, 32, 32), 10)
@@ -113,6 +121,7 @@ def test_convolutions_are_in_the_encoder_alone(model: type) -> None:
 # --- Parameter counts ---
 
 
+@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize(
     ("model", "in_shape", "classes", "published"),
     [
@@ -133,6 +142,7 @@ def conv(inputs: int, outputs: int, size: int, bias: bool = True) -> int:
     return inputs * outputs * size**2 + outputs * bias
 
 
+@pytest.mark.usefixtures("meta")
 def test_fed_dws_cnn_is_two_convolutions_and_three_linear_layers() -> None:
     linear = (400 * 256 + 256) + (256 * 128 + 128) + 128 * 10  # the last without bias
     assert count(LeNet((3, 32, 32), 10)) == conv(3, 6, 5) + conv(6, 16, 5) + linear
@@ -142,6 +152,7 @@ def test_fed_dws_cnn_is_two_convolutions_and_three_linear_layers() -> None:
     assert mnist.classifier.bias is None
 
 
+@pytest.mark.usefixtures("meta")
 def test_vgg_11_with_its_papers_layers_is_the_largest_of_ua_pdfls_networks() -> None:
     convolutions = count(VGG11((3, 32, 32), 10).encoder)
     whole = count(VGG11((3, 32, 32), 10, head=Head(hidden=(4096, 4096))))
@@ -149,6 +160,7 @@ def test_vgg_11_with_its_papers_layers_is_the_largest_of_ua_pdfls_networks() -> 
     assert whole > count(ResNet18((3, 32, 32), 10)) > count(CNN4((3, 32, 32), 10))
 
 
+@pytest.mark.usefixtures("meta")
 def test_resnet_8_is_a_stem_and_three_blocks() -> None:
     def block(inputs: int, outputs: int) -> int:
         shortcut = conv(inputs, outputs, 1, bias=False) + 2 * outputs if inputs != outputs else 0
@@ -158,6 +170,7 @@ def test_resnet_8_is_a_stem_and_three_blocks() -> None:
     assert count(ResNet8((3, 32, 32), 10)) == stem + block(64, 64) + block(64, 128) + block(128, 256) + 2570
 
 
+@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize(
     ("model", "build", "smaller_stem"),
     [
@@ -173,6 +186,7 @@ def test_encoders_are_torchvisions_less_the_stem_and_head(model: type, build, sm
     assert count(model((3, 32, 32), 10).encoder) == count(imagenet) - count(last) - smaller_stem
 
 
+@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize(
     ("model", "side"), [(ResNet18, 4), (ResNet50, 4), (ShuffleNetV2, 4), (MobileNetV2, 4), (VGG11, 1)]
 )
@@ -190,6 +204,7 @@ def test_small_images_keep_as_many_pixels_as_in_the_papers(model: type, side: in
 # --- Normalisation ---
 
 
+@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize("model", NORMED)
 def test_group_norm_takes_the_place_of_every_batch_norm(model: type) -> None:
     batch, group = model((3, 32, 32), 10), model((3, 32, 32), 10, norm="group")
