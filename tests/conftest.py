@@ -20,7 +20,7 @@ import pytest
 import sklearn.datasets
 import torch
 
-from fl_lightning.core.state import widened
+from fl_lightning.core.state import to_float64
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import ProcessesEngine, trainer
 
@@ -158,7 +158,7 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def build_double(self: Scenario, seed: int) -> FederatedData:
         built = build(self, seed)
         tensors = {name: value for name, value in vars(built.data).items() if isinstance(value, torch.Tensor)}
-        built.data = replace(built.data, **widened(tensors))
+        built.data = replace(built.data, **to_float64(tensors))
         return built
 
     monkeypatch.setattr(Scenario, "build", build_double)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fl_lightning.core.config import FREE_KEYS, below
+from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better, rounds_to
 from fl_lightning.runs.reader import Run, has_value, known_key
@@ -138,7 +138,7 @@ class Comparison:
     @property
     def columns(self) -> list[str]:
         """The keys without those below another key: `algorithm.mu` is shown with `algorithm`."""
-        return [key for key in self.keys if not below(key, self.keys)]
+        return [key for key in self.keys if not is_below(key, self.keys)]
 
     @property
     def seeds(self) -> list[Any]:
@@ -224,7 +224,7 @@ def compare(
     groups.sort(key=lambda group: [_sort_key(group.values.get(key), wanted.get(key)) for key in keys])
     remarks = _remarks(groups, keys, varied, words, metric)
 
-    other_keys = [key for key in keys if key not in wanted and not below(key, wanted)]
+    other_keys = [key for key in keys if key not in wanted and not is_below(key, wanted)]
     references = [_matching(group, groups, other_keys, wanted) for group in groups] if wanted else []
     if several := next((found for found in references if len(found) > 1), None):
         names = _names_of(several, groups)
@@ -293,7 +293,7 @@ def _with_difference(
     if base is None or base is group:
         return replace(group, reference=base is group)
     ours, theirs = ({run: words[run] for run in each.runs} for each in (group, base))
-    within = [key for key in _varied(ours) | _varied(theirs) if key not in keys and not below(key, keys)]
+    within = [key for key in _varied(ours) | _varied(theirs) if key not in keys and not is_below(key, keys)]
 
     def units(runs: list[Run]) -> dict[Any, float]:
         """Return the last values by seed and inner settings; the mean over runs that have both in common."""
@@ -324,7 +324,7 @@ def _group(
     figures = [found for found in (best_and_last(run.rounds, metric, lower) for run in runs) if found]
     return Group(
         {key: settings[key] for key in keys if key in settings},
-        {key: _name(key, keys, varied, settings, words) for key in keys if not below(key, keys)},
+        {key: _name(key, keys, varied, settings, words) for key in keys if not is_below(key, keys)},
         runs,
         spread(figure["last"] for figure in figures),
         spread(figure["best"] for figure in figures),
@@ -395,7 +395,7 @@ def _compared_settings(run: Run) -> dict[str, str]:
 
 
 def _is_uncompared(key: str) -> bool:
-    return key in UNCOMPARED or below(key, UNCOMPARED)
+    return key in UNCOMPARED or is_below(key, UNCOMPARED)
 
 
 def _varied(words: Mapping[Run, dict[str, str]]) -> dict[str, set[Any]]:
@@ -443,7 +443,7 @@ def _name(
     inner = [
         f"{each.removeprefix(f'{key}.')}={format_setting(settings[each])}"
         for each in keys
-        if below(each, [key]) and each in settings and _above(each, words) in varied.get(each, ())
+        if is_below(each, [key]) and each in settings and _above(each, words) in varied.get(each, ())
     ]
     return " ".join([format_setting(settings[key]) if key in settings else "", *inner]).strip()
 

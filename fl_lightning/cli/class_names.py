@@ -9,13 +9,13 @@ from contextlib import suppress
 
 from fl_lightning.cli.catalogue import is_in_source, names
 from fl_lightning.cli.options import options_of
-from fl_lightning.core.spelling import same
+from fl_lightning.core.spelling import match_case
 
 NESTED = re.compile(r"--(scenario\.\w+|(?!scenario\b)\w+)\.\w+\.[\w.]+")
 """An option within an argument of a class: `--model.head.prediction`."""
 
 
-def spelled(words: Sequence[str]) -> list[str]:
+def correct_case(words: Sequence[str]) -> list[str]:
     """Return a command line with the class names in their correct case, and with nulls that jsonargparse keeps.
 
     For an option within an argument of a class, jsonargparse turns null into the text `None`,
@@ -34,15 +34,15 @@ def spelled(words: Sequence[str]) -> list[str]:
             option, _, last = option.rpartition(".")
             new = f"{{{last}: null}}"
         elif re.fullmatch(r"[A-Za-z][\w-]*", value) and value != "null":
-            new = _in_its_own_case(value, key)
+            new = _correct_name(value, key)
         if new != value:
             found[place : at + 1] = [f"{option}={new}"] if apart else [option, new]
     return found
 
 
-def _in_its_own_case(name: str, key: str) -> str:
+def _correct_name(name: str, key: str) -> str:
     """Return a class's name in its correct case, unless it is ambiguous: torchvision's `resnet18`, our `ResNet18`."""
-    found = same(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
+    found = match_case(name, [*names(key), *options_of("fit").get(key, {}).get("choices", ())])
     unclear = key == "model" and found != name and is_in_source(key, name) and name in builders_of_torchvision()
     return name if unclear else found
 

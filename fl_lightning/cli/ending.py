@@ -12,7 +12,7 @@ from io import BufferedRandom, BufferedWriter, TextIOWrapper
 WRITERS = {BufferedRandom, BufferedWriter, TextIOWrapper}
 
 
-def end_quickly() -> None:
+def skip_final_collection() -> None:
     """Have Python skip its last garbage collection, which takes 2 seconds with torch imported.
 
     Call it before anything registers with `atexit`: functions that are registered later run before it, as usual.

@@ -26,7 +26,7 @@ from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.trust import run_config
 
-NOTED_BARE = ("FedAvg", "FedSKC")
+RECORDED_BARE = ("FedAvg", "FedSKC")
 """Algorithms that configs of runs have always recorded without a module."""
 
 WATCHERS = ("engine", "logger", "callbacks")
@@ -71,18 +71,18 @@ def instantiate(given: Namespace, parser: ArgumentParser) -> Namespace:
 
 def plain_config(given: Namespace, parser: ArgumentParser) -> dict[str, Any]:
     """Return the resolved config as plain values, without keys that belong to one run only."""
-    config = by_home(yaml.safe_load(parser.dump(given, skip_unset=False)))
+    config = use_recorded_paths(yaml.safe_load(parser.dump(given, skip_unset=False)))
     return {name: value for name, value in config.items() if name in run_keys()}
 
 
-def by_home(value: Any) -> Any:
+def use_recorded_paths(value: Any) -> Any:
     """Return a config with our classes under the modules that runs have always recorded: digests depend on them."""
     if isinstance(value, dict):
-        return {key: by_home(each) for key, each in value.items()}
+        return {key: use_recorded_paths(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [by_home(each) for each in value]
+        return [use_recorded_paths(each) for each in value]
     root, _, name = value.partition(".") if isinstance(value, str) else ("", "", "")
-    if root != "fl_lightning" or name in NOTED_BARE or name not in HOMES:
+    if root != "fl_lightning" or name in RECORDED_BARE or name not in HOMES:
         return value
     noted = {now: before for before, now in MODULES.items()}
     return f"{root}.{noted.get(HOMES[name], HOMES[name])}.{name}"
@@ -118,13 +118,13 @@ def load_run(run_dir: Path, checkpoint: str = "last", trust: bool = False) -> Fe
     with readable_errors(parser):
         config = parser.parse_args(["--config", text, "--logger", "null"])
     orchestrator = build(config, parser, run_dir)
-    orchestrator.load(chosen_round(checkpoint, run_dir), plain_config(config, parser))
+    orchestrator.load(find_round(checkpoint, run_dir), plain_config(config, parser))
     if not orchestrator.round:
         raise CheckpointError(f"{run_dir} holds no checkpoint yet")
     return orchestrator
 
 
-def chosen_round(checkpoint: str, run_dir: Path) -> int | None:
+def find_round(checkpoint: str, run_dir: Path) -> int | None:
     """Return the round of a checkpoint: `last`, `best` or a number. None stands for the newest undamaged one.
 
     Raises:

@@ -14,7 +14,7 @@ from fl_lightning.cli.catalogue import BASES, OTHERS, class_options, classes_of,
 from fl_lightning.cli.commands import COMMANDS
 from fl_lightning.cli.options import options_of
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.spelling import nearest, same
+from fl_lightning.core.spelling import match_case, nearest
 
 Option = dict[str, Any]
 
@@ -101,7 +101,7 @@ def class_help(key: str, path: str) -> str | None:
     module, _, name = path.rpartition(".")
     kind = kind_of(key) or ""
     known = classes_of(kind) if kind else {}
-    name = name if module else same(name, known)
+    name = name if module else match_case(name, known)
     if name not in known or module not in ("", known[name].module.name, f"fl_lightning.{BASES[kind][1]}"):
         return None
     found = class_options(kind, name)

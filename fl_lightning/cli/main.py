@@ -17,11 +17,11 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.cli.commands import COMMANDS
-from fl_lightning.cli.ending import end_quickly
+from fl_lightning.cli.ending import skip_final_collection
 from fl_lightning.core.errors import ConfigError, FLError, one_line, users_place
-from fl_lightning.core.interrupt import Stopped, die_of_interrupts, stopped_by_interrupts
+from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_interrupt
 from fl_lightning.core.lazy import load
-from fl_lightning.core.terminal import forget_stdout, prepare, tell
+from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
 # A module of fl_lightning.cli.commands each, imported when it is asked for: some need torch, which takes seconds.
 LONGEST_LINE = 360
@@ -31,10 +31,10 @@ def run() -> None:
     """Run the console script: the command of `sys.argv`, then exit with its code."""
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         load("fl_lightning.cli.commands.completion").answer()
-    end_quickly()
-    die_of_interrupts()
-    if complaint := prepare():
-        tell(f"error: {complaint}")
+    skip_final_collection()
+    end_on_interrupt()
+    if complaint := prepare_terminal():
+        print_to_stderr(f"error: {complaint}")
         sys.exit(2)
     sys.exit(main())
 
@@ -65,12 +65,12 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             sys.stdout.flush()
         except OSError as refused:
-            forget_stdout()
+            discard_stdout()
             ended = refused if _has_shown(error) or isinstance(error, OSError) else error
             refused.filename = "stdout"
         else:
             if isinstance(error, BrokenPipeError):
-                forget_stdout()
+                discard_stdout()
         if _has_shown(ended):
             raise
         code, message = _ended_by(ended)
@@ -79,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 raise
             traceback.print_exception(error)  # a SystemExit would end Python, with the code that it brings
         if message:
-            tell(f"error: {_brief(message)}")
+            print_to_stderr(f"error: {_brief(message)}")
         return code
 
 
@@ -153,7 +153,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         words = getattr(command, "expand", list)(words)
     with readable_errors(parser, words):
         given = parser.parse_args(words)
-    with stopped_by_interrupts():
+    with raise_on_interrupt():
         return command.main(given, parser)
 
 
@@ -180,4 +180,4 @@ def usage() -> str:
 
 
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-    tell(f"warning: {one_line(message)}")
+    print_to_stderr(f"warning: {one_line(message)}")

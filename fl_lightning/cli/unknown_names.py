@@ -14,7 +14,7 @@ import yaml
 
 from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
-from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
+from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
 from fl_lightning.cli.options import EXPERIMENTS, options_of
 from fl_lightning.cli.other_tools import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
@@ -23,7 +23,7 @@ from fl_lightning.core.gate import find_object
 from fl_lightning.core.lazy import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest, suggest
-from fl_lightning.core.trainer_options import TRAINER_FIXES, refused
+from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
 
 LONGEST_LIST = 200
 """Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""
@@ -51,7 +51,7 @@ def check_names(command: str, words: Sequence[str]) -> None:
         ConfigError: Names the key or the class, and the one that was probably meant.
     """
     if command in EXPERIMENTS:
-        words = expand_baseline(spelled(with_config_paths(words)))
+        words = expand_baseline(correct_case(with_config_paths(words)))
         load("fl_lightning.runs.trust").allow_local_modules(words)  # imports numpy
     known = Names(command, words)
     for content in known.contents:
@@ -207,7 +207,7 @@ class Names:
         if self.is_experiment:
             group, _, option = plain.rpartition(".")
             if group == "trainer" and option in TRAINER_FIXES:
-                return refused(option)
+                return unsupported_option(option)
             settings = self.settings()
             meant = meant or _same_last_part(plain, settings) or _from_other_tools(name)
             keys += settings

@@ -223,7 +223,7 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
     return flat
 
 
-def below(key: str, others: Iterable[str]) -> bool:
+def is_below(key: str, others: Iterable[str]) -> bool:
     """Return whether a dotted key lies below one of others: `algorithm.tau` below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
 

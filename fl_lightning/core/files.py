@@ -17,7 +17,7 @@ UNFINISHED = ".*.writing"
 
 
 @contextmanager
-def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
+def replace_atomically(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
     """Open a file for writing that replaces another once it is complete and on disk.
 
     Readers, and a killed process, leave or see either the old or the new content. An error inside keeps the old one.
@@ -41,8 +41,8 @@ def replacing(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file's content atomically, see `replacing`."""
-    with replacing(path) as file:
+    """Replace a file's content atomically, see `replace_atomically`."""
+    with replace_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

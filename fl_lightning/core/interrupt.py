@@ -27,14 +27,14 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def die_of_interrupts() -> None:
+def end_on_interrupt() -> None:
     """Make SIGINT end the process silently, as SIGTERM does, while there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes of a shell may ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
-def stopped_by_interrupts() -> Iterator[None]:
+def raise_on_interrupt() -> Iterator[None]:
     """Context in which SIGINT raises `Stopped`, in the main thread, unless it is ignored or has another handler."""
     before = signal.getsignal(signal.SIGINT)
     ours = before in (signal.SIG_DFL, signal.default_int_handler)

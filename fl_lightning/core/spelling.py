@@ -33,7 +33,7 @@ def suggest(near: str | None, choices: Iterable[str]) -> str:
     return f"Did you mean {near}?" if near else f"Available: {', '.join(choices) or 'none'}."
 
 
-def same(name: str, names: Iterable[str]) -> str:
+def match_case(name: str, names: Iterable[str]) -> str:
     """Return the one name that is equal except for case and `_`; the name itself if it is known, or if several are."""
     known = set(names)
     alike = [one for one in known if fold(one) == fold(name)]

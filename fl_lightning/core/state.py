@@ -63,7 +63,7 @@ class RunningMean:
         if not weight > 0:
             return
         if not self._weight:
-            self._sums = {name: wide_copy(value) for name, value in state.items()}
+            self._sums = {name: copy_to_float64(value) for name, value in state.items()}
         else:
             self._add_further(state, weight)
         self._weight += weight
@@ -94,7 +94,7 @@ class RunningMean:
         }
 
 
-def wide_copy(value: Tensor) -> Tensor:
+def copy_to_float64(value: Tensor) -> Tensor:
     """Return a contiguous copy, in float64 unless it holds integers."""
     dtype = torch.float64 if value.is_floating_point() else value.dtype
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -192,7 +192,7 @@ def at_least_float32(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def widened(state: Tensors) -> Tensors:
+def to_float64(state: Tensors) -> Tensors:
     """Convert floating-point entries to float64, and leave the others as they are."""
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}
 
@@ -234,12 +234,12 @@ def _statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def packed(mask: Tensor) -> Tensor:
+def pack_mask(mask: Tensor) -> Tensor:
     """Pack a mask for transfer: 8 entries per byte, `(⌈n/8⌉,)`."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy()))
 
 
-def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
     """Return the mask that `pack_mask` packed."""
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=shape.numel())).bool().view(shape)
 

@@ -80,18 +80,18 @@ class Result:
     failure: ClientFailure | None = None
 
 
-def interrupts(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """Return whether an error was caused by Ctrl-C or SIGTERM (Lightning raises a `SystemExit`), not by a client."""
     return isinstance(error, KeyboardInterrupt | SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt)
 
 
-def failed(task: Task, error: BaseException) -> Result:
+def failed_result(task: Task, error: BaseException) -> Result:
     """Return the result of a task that raised an error, `SystemExit` included.
 
     Raises:
         BaseException: The error, if Ctrl-C or SIGTERM caused it, which ends the whole run.
     """
-    if interrupts(error):
+    if is_interrupt(error):
         raise error
     message = one_line(error)
     reason = message if isinstance(error, FLError) else ": ".join(filter(None, (type(error).__name__, message)))

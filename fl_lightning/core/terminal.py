@@ -8,7 +8,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 
-def prepare() -> str | None:
+def prepare_terminal() -> str | None:
     """Prepare streams and environment variables for a command. Return the reason if that is impossible."""
     os.environ["MPLBACKEND"] = "agg"  # figures are files; a notebook may name another backend
     open_streams()
@@ -35,12 +35,12 @@ def open_streams() -> None:
                 setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
-def tell(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Print a line to stderr, if possible."""
     with suppress(OSError, ValueError):
         print(f"fl-lightning: {line}", file=sys.stderr, flush=True)
 
 
-def forget_stdout() -> None:
+def discard_stdout() -> None:
     """Redirect a stdout that accepts no more output to /dev/null. Otherwise Python complains at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -56,7 +56,7 @@ TRAINER_FIXES = {
 """What to use instead of each other option."""
 
 
-def refused(name: str) -> str:
+def unsupported_option(name: str) -> str:
     """Return the message about an option of Lightning's `Trainer` that a client's fit does not support."""
     known = f"A client's fit does not support it. Available: {', '.join(sorted(TRAINER_KEYS))}."
     return f"trainer.{name}: {TRAINER_FIXES.get(name, known)}"

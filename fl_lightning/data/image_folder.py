@@ -25,7 +25,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
-from fl_lightning.core.files import replacing
+from fl_lightning.core.files import replace_atomically
 from fl_lightning.core.gate import check_writable
 from fl_lightning.data.custom_data import KEY, CustomDataset, Samples, existing_path
 from fl_lightning.data.files import (
@@ -235,7 +235,7 @@ class ImageFolder(CustomDataset):
         np.lib.format.write_array_header_1_0(header, described)
         decoded = (image.tobytes() for image in decode_all(images, shape))
         try:
-            with replacing(path) as file:
+            with replace_atomically(path) as file:
                 for part in chain([header.getvalue()], decoded):
                     file.write(part)
                     digest.update(part)

@@ -15,7 +15,7 @@ import torch
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import LOOK_AHEAD, learning_rates, optimizer_tensors
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.trainer_options import TRAINER_KEYS, refused
+from fl_lightning.core.trainer_options import TRAINER_KEYS, unsupported_option
 from fl_lightning.engines.trainer import DEFAULTS
 
 MOST = 10**9
@@ -38,7 +38,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse Trainer options that do not apply to a client's fit, and numbers out of range."""
     for name in options:
         if name not in TRAINER_KEYS:
-            raise ConfigError(refused(name))
+            raise ConfigError(unsupported_option(name))
     for name in ("max_epochs", "max_steps"):
         check_number(f"trainer.{name}", options.get(name), f"[-1, {MOST}]", "-1 is without bound")
     check_number("trainer.accumulate_grad_batches", options.get("accumulate_grad_batches"), f"[0, {MOST}]")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import OWN
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.task import Result, Task, interrupts
+from fl_lightning.core.task import Result, Task, is_interrupt
 from fl_lightning.engines.base import Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
@@ -83,7 +83,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
                 return []
             scores = worker.scorer.local_scores(module, clients)
     except BaseException as error:  # of no client in particular: one by one, the client is known
-        if interrupts(error):
+        if is_interrupt(error):
             raise
         return []
     nbytes = task.download.nbytes

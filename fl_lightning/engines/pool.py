@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.task import Result, Task, failed
+from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
 from fl_lightning.engines.task_server import Answer, process_settings
@@ -236,7 +236,7 @@ class PoolEngine(Engine):
         if not task or self._lost[task.client] < ATTEMPTS:
             return None
         pool_worker.tasks.popleft()
-        return failed(task, WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}"))
+        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died at it, the last of them {loss}"))
 
 
 def serialize_worker(worker: Worker) -> SerializedValue:

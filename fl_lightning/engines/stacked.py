@@ -15,7 +15,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.task import Result, Task, failed, interrupts
+from fl_lightning.core.task import Result, Task, failed_result, is_interrupt
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.stacked_fit import Client, StackedFit
 from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
@@ -97,11 +97,11 @@ def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
         try:
             clients.append(Client.start(worker, task))
         except BaseException as error:
-            yield failed(task, error)
+            yield failed_result(task, error)
     try:
         states = train_together(worker, clients) if clients else {}
     except BaseException as error:  # of no client in particular: one by one, each client reports its own error
-        if interrupts(error):
+        if is_interrupt(error):
             raise
         warnings.warn(f"StackedEngine: trained one after another: {first_sentence(error)}", stacklevel=2)
         yield from map(worker.run, [client.task for client in clients])
@@ -111,7 +111,7 @@ def fit_together(worker: Worker, tasks: Sequence[Task]) -> Iterator[Result]:
         if not client.error:
             with client.turn():
                 result = worker.finish(client.task, client.module, states.get(client.task.client, {}))
-        yield failed(client.task, client.error) if client.error else result
+        yield failed_result(client.task, client.error) if client.error else result
 
 
 def train_together(worker: Worker, clients: Sequence[Client]) -> dict[int, Tensors]:

@@ -18,7 +18,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state import at_least_float32
-from fl_lightning.core.task import Task, interrupts
+from fl_lightning.core.task import Task, is_interrupt
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
@@ -87,7 +87,7 @@ class Client:
         try:
             yield
         except BaseException as error:
-            if interrupts(error):
+            if is_interrupt(error):
                 raise
             self.error = error
 

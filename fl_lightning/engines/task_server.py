@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import one_line
-from fl_lightning.core.task import Result, failed
+from fl_lightning.core.task import Result, failed_result
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
 from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
 from fl_lightning.engines.worker import Fit, Worker
@@ -170,4 +170,4 @@ def run_task(
             result = replace(result, upload=result.upload.on_cpu())
         return SerializedValue(Answer(result, None, seen, trace))
     except Exception as error:
-        return SerializedValue(Answer(failed(task, error), None, seen))
+        return SerializedValue(Answer(failed_result(task, error), None, seen))

@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ConfigError, NonFiniteError, blame
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.state import State, first_non_finite
-from fl_lightning.core.task import Result, Task, failed
+from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
@@ -195,7 +195,7 @@ class Worker:
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
             return self.finish(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
         except BaseException as error:
-            return failed(task, error)
+            return failed_result(task, error)
 
     def fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         """Train a module and return its optimizer."""

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import Objective
-from fl_lightning.core.spelling import nearest, same
+from fl_lightning.core.spelling import match_case, nearest
 from fl_lightning.evaluation.metrics import is_lower_better
 
 KEY = "evaluation.metrics"
@@ -216,7 +216,7 @@ def _metric_class(path: str, objective: Objective, outputs: int) -> type[Metric]
     if path in torchmetrics.classification.__all__ and path.startswith("Binary"):
         return vars(torchmetrics.classification)[path]
     for name in (path, *(f"{task}{ALIASES.get(path.lower(), path)}" for task in tasks)):
-        if (found := same(name, fitting)) in fitting:
+        if (found := match_case(name, fitting)) in fitting:
             return fitting[found]
     near = nearest(f"{tasks[0]}{path.removeprefix(_task(path))}", fitting)
     fix = f"Did you mean {near}?" if near else f"It has {', '.join(fitting)}."

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import CheckpointError, ConfigError, Damaged, blame, one_line
-from fl_lightning.core.files import read_file, replacing, write_atomically
+from fl_lightning.core.files import read_file, replace_atomically, write_atomically
 from fl_lightning.evaluation.metrics import Row, lowest_losses, read_rows, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.files import CSVLogger as CSVLogger
@@ -220,7 +220,7 @@ class ClientsCsv:
 
     def _copy(self, round: int) -> None:
         """Rewrite the lines up to a round with the present columns."""
-        with replacing(self.path, "w", newline="") as file:
+        with replace_atomically(self.path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             for cells in self._lines(round):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import fl_lightning
-from fl_lightning.core.config import FREE_KEYS, below, flatten, read_config
+from fl_lightning.core.config import FREE_KEYS, flatten, is_below, read_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import update_config, update_settings
 
@@ -56,7 +56,9 @@ class Fingerprint:
         if self.made_with["fl-lightning"] != fl_lightning.__version__:  # another version may have other keys
             before, now = ({key: each[key] for key in before.keys() & now.keys()} for each in (before, now))
         changed = _changes(before, now)
-        if refused := [text for key, text in changed.items() if key not in MAY_CHANGE and not below(key, MAY_CHANGE)]:
+        if refused := [
+            text for key, text in changed.items() if key not in MAY_CHANGE and not is_below(key, MAY_CHANGE)
+        ]:
             raise ConfigError(
                 f"the config differs from the run's: {', '.join(refused)}. Set these back, or start a new run."
             )
@@ -105,7 +107,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Describe each changed key by its old and new value."""
     changed = [key for key in sorted(before.keys() | now.keys()) if not _are_equal(before.get(key), now.get(key))]
-    outermost = [key for key in changed if not below(key, changed)]
+    outermost = [key for key in changed if not is_below(key, changed)]
     return {key: f"{key} ({before.get(key)} -> {now.get(key)})" for key in outermost}
 
 

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     scatter_values,
     search_rate,
 )
-from fl_lightning.core.state import packed, unpacked
+from fl_lightning.core.state import pack_mask, unpack_mask
 
 PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
 SHAPES = {
@@ -92,10 +92,10 @@ def test_means_are_over_those_who_have_an_entry():
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 8)])
 def test_a_mask_travels_as_bits(shape):
     mask = torch.rand(shape) < 0.5
-    bits = packed(mask)
+    bits = pack_mask(mask)
     assert bits.dtype == torch.uint8
     assert bits.numel() == math.ceil(mask.numel() / 8)
-    assert torch.equal(unpacked(bits, mask.shape), mask)
+    assert torch.equal(unpack_mask(bits, mask.shape), mask)
     weights = torch.randn(shape) * mask
     assert torch.equal(scatter_values(weights[mask], mask), weights)
 
@@ -104,13 +104,13 @@ def laid_out(run, client):
     """A client's weights and the mask it trained with, as its peers see them."""
     tensors, _ = published(run, client)
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
-    masks = {name: unpacked(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
+    masks = {name: unpack_mask(tensors[f"masks/{name}"], shape) for name, shape in shapes.items()}
     return {name: scatter_values(tensors[f"values/{name}"], mask) for name, mask in masks.items()}, masks
 
 
 def searched(run, client):
     shapes = {name: p.shape for name, p in run.worker.template.backbone.named_parameters()}
-    return {name: unpacked(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
+    return {name: unpack_mask(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
 
 
 def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_path):

@@ -16,12 +16,12 @@ from commands import TINY, contents, run
 from fl_lightning import FederatedOrchestrator
 from fl_lightning.cli import main as cli
 from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, descriptions, kind_of, names
-from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, spelled
+from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
 from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
 from fl_lightning.core.config import derived_configs, nearest_file, shipped
-from fl_lightning.core.spelling import fold, nearest, same
+from fl_lightning.core.spelling import fold, match_case, nearest
 
 FIT = "fit --config digits_fedskc.yaml --logger null"
 
@@ -305,9 +305,9 @@ def test_a_class_may_be_written_in_any_case(key):
         for typed in (name, name.lower(), name.upper(), f"{name[:3]}_{name[3:]}".lower(), f"{name[:2]}-{name[2:]}"):
             ambiguous = key == "model" and typed != name and typed in builders_of_torchvision()
             expected = typed if ambiguous else name
-            assert spelled([f"--{key}", typed]) == [f"--{key}", expected]
-            assert spelled([f"--{key}={typed}", "--seed", typed]) == [f"--{key}={expected}", "--seed", typed]
-            assert spelled([f"--{key}+={typed}"]) == [f"--{key}+={expected}"]
+            assert correct_case([f"--{key}", typed]) == [f"--{key}", expected]
+            assert correct_case([f"--{key}={typed}", "--seed", typed]) == [f"--{key}={expected}", "--seed", typed]
+            assert correct_case([f"--{key}+={typed}"]) == [f"--{key}+={expected}"]
 
 
 def test_the_resolved_config_holds_the_right_name(here, configs):
@@ -329,15 +329,15 @@ def test_a_baseline_is_found_whatever_the_case(here, configs):
 
 
 def test_a_name_that_could_be_two_stays_as_it_is():
-    assert same("resnet_18", ["ResNet18", "Resnet18"]) == "resnet_18"
-    assert same("Ab", ["Ab", "AB"]) == "Ab"
-    assert spelled(["--model", "resnet18"]) == ["--model", "resnet18"]
-    assert spelled(["--model", "RESNET18"]) == ["--model", "ResNet18"]
+    assert match_case("resnet_18", ["ResNet18", "Resnet18"]) == "resnet_18"
+    assert match_case("Ab", ["Ab", "AB"]) == "Ab"
+    assert correct_case(["--model", "resnet18"]) == ["--model", "resnet18"]
+    assert correct_case(["--model", "RESNET18"]) == ["--model", "ResNet18"]
 
 
 def test_what_is_no_name_of_a_class_is_left_alone():
     words = ["--run_dir", "mlp", "--algorithm.preset=fedavg", "fedskc", "--callbacks", "[earlystopping]", "--resume"]
-    assert spelled(words) == words
+    assert correct_case(words) == words
 
 
 @pytest.mark.parametrize("command", ["fit --logger null", "partition"])
@@ -445,6 +445,6 @@ def test_null_takes_the_place_of_what_a_config_says(here, configs):
 
 def test_only_what_jsonargparse_loses_is_written_otherwise():
     words = ["--scenario.few_shot.ways", "null", "--evaluation.max_clients=null", "--algorithm.beta", "null"]
-    assert spelled(words) == words
-    assert spelled(["--scenario.dataset.few_shot.ways", "null"]) == ["--scenario.dataset.few_shot", "{ways: null}"]
-    assert spelled(["--model.head.prediction=null", "x"]) == ["--model.head={prediction: null}", "x"]
+    assert correct_case(words) == words
+    assert correct_case(["--scenario.dataset.few_shot.ways", "null"]) == ["--scenario.dataset.few_shot", "{ways: null}"]
+    assert correct_case(["--model.head.prediction=null", "x"]) == ["--model.head={prediction: null}", "x"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli.experiment import by_home, experiment_parser, plain_config
+from fl_lightning.cli.experiment import experiment_parser, plain_config, use_recorded_paths
 from fl_lightning.cli.main import main
 from fl_lightning.core.config import config_path, flatten, shipped
 
@@ -178,7 +178,7 @@ def test_it_is_printed_as_it_is_taken(name, capsys):
     assert end.value.code in (0, None)
     out, err = capsys.readouterr()
     assert err == ""
-    printed = by_home(yaml.safe_load(out))  # which names what the top has by its shortest path
+    printed = use_recorded_paths(yaml.safe_load(out))  # which names what the top has by its shortest path
     assert {key: value for key, value in printed.items() if key in resolved(name)} == resolved(name)
 
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: links and anchors lead somewhere, pages for newcomers do what they say, it builds."""
+"""The documentation site: links and anchors are valid, documented sessions run, and the site builds."""
 
 import csv
 import importlib.util
@@ -31,7 +31,7 @@ REDUCED = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
 
 
 def anchors(page):
-    """What a code host calls the headings of a page."""
+    """Return the anchors that a code host gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     assert max(Counter(slugs).values()) == 1, f"{page.name}: two headings of one name"
@@ -40,7 +40,7 @@ def anchors(page):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working folder, whose modules are forgotten afterwards."""
+    """Change to an empty folder, and forget the modules in it afterwards."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for path in tmp_path.glob("*.py"):
@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_anchors_lead_somewhere(page):
+def test_links_and_anchors_are_valid(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         if not target.startswith(("http://", "https://")):
             path, _, anchor = target.partition("#")
@@ -58,8 +58,8 @@ def test_links_and_anchors_lead_somewhere(page):
             assert not anchor or anchor in anchors(to), target
 
 
-def test_a_page_for_newcomers_is_a_session(here, capsys):
-    """getting-started.md, all of its commands in one folder in their order, and its config by itself."""
+def test_the_commands_of_getting_started_run(here, capsys):
+    """All commands of getting-started.md run, in one folder and in their order."""
     blocks = FENCE.findall((ROOT / "docs" / "getting-started.md").read_text())
     commands = 0
     for language, title, text in blocks:
@@ -79,12 +79,12 @@ def test_a_page_for_newcomers_is_a_session(here, capsys):
 
 
 def run(line):
-    """A documented command, in few steps."""
+    """Run a documented command, reduced to a few steps."""
     words = shlex.split(line)[1:]
     if {"--print_config", "--algorithm.help"} & set(words):
         try:
             code = main(words)
-        except SystemExit as end:  # jsonargparse's, where it is what tells
+        except SystemExit as end:
             code = end.code
         assert not code, line
         return
@@ -111,12 +111,13 @@ def session(page, monkeypatch):
 
 
 def columns():
-    """The headers of the measurements of all runs below the working folder."""
+    """Return the columns of the metrics.csv of each run below the working folder."""
     return [path.read_text().splitlines()[0].split(",") for path in sorted(Path().glob("runs/*/*/metrics.csv"))]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*(many workers|val_dataloader|LeafSpec).*")
-def test_an_algorithm_of_ones_own_is_what_the_page_says(here, monkeypatch, capsys):
+def test_your_algorithm_page_runs(here, monkeypatch, capsys):
     session("your-algorithm.md", monkeypatch)
     counts = Counter(name for header in columns() for name in header if name.startswith("client/train_"))
     assert counts["client/train_loss"] == 5
@@ -133,7 +134,8 @@ def test_an_algorithm_of_ones_own_is_what_the_page_says(here, monkeypatch, capsy
     capsys.readouterr()
 
 
-def test_measures_of_ones_own_are_what_the_page_says(here, monkeypatch, capsys):
+@pytest.mark.thorough
+def test_your_metric_page_runs(here, monkeypatch, capsys):
     monkeypatch.syspath_prepend(here)
     snippets = FENCE.findall((ROOT / "docs" / "your-metric.md").read_text())
     for _, title, text in snippets:
@@ -161,13 +163,13 @@ def test_measures_of_ones_own_are_what_the_page_says(here, monkeypatch, capsys):
 
 
 def spans():
-    """The options in the right-hand columns of coming-from.md, a line of them for each code span."""
+    """Yield the options in the right-hand columns of coming-from.md, a line for each code span."""
     for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines():
         if line.startswith("| "):
             yield from re.findall(r"`(?:fl-lightning fit )?(--[^`]+)`", line.split(" | ")[1])
 
 
-def test_every_option_that_a_habit_is_translated_to_is_one():
+def test_options_in_coming_from_exist():
     lines = list(spans())
     assert len(lines) > 50
     for line in lines:
@@ -176,7 +178,7 @@ def test_every_option_that_a_habit_is_translated_to_is_one():
 
 
 class Read(HTMLParser):
-    """What a reader gets of an HTML page: its text, and how many of each element it has."""
+    """The text of an HTML page, and how many of each element it has."""
 
     ELEMENTS = ("h1", "h2", "h3", "ul", "ol", "li", "table", "tr", "td", "pre", "code", "em", "strong", "img")
     FETCH = ("script", "link", "img", "iframe", "source", "audio", "video", "object", "embed")
@@ -206,7 +208,7 @@ class Read(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site; a warning is an error."""
+    """Build the site. A warning is an error."""
     pytest.importorskip("mkdocstrings", reason="pip install 'fl-lightning[docs]'")
     pytest.importorskip("material", reason="pip install 'fl-lightning[docs]'")
     folder = tmp_path_factory.mktemp("site")
@@ -217,22 +219,23 @@ def site(tmp_path_factory):
 
 
 def built(site, page):
-    """The page of the site that a file became, less the names above snippets, which are in the text too."""
+    """Read the site's page of a file, without the file names above snippets."""
     folder = site if page.name == "README.md" else site / page.stem.lower()
     html = (folder / "index.html").read_text()
     return Read(re.sub(r'<span class="filename">.*?</span>', "", html), within="article")
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
-    """Markdown has dialects: a list that the one takes for a list is a paragraph to the other."""
+    """Dialects of Markdown differ, for example in what is a list."""
     there, site_page = Read(MarkdownIt("commonmark").enable("table").render(page.read_text())), built(site, page)
     assert site_page.counts == there.counts
     assert site_page.text == there.text
     assert set(anchors(page)) <= site_page.ids
 
 
+@pytest.mark.thorough
 def test_a_browser_fetches_nothing_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 35
@@ -242,6 +245,7 @@ def test_a_browser_fetches_nothing_from_elsewhere(site):
     assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", styles)
 
 
+@pytest.mark.thorough
 def test_the_reference_has_all_that_can_be_imported(site):
     start = (site / "api" / "index.html").read_text()
     for name in fl_lightning.__all__:
@@ -269,7 +273,7 @@ def test_the_reference_has_all_that_can_be_imported(site):
         ("running.md", "https://lightning.ai/docs", "https://lightning.ai/docs"),
     ],
 )
-def test_a_link_leads_to_the_page_that_a_file_became(page, link, moved):
+def test_links_are_rewritten_for_the_site(page, link, moved):
     pytest.importorskip("mkdocs")
     pytest.importorskip("griffe")
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
@@ -281,6 +285,7 @@ def test_a_link_leads_to_the_page_that_a_file_became(page, link, moved):
     assert made == f"[a]({moved})\n\n{snippet}\n\n[b]({moved})\n"
 
 
+@pytest.mark.thorough
 def test_an_example_is_shown_whole(site):
     for path in (ROOT / "examples").glob("*.*"):
         html = (site / "examples" / path.name / "index.html").read_text()
@@ -288,12 +293,14 @@ def test_an_example_is_shown_whole(site):
         assert shown == re.sub(r"\s+", " ", path.read_text()).strip()
 
 
+@pytest.mark.thorough
 def test_a_search_finds_the_guide_before_the_reference(site):
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     lower = {entry["location"].partition("/")[0] for entry in entries if entry.get("boost", 1) < 1}
     assert lower == {"api", "examples"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_papers_page_has_its_table(site, path):
     table = yaml.safe_load(path.read_text())

@@ -28,7 +28,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
 from fl_lightning.algorithms.graphs import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, packed, parameter_names, unpacked
+from fl_lightning.core.state import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"
 """The section of a publication with the mask of the entries that changed most, one bit each."""
@@ -117,7 +117,7 @@ class PeerCriticalFL(PeerAlgorithm):
             names = parameter_names(model)
             before = {name: module.received[name].to(model[name]) for name in names}
             changed = largest_changes(flat(model, names) - flat(before, names), self.keep)
-            message = message.plus({CHANGED: {"entries": packed(changed)}})
+            message = message.plus({CHANGED: {"entries": pack_mask(changed)}})
         norms = [module.gradient_norm, *module.notes[HEARD]["norms"].tolist()]
         detector = self.periods.after(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
         module.notes = module.notes | {DETECTOR: detector}
@@ -139,7 +139,7 @@ def collected_part(publication: Message) -> Message:
     model = publication.section("model")
     names = parameter_names(model)
     size = sum(model[name].numel() for name in names)
-    chosen = unpacked(changed["entries"], torch.Size([size]))
+    chosen = unpack_mask(changed["entries"], torch.Size([size]))
     rest = publication.without("model").without(CHANGED)
     return Message(rest.plus({"model": only_entries(model, names, chosen)}).tensors, numbers)
 

@@ -20,7 +20,7 @@ from fl_lightning.algorithms.graphs import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, packed, unpacked, weighted_mean
+from fl_lightning.core.state import State, pack_mask, unpack_mask, weighted_mean
 
 Regrow = Literal["gradient", "random", "none"]
 
@@ -184,7 +184,7 @@ class DisPFL(PeerAlgorithm):
         parameters = module.backbone.named_parameters()
         shapes = {name: parameter.shape for name, parameter in parameters if name not in self.fixed}
         if NEXT in memory:
-            module.masks = {name: unpacked(memory[NEXT][name], shape) for name, shape in shapes.items()}
+            module.masks = {name: unpack_mask(memory[NEXT][name], shape) for name, shape in shapes.items()}
         else:
             densities = erk_densities(shapes, self.dense_ratio)
             module.masks = {name: random_mask(shape, densities[name]) for name, shape in shapes.items()}
@@ -199,7 +199,7 @@ class DisPFL(PeerAlgorithm):
         values = [message.section("values") for message in messages]
         mixed: Tensors = {}
         for name in masks[0]:
-            theirs = [unpacked(mask[name], shapes[name]) for mask in masks]
+            theirs = [unpack_mask(mask[name], shapes[name]) for mask in masks]
             mixed[name] = intersection_mean(
                 [scatter_values(v[name], m) for v, m in zip(values, theirs, strict=True)], theirs
             )
@@ -216,7 +216,7 @@ class DisPFL(PeerAlgorithm):
         sections = {
             "model": {name: value for name, value in model.items() if name not in masks},
             "values": {name: model[name][mask] for name, mask in masks.items()},
-            "masks": {name: packed(mask) for name, mask in masks.items()},
+            "masks": {name: pack_mask(mask) for name, mask in masks.items()},
         }
         module.next_masks = self.search_mask(module, batches)
         return Message(message.without("model").tensors | Message.pack(sections).tensors, message.numbers)
@@ -224,7 +224,7 @@ class DisPFL(PeerAlgorithm):
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state: the publication and the mask of the next round."""
         assert isinstance(module, MaskedModule)
-        masks = {name: packed(mask) for name, mask in module.next_masks.items()}
+        masks = {name: pack_mask(mask) for name, mask in module.next_masks.items()}
         return super().remember(module, upload) | {NEXT: masks}
 
     def search_mask(self, module: MaskedModule, batches: Batches) -> Tensors:

@@ -24,7 +24,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import buffer_names
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean, State, at_least_float32, packed, unpacked
+from fl_lightning.core.state import RunningMean, State, at_least_float32, pack_mask, unpack_mask
 
 MASK, VALUES = "entries/mask", "entries/values"
 """Names in an upload's `model` for the mask of the sent entries, one bit each, and for their values."""
@@ -137,7 +137,7 @@ def only_entries(model: Tensors, names: list[str], chosen: Tensor) -> Tensors:
         chosen: The mask of the entries to keep, `(P,)` bool.
     """
     whole = {name: value for name, value in model.items() if name not in names}
-    return whole | {MASK: packed(chosen), VALUES: flat(model, names)[chosen]}
+    return whole | {MASK: pack_mask(chosen), VALUES: flat(model, names)[chosen]}
 
 
 class EntryMean(Aggregator):
@@ -153,7 +153,7 @@ class EntryMean(Aggregator):
             model, weight = upload.message.section("model"), upload.n_samples
             if MASK in model:
                 bits, values = model.pop(MASK), model.pop(VALUES)
-                chosen = unpacked(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen
+                chosen = unpack_mask(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen
                 if sums is None:
                     sums = torch.zeros(2, len(chosen), dtype=torch.float64)
                 sums[0, chosen] += weight * values.double()

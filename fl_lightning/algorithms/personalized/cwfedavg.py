@@ -22,7 +22,7 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import State, at_least_float32, combine, stack, weighted_mean, widened
+from fl_lightning.core.state import State, at_least_float32, combine, stack, to_float64, weighted_mean
 from fl_lightning.models import classification_layer
 
 Distribution = Literal["weights", "true"]
@@ -210,7 +210,7 @@ class ClassWise(Aggregator):
         sources, q, known = state["sources"], state["weights"]["value"], state["distributions"]
         unknown = torch.full((q.shape[1],), 1 / q.shape[1], dtype=q.dtype)
         by_class = q.shape[1] < len(q)
-        basis = combine(q.T, sources, rounded=False) if by_class else widened(sources)
+        basis = combine(q.T, sources, rounded=False) if by_class else to_float64(sources)
         rows = block_rows(sources)
         for block in blocks(clients, rows):
             shares = torch.zeros(rows, q.shape[1], dtype=q.dtype)

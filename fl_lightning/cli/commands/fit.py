@@ -16,10 +16,10 @@ from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.analysis.baselines import option_values as values
 from fl_lightning.analysis.summary_tables import summary_table
 from fl_lightning.cli.allowed_objects import allowed_objects
-from fl_lightning.cli.class_names import spelled
+from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
-from fl_lightning.core.config import below, config_file, flatten, read_config, with_config_paths
+from fl_lightning.core.config import config_file, flatten, is_below, read_config, with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names
@@ -32,7 +32,7 @@ from fl_lightning.runs.trust import allow_local_modules, run_config
 
 def expand(words: Sequence[str]) -> list[str]:
     """Fill in the paths of configs, the settings of a baseline and the config of a resumed run."""
-    words = with_engine_class(expand_baseline(spelled(with_config_paths(words))))
+    words = with_engine_class(expand_baseline(correct_case(with_config_paths(words))))
     allow_local_modules([*words, *(read_config(Path(config)) for _, config in values(words, "config"))])
     return with_resumed_config(words)
 
@@ -103,7 +103,7 @@ def names(given: Namespace, parser: ArgumentParser, config: dict[str, Any]) -> t
 def setting_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that runs of one group share: without the seed and keys that change no result."""
     apart = MAY_CHANGE - {"rounds"} | {"seed"}
-    return {key: value for key, value in flatten(config).items() if key not in apart and not below(key, apart)}
+    return {key: value for key, value in flatten(config).items() if key not in apart and not is_below(key, apart)}
 
 
 def stated_setting(given: Namespace, parser: ArgumentParser, setting: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     jobs = table_jobs(table, out, given.scale, overrides)
     wanted = list(dict.fromkeys(jobs.values()))
     if not given.show:
-        check(jobs)
+        check_jobs(jobs)
     known = map(earlier_result, wanted) if given.show else run_missing(wanted, out, given.workers, given.threads)
     failures = {ended.job.folder: ended.reason for ended in known if ended and ended.code}
     reproduction = Reproduction(table, jobs, failures)
@@ -41,7 +41,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 1 if failures and not given.show else 0
 
 
-def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
+def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
     """Check the settings of each row and each column once, before the first run.
 
     Raises:
@@ -66,13 +66,13 @@ def check(jobs: Mapping[tuple[str, str, int], Job]) -> None:
 def run_missing(wanted: Sequence[Job], out: Path, workers: int, threads: int | None) -> Iterator[JobResult]:
     """Run the unfinished runs, report each on stderr as it ends, and yield its result."""
     missing = [job for job in wanted if not is_finished(job.folder)]
-    _tell(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
+    _report(f"{len(missing)} of {len(wanted)} runs are missing; they lie in {out}")
     with lock_run_dir(out):
         for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
             how = f"failed: {ended.reason}" if ended.code else "done"
-            _tell(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
+            _report(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}")
             yield ended
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -26,14 +26,14 @@ from fl_lightning.runs.reader import DamagedRun, find
 def main(given: Namespace, parser: ArgumentParser) -> int:
     """Show a run until it ends, or until `q` or Ctrl-C is pressed. The exit code is 0 in each case."""
     check_number("--every", given.every, "[0, 86400]")
-    monitor, console = RunMonitor(chosen(Path(given.run))), Console()
+    monitor, console = RunMonitor(find_run(Path(given.run))), Console()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
         follow(monitor, console, given.every)
     console.print(RunScreen(monitor.poll()))
     return 0
 
 
-def chosen(path: Path) -> Path:
+def find_run(path: Path) -> Path:
     """Return a run's folder. For a folder of runs, return the latest unfinished run below it.
 
     Raises:
@@ -43,7 +43,7 @@ def chosen(path: Path) -> Path:
     if found == [path]:
         return path
     ended = []
-    for folder in sorted(found, key=written, reverse=True):
+    for folder in sorted(found, key=last_write_time, reverse=True):
         try:
             if not RunMonitor(folder).poll().ended:
                 return folder
@@ -55,14 +55,14 @@ def chosen(path: Path) -> Path:
     return ended[0]
 
 
-def written(folder: Path) -> float:
+def last_write_time(folder: Path) -> float:
     """Return the time at which a run's metrics, or before its first round its config, were last written."""
     return max(file.stat().st_mtime for name in ("metrics.csv", "config.yaml") if (file := folder / name).exists())
 
 
 def follow(monitor: RunMonitor, console: Console, every: float) -> None:
     """Show a run on a full screen until it ends or the user presses `q`."""
-    with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, keys() as pressed:
+    with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, read_keys() as pressed:
         while True:
             status = monitor.poll()
             live.update(RunScreen(status, console.height), refresh=True)
@@ -85,7 +85,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def keys() -> Iterator[Callable[[float], str]]:
+def read_keys() -> Iterator[Callable[[float], str]]:
     """Provide a function that waits for a key for some seconds and returns it. Without a keyboard it only waits."""
     keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
