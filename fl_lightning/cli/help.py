@@ -48,26 +48,17 @@ def requested_help(command: str, words: Sequence[str]) -> str | None:
     Raises:
         ConfigError: The command has no such key.
     """
+    top_level_keys = {name.partition(".")[0] for name in options_of(command)}
     for word, after in pairwise([*words, "--"]):
         about = None if after.startswith("-") else after
         if word in ("-h", "--help"):
-            return key_help(command, about) if about else command_help(command)
+            return key_help(command, about) if about else parser(command).format_help()
         option, _, given = word.partition("=")
         key = option.removeprefix("--").removesuffix(".help")
-        if option == f"--{key}.help" and key.partition(".")[0] in top_level_keys(command):
+        if option == f"--{key}.help" and key.partition(".")[0] in top_level_keys:
             name = given or about
             return class_help(key, name) if name else names_help(key)
     return None
-
-
-def top_level_keys(command: str) -> set[str]:
-    """Return the first parts of a command's keys."""
-    return {name.partition(".")[0] for name in options_of(command)}
-
-
-def command_help(command: str) -> str:
-    """Return the help of a command: a line for each option, with its default."""
-    return parser(command).format_help()
 
 
 def key_help(command: str, key: str) -> str:

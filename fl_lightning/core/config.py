@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -378,35 +379,28 @@ class _Checker:
         return None
 
 
+@dataclass
 class _Collection:
-    """A mapping or a list that is being parsed.
+    """A mapping or a list that is being parsed, with the number of keys and values before it, and the last key."""
 
-    Args:
-        anchor: The name that aliases use for it.
-        before: The number of keys and values before it.
-        is_mapping: Whether it is a mapping.
-
-    Attributes:
-        key: Of a mapping, the key that came last.
-    """
-
-    def __init__(self, anchor: str | None, before: int, is_mapping: bool) -> None:
-        self.anchor, self.before, self.is_mapping = anchor, before, is_mapping
-        self.key: str | None = None
-        self._lines: dict[str, int] = {}
-        self._expects_key = True
+    anchor: str | None
+    before: int
+    is_mapping: bool
+    key: str | None = None
+    lines: dict[str, int] = field(default_factory=dict)
+    expects_key: bool = True
 
     def add(self, event: Any) -> str | None:
         """Process the next event of this collection, a key or a value. Return the error in a key, if any."""
-        is_key, self._expects_key = self.is_mapping and self._expects_key, not self._expects_key
+        is_key, self.expects_key = self.is_mapping and self.expects_key, not self.expects_key
         if not is_key:
             return None
         self.key = event.value if isinstance(event, yaml.ScalarEvent) else None
         if self.key is None:
             return "a key must be a word"
-        if self.key in self._lines and self.key != "<<":
-            return f"given on line {self._lines[self.key]} already"
-        self._lines[self.key] = event.start_mark.line + 1
+        if self.key in self.lines and self.key != "<<":
+            return f"given on line {self.lines[self.key]} already"
+        self.lines[self.key] = event.start_mark.line + 1
         return None
 
 

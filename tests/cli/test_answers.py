@@ -337,8 +337,8 @@ def test_another_shell_is_refused():
 
 def test_completion_without_argcomplete_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    mend = "fl-lightning: error: completion: it needs argcomplete; pip install 'fl-lightning[completion]'\n"
-    assert run("completion", "bash") == (2, "", mend)
+    expected = "fl-lightning: error: completion: it needs argcomplete; pip install 'fl-lightning[completion]'\n"
+    assert run("completion", "bash") == (2, "", expected)
 
 
 def test_all_that_fit_takes_can_be_completed(actions):

@@ -1,4 +1,4 @@
-"""Bad input gets one line on stderr that names the key and the mend, exit code 2, and leaves everything as it was."""
+"""Bad input gets one line on stderr that names the key and the fix, has exit code 2, and changes no files."""
 
 import shutil
 import sys

@@ -63,7 +63,7 @@ def refusal(line):
     return err.removeprefix("fl-lightning: error: ").rstrip("\n")
 
 
-# --- Refusals, and that their mends work ---
+# --- Refusals, and their fixes ---
 
 TYPED = {
     # commands
@@ -174,40 +174,40 @@ def test_names_are_answered_without_torch(here):
 
 
 OURS = {word for word in {line.split()[0] for line in TYPED} if word not in ("sweep", "reproduce")}
-"""Commands whose mended lines may be carried out: a sweep's would take its time."""
+"""Commands whose fixed command lines are run. A sweep's would take too long."""
 
 
 @pytest.mark.fast_cases(21)
 @pytest.mark.parametrize("line", TYPED)
 def test_what_is_typed_is_answered_in_one_line_that_works(line, here):
-    """With the mend in the place of what it is for, the same line is refused for no name any more."""
+    """With the suggested fix applied, the command line is accepted."""
     answer = refusal(line)
     assert TYPED[line] in answer
     if line.split()[0] not in OURS or "Did you mean" not in answer:
         return
-    mended_line = mended(line, answer)
-    code, _, err = run(*shlex.split(mended_line))
+    fixed_line = apply_fix(line, answer)
+    code, _, err = run(*shlex.split(fixed_line))
     if "has no key" in err:  # there were several
-        mended_line = mended(mended_line, err)
-        code, _, err = run(*shlex.split(mended_line))
-    assert not re.search("Did you mean|has no key|not found|belongs to|neither|expected list", err), err
+        fixed_line = apply_fix(fixed_line, err)
+        code, _, err = run(*shlex.split(fixed_line))
+    assert not re.search("Did you mean|has no key|class '|command '|belongs to|neither|expected list", err), err
     if line.startswith(FIT) and not re.search("must be given|expected int", err):
-        assert (code, err) == (0, ""), mended_line
+        assert (code, err) == (0, ""), fixed_line
 
 
-def mended(line, answer):
-    mend = re.search(r"Did you mean(?:: fl-lightning)? (.+?)( \(.*| or .*)?\?$", answer)[1]
+def apply_fix(line, answer):
+    fix = re.search(r"Did you mean(?:: fl-lightning)? (.+?)( \(.*| or .*)?\?$", answer)[1]
     if command := re.match("command '(.+?)' not found", answer):
-        return mend if command[1] == "--config" else line.replace(command[1], mend, 1)
+        return fix if command[1] == "--config" else line.replace(command[1], fix, 1)
     if key := re.search("has no key '(.+?)'", answer):
-        given = r"([ =][\d.]+)?" if re.search(r"=\w+$", mend) else ""
-        return re.sub(rf"(?<!\S)-{{1,2}}([a-z]+\.)?{re.escape(key[1])}(?![\w-]){given}", mend, line)
-    if "+=" in mend:
-        return re.sub(rf"--{re.escape(mend.partition('+=')[0][2:])} \S+", mend, line)
+        given = r"([ =][\d.]+)?" if re.search(r"=\w+$", fix) else ""
+        return re.sub(rf"(?<!\S)-{{1,2}}([a-z]+\.)?{re.escape(key[1])}(?![\w-]){given}", fix, line)
+    if "+=" in fix:
+        return re.sub(rf"--{re.escape(fix.partition('+=')[0][2:])} \S+", fix, line)
     if "is the folder of a run" in answer:
-        return line.replace("--config runs/old", mend)
+        return line.replace("--config runs/old", fix)
     if wrong := re.search(r"class '(.+?)' not found|got '(.+?)'|(\S+) belongs to|--config: (\S+) is neither", answer):
-        return re.sub(rf"(?<![^\s=]){re.escape(next(filter(None, wrong.groups())))}(?!\S)", mend, line)
+        return re.sub(rf"(?<![^\s=]){re.escape(next(filter(None, wrong.groups())))}(?!\S)", fix, line)
     raise AssertionError(answer)
 
 
@@ -233,10 +233,10 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("mend", sorted({*OPTIONS.values()}))
-def test_each_option_of_the_table_is_taken_by_the_parser(mend, here, parser):
-    """With a class that takes it, where the mend does not itself name one; text stands for what is given."""
-    words = [f"--{option}" for option in mend.partition(" (")[0].split()]
+@pytest.mark.parametrize("fix", sorted({*OPTIONS.values()}))
+def test_each_option_of_the_table_is_taken_by_the_parser(fix, here, parser):
+    """A class that takes the option is chosen if the fix names none."""
+    words = [f"--{option}" for option in fix.partition(" (")[0].split()]
     if "=" not in words[-1]:
         words += [VALUES.get(words[-1].removeprefix("--"), "1")]
     parser.parse_args(fit.with_config_paths(CHOSEN.split()) + words)
@@ -270,7 +270,7 @@ def test_each_class_of_the_table_is_there():
         ("callbacks: EarlyStopping", "callbacks: got 'EarlyStopping', expected list. Did you mean [EarlyStopping]?"),
     ],
 )
-def test_in_a_file_the_mend_is_a_key(more, told, here):
+def test_in_a_file_the_fix_is_a_key(more, told, here):
     Path("bad.yaml").write_text(f"{TINY}{more}\n")
     assert refusal("fit --config bad.yaml") == told
 
@@ -340,15 +340,15 @@ def test_what_is_no_name_of_a_class_is_left_alone():
     assert correct_case(words) == words
 
 
-@pytest.mark.parametrize("command", ["fit --logger null", "partition"])
-@pytest.mark.parametrize("name", ["digits_fedskc", "tiny", "./tiny", "digits_fedavg"])
-def test_the_ending_of_a_config_may_be_left_out(command, name, here):
-    """A folder of that name, as `runs/` has them, is in nobody's way."""
-    for option in (["--config", name], [f"--config={name}"], ["-c", name]):
-        code, out, err = run(*command.split(), *option)
+@pytest.mark.parametrize("option", ["--config digits_fedskc", "--config=tiny", "-c ./tiny", "-c digits_fedavg"])
+def test_the_ending_of_a_config_may_be_left_out(option, here):
+    """A folder with the config's name makes no difference."""
+    for command in ("fit --logger null", "partition"):
+        code, out, err = run(*command.split(), *option.split())
         assert (code, err) == (0, "")
-    if command.startswith("fit"):
-        assert f"run: runs/{Path(name).name}/" in out
+        if command.startswith("fit"):
+            name = Path(re.split("[ =]", option)[1]).name
+            assert f"run: runs/{name}/" in out
 
 
 def test_a_file_here_goes_before_a_shipped_one(here, configs):

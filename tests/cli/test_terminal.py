@@ -71,9 +71,8 @@ def test_where_nobody_can_be_told_the_exit_code_tells(line, code, here):
 
 def test_a_closed_stream_is_not_taken_by_a_file_of_ours(here):
     """What is printed to a closed stderr must not reach a file that got its number."""
-    code = (
-        "import os; from fl_lightning.core.terminal import prepare; prepare(); print(os.open('file', os.O_CREAT) > 2)"
-    )
+    program = "import os; from fl_lightning.core.terminal import prepare_terminal; prepare_terminal(); "
+    code = program + "print(os.open('file', os.O_CREAT) > 2)"
     done = shell(f'{sys.executable} -c "{code}" 2>&- <&-')
     assert (done.returncode, done.stdout) == (0, "True\n")
 

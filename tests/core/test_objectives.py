@@ -147,7 +147,7 @@ def test_the_best_round_is_the_one_of_the_lowest_error(tmp_path):
     assert losses.index(min(losses)) + 1 in run.checkpoints.rounds()
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 @pytest.mark.parametrize("kind", WITHOUT_CLASSES)
 @in_float64

@@ -73,7 +73,7 @@ def test_an_exchanged_mean_does_not_drift() -> None:
     torch.testing.assert_close(mean.value()["w"], weighted_mean(held, weights)["w"], rtol=1e-6, atol=0)
 
 
-def test_the_only_one_comes_back_bit_for_bit_whatever_was_before_it() -> None:
+def test_an_exchanged_mean_of_one_state_is_that_state() -> None:
     mean, old = ExchangedMean(), torch.tensor([1e30, 1.0, 0.1])
     mean.add({"w": old}, 12_345)
     for new in (torch.tensor([1e-30, 3e38, 1 / 3]), torch.tensor([0.1, 0.2, -0.3])):
@@ -83,7 +83,7 @@ def test_the_only_one_comes_back_bit_for_bit_whatever_was_before_it() -> None:
         old = new
 
 
-def test_an_exchanged_mean_goes_on_from_sums_however_they_lie_in_memory() -> None:
+def test_an_exchanged_mean_accepts_sums_of_any_memory_layout() -> None:
     mean = ExchangedMean({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64).T}, 1.0)
     mean.add({"w": torch.tensor([[5.0, 6.0], [7.0, 8.0]])}, 1)
     assert mean.value()["w"].tolist() == [[3.0, 4.5], [4.5, 6.0]]
@@ -109,8 +109,8 @@ def test_weights_may_come_in_any_unit(clients: list[tuple[int, Fraction]], unit:
     assert torch.equal(weighted_mean(states, [n * unit for n, _ in clients])["w"], plain["w"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("weight", [1, 3, 49, 0.1, 1e-3, 12_345])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1, 49, 0.1, 12_345])
 def test_the_mean_over_one_client_is_its_weights_bit_for_bit(dtype: torch.dtype, weight: float) -> None:
     extremes = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny, -0.0, 0.1, 1 / 3], dtype=dtype)
     values = torch.cat([extremes, torch.rand(2000, generator=torch.Generator().manual_seed(0)).to(dtype)])
@@ -120,13 +120,8 @@ def test_the_mean_over_one_client_is_its_weights_bit_for_bit(dtype: torch.dtype,
     assert torch.equal(mean.signbit(), values.signbit())
 
 
-def test_the_mean_over_one_client_is_its_weights_bit_for_bit_in_double_precision() -> None:
-    values = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(weighted_mean([{"w": values}], [49])["w"], values)
-
-
 def test_a_mean_half_way_between_two_numbers_is_rounded_to_the_even_one() -> None:
-    """As one that is worked out by hand; steps from mean to mean would round on the way, and then to either."""
+    """A mean that is updated step by step would round several times."""
     counts = torch.tensor([7, 6, 5, 29, 9, 31, 13])
     total = int(counts.sum())
     values = torch.randint(2**23, 2**23 + 1000, (len(counts), 5000), generator=torch.Generator().manual_seed(0))
@@ -157,7 +152,7 @@ def test_integer_entries_keep_the_largest() -> None:
     assert mean["w"].item() == 6.0
 
 
-def test_a_mean_counts_what_was_added_weightless_ones_too() -> None:
+def test_a_mean_counts_states_of_zero_weight() -> None:
     mean = RunningMean()
     for weight in (0, 2, 1):
         mean.add({"w": torch.tensor(5.0)}, weight)
@@ -171,7 +166,7 @@ def test_zero_weight_adds_nothing() -> None:
 
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_what_is_averaged_is_left_alone(dtype: torch.dtype, clients: int) -> None:
+def test_averaged_states_are_not_changed(dtype: torch.dtype, clients: int) -> None:
     states = [{"w": torch.tensor([1, 2], dtype=dtype)} for _ in range(clients)]
     weighted_mean(states, [3] * clients)["w"].zero_()
     assert [state["w"].tolist() for state in states] == [[1, 2]] * clients
@@ -226,14 +221,6 @@ def test_extrapolate_equals_its_formula(w: Fraction, v: Fraction, keep: Fraction
     state, other = {"w": torch.tensor([float(w)])}, {"w": torch.tensor([float(v)])}
     got = extrapolate(state, other, float(keep), float(step))["w"]
     assert torch.equal(got, torch.tensor([float(keep * w + step * (v - w))]))
-
-
-@given(exact, exact)
-def test_extrapolate_stays_goes_over_and_goes_back(w: Fraction, v: Fraction) -> None:
-    state, other = {"w": torch.tensor(float(w))}, {"w": torch.tensor(float(v))}
-    assert torch.equal(extrapolate(state, other, 1.0, 0.0)["w"], state["w"])
-    assert torch.equal(extrapolate(state, other, 1.0, 1.0)["w"], other["w"])
-    assert torch.equal(extrapolate(state, other, 0.0, 1.0)["w"], other["w"] - state["w"])
 
 
 def test_extrapolate_keeps_types_and_integer_entries() -> None:
@@ -321,7 +308,7 @@ def test_combine_keeps_the_largest_of_integer_entries() -> None:
     assert combined["n"].tolist() == [0, 9]
 
 
-def test_flatten_is_every_parameter_and_no_statistic() -> None:
+def test_flatten_contains_parameters_and_no_statistics() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2).half())
     model[1].running_mean += 5
     state = model.state_dict()
@@ -342,7 +329,7 @@ def test_adding_in_pieces_equals_adding_at_once(shape):
     assert torch.equal(held, expected)
 
 
-def test_a_mean_takes_tensors_however_they_lie_in_memory():
+def test_a_mean_accepts_tensors_of_any_memory_layout():
     images = [torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     mean = RunningMean()
     for image in images:
@@ -351,11 +338,9 @@ def test_a_mean_takes_tensors_however_they_lie_in_memory():
     torch.testing.assert_close(mean.value()["w"].double(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("bad", [[float("nan")], [float("inf")], [float("inf"), float("-inf")]])
-def test_whatever_is_not_finite_is_found(bad):
-    tensors = {"counts": torch.tensor([1]), "fine": torch.ones(3), "odd": torch.tensor([1.0, *bad, 2.0])}
-    assert first_non_finite(tensors) == "odd"
+def test_infinities_of_both_signs_are_found():
+    assert first_non_finite({"fine": torch.ones(3), "odd": torch.tensor([1.0, float("inf"), -float("inf")])}) == "odd"
 
 
-def test_finite_numbers_whose_sum_is_not_are_finite():
+def test_finite_numbers_with_an_infinite_sum_are_finite():
     assert first_non_finite({"large": torch.full((3,), 3e38)}) is None

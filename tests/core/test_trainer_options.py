@@ -41,13 +41,13 @@ def test_a_key_that_is_not_taken_says_what_to_use(name, tmp_path, monkeypatch):
 
 
 def test_what_is_told_of_is_there():
-    """The keys that a mend names are keys of an experiment."""
+    """The keys that a fix names are keys of an experiment."""
     keys = {action.dest for action in experiment_parser()._actions}
-    own = {word for mend in TRAINER_FIXES.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", mend)}
+    own = {word for fix in TRAINER_FIXES.values() for word in re.findall(r"\b(?:trainer|scenario)\.\w+", fix)}
     assert own <= keys
     for key in ("client_callbacks", "callbacks", "evaluation.every", "run_dir"):
         assert key in keys
-        assert any(key in mend for mend in TRAINER_FIXES.values())
+        assert any(key in fix for fix in TRAINER_FIXES.values())
 
 
 @pytest.mark.parametrize("name", sorted(TRAINER_KEYS))

@@ -172,9 +172,10 @@ def spans():
 def test_options_in_coming_from_exist():
     lines = list(spans())
     assert len(lines) > 50
+    parser = command_parser("fit")
     for line in lines:
         words = line if line.startswith("--config") else f"--config digits_fedavg.yaml {line}"
-        command_parser("fit").parse_args(with_config_paths(shlex.split(words)))
+        parser.parse_args(with_config_paths(shlex.split(words)))
 
 
 class Read(HTMLParser):

@@ -47,12 +47,12 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
     Raises:
         ConfigError: Names the row, the column and the reason.
     """
-    looked_at: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str]] = set()
     for (column, row, _), job in jobs.items():
         places = {("column", column), ("row", row)}
-        if places <= looked_at or is_finished(job.folder):
+        if places <= checked or is_finished(job.folder):
             continue
-        looked_at |= places
+        checked |= places
         fit = load("fl_lightning.cli.commands.fit")
         parser = command_parser("fit")
         try:
