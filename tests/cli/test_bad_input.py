@@ -79,7 +79,7 @@ KINDS = [
     kind("more uploads than clients", [*FIT, "--min_clients", "99"], "min_clients: 99 is above"),
     kind("unknown key", [*FIT, "--algoritm.tau", "1"], "'algoritm.tau'", "Did you mean --algorithm.tau?"),
     kind("abbreviated key", [*FIT, "--scenario.client=3"], "'scenario.client'", "Did you mean --scenario.clients?"),
-    kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "use logger"),
+    kind("key of a trainer not offered", [*FIT, "--trainer.logger", "true"], "trainer.logger: ", "Use logger"),
     kind("unlike any key", [*FIT, "--xyzzy", "1"], "'xyzzy'", "See `fl-lightning fit --help`."),
     kind("unknown init_arg", [*FIT, "--algorithm.taw", "1"], "algorithm: FedSKC", "'taw'", "Did you mean tau?"),
     kind(
@@ -166,7 +166,7 @@ KINDS = [
         [*FIT, "--evaluation.target_accuracies", "[80]"],
         "evaluation.target_accuracies: 80.0",
         "(0, 1]",
-        "not percent",
+        "not a percentage",
     ),
     kind("tau 0", [*FIT, "--algorithm.tau", "0"], "algorithm.tau: 0.0 is not above 0", "0.08"),
     kind("beta", [*FIT, "--algorithm.beta", "1.5"], "algorithm.beta: 1.5 is outside [0, 1]", "0.95"),
@@ -181,7 +181,7 @@ KINDS = [
         "alpha 0",
         [*PARTITION, "Dirichlet", "--scenario.partition.alpha", "0"],
         "scenario.partition.alpha: 0.0",
-        "above 0",
+        "outside (0, 1e6]",
     ),
     kind(
         "min_samples",
