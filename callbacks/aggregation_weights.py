@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class AggregationWeights(RoundFigure):

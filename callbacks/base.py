@@ -11,13 +11,13 @@ from fl_lightning.core.errors import ConfigError
 if TYPE_CHECKING:
     from fl_lightning.algorithms import Algorithm
     from fl_lightning.client.module import ClientModule
-    from fl_lightning.core.state import State
+    from fl_lightning.core.state_dicts import State
     from fl_lightning.core.task import Result
     from fl_lightning.data import FederatedData
     from fl_lightning.engines import Engine, Worker
     from fl_lightning.engines.evaluator import Evaluator
     from fl_lightning.evaluation.evaluation import Evaluation
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
     from fl_lightning.loggers.collection import Loggers, MetricsCsv
     from fl_lightning.runs.record import Keep
 

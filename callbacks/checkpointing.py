@@ -11,7 +11,7 @@ from fl_lightning.core.errors import check_positive
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class Checkpointing(Monitor):

@@ -18,7 +18,7 @@ from fl_lightning.models import classification_layer
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class ClassRelations(RoundFigure):

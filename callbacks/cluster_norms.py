@@ -10,7 +10,7 @@ from fl_lightning.callbacks.base import RoundCallback, require
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class ClusterNorms(RoundCallback):

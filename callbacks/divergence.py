@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class UnitDivergence(RoundFigure):

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state import flatten
+from fl_lightning.core.state_dicts import flatten
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class ClientDrift(RoundFigure):

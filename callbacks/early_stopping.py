@@ -12,7 +12,7 @@ from fl_lightning.core.errors import ConfigError, check_positive
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 
 class EarlyStopping(Monitor):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fl_lightning.core.message import Tensors
     from fl_lightning.engines import Result
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 Arrays = dict[str, np.ndarray]
 

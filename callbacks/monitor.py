@@ -16,12 +16,12 @@ from fl_lightning.core.spelling import suggest
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Result
 from fl_lightning.evaluation.evaluation import client_summary, own_series, personal_means, train_metrics
-from fl_lightning.evaluation.metrics import COLUMN, is_lower_better
+from fl_lightning.evaluation.summary import COLUMN, is_lower_better
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
 
-    from fl_lightning.evaluation.metrics import Row
+    from fl_lightning.evaluation.summary import Row
 
 ACCURACIES = ("global/acc", "client/acc_mean")
 """Default metrics; the first one that exists is watched."""

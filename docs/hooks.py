@@ -25,7 +25,7 @@ PLACES = WHOLE | EXAMPLES  # the page of each file of the repository
 
 ROOMS = tuple(f"fl_lightning{room}" for room in ("", ".core", ".client", ".evaluation", ".loggers", ".runs", ".cli"))
 """Packages of which the reference shows only modules with public names, and those in `ALSO`."""
-ALSO = {"fl_lightning.core.state", "fl_lightning.evaluation.metrics"}
+ALSO = {"fl_lightning.core.state_dicts", "fl_lightning.evaluation.summary"}
 PACKAGES = (
     *ROOMS,
     "fl_lightning.algorithms",

@@ -1,7 +1,7 @@
 """FairProx, an example method: a proximal term, and larger weights for clients with a larger loss."""
 
 from fl_lightning import Aggregator, Algorithm, LossTerm, Message
-from fl_lightning.core.state import weighted_mean
+from fl_lightning.core.state_dicts import weighted_mean
 
 
 class ProximalTerm(LossTerm):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.core.lazy import load
+from fl_lightning.core.lazy_import import load
 from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.renamed import MODULES
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from fl_lightning.core.message import Message as Message
     from fl_lightning.core.message import Upload as Upload
     from fl_lightning.core.objectives import *
-    from fl_lightning.core.state import weighted_mean as weighted_mean
+    from fl_lightning.core.state_dicts import weighted_mean as weighted_mean
     from fl_lightning.core.task import Score as Score
     from fl_lightning.data import *
     from fl_lightning.data.transforms import CropFlip as CropFlip
@@ -96,7 +96,7 @@ _NAMES = {
     "core.objectives": "Classification MultiLabel Objective Regression",
     "orchestrator": "FederatedOrchestrator",
     "runs": "Run",
-    "core.state": "weighted_mean",
+    "core.state_dicts": "weighted_mean",
     "loggers.wandb": "WandbRoundLogger",
 }
 """The public names, by the module that they are imported from."""

@@ -26,7 +26,7 @@ from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import ConfigError, Interrupted, TooFewClients, check_number, check_positive
 from fl_lightning.core.interrupt import DeferredSignals
 from fl_lightning.core.message import Message
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 from fl_lightning.data import Scenario
 from fl_lightning.data.truncation import truncate_dataset
 from fl_lightning.engines import Engine, EngineName, Result, Task, Worker, engine_of
@@ -34,7 +34,7 @@ from fl_lightning.engines.base import in_client_order
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, logged_metrics, train_metrics
-from fl_lightning.evaluation.metrics import Row
+from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.base import Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
 from fl_lightning.models import ModelFactory

@@ -20,7 +20,7 @@ import pytest
 import sklearn.datasets
 import torch
 
-from fl_lightning.core.state import to_float64
+from fl_lightning.core.state_dicts import to_float64
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import ProcessesEngine, trainer
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.core.public_names import public_classes
-from fl_lightning.core.state import State as State
+from fl_lightning.core.state_dicts import State as State
 
 if TYPE_CHECKING:  # for editors; one that is not listed is `Any` to a type checker
     from fl_lightning.algorithms.aggregators import (
@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # for editors; one that is not listed is `Any` to a type chec
     from fl_lightning.algorithms.global_model.moon import MOON as MOON, ModelContrast as ModelContrast
     from fl_lightning.algorithms.global_model.protonet import Prototypical as Prototypical
     from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD as SCAFFOLD, ControlVariates as ControlVariates
-    from fl_lightning.algorithms.graphs import (
+    from fl_lightning.algorithms.decentralized.topology import (
         Adjacency as Adjacency,
         Complete as Complete,
         ErdosRenyi as ErdosRenyi,

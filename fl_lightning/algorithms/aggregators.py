@@ -12,7 +12,7 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import RunningMean, State, parameter_names
+from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 Weighting = Literal["samples", "uniform"]
 

@@ -22,7 +22,7 @@ from fl_lightning.client.weights import buffer_names, detached, load_weights, re
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 OWN = "personal"
 """The section of the client state with the part of the model that never leaves the client."""

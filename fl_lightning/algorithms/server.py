@@ -12,7 +12,7 @@ from fl_lightning.client.optimizers import LRScales
 from fl_lightning.core.errors import blame
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task
 
 

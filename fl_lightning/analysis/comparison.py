@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.core.config import FREE_KEYS, is_below
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better, rounds_to
+from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better, rounds_to
 from fl_lightning.runs.reader import Run, has_value, known_key
 
 LEVELS = (0.05, 0.01, 0.001)

@@ -23,8 +23,8 @@ from filelock import FileLock
 from fl_lightning.core.errors import ConfigError, FLError, Interrupted, check_positive
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.interrupt import DeferredSignals
-from fl_lightning.core.lazy import skip_working_folder
-from fl_lightning.core.temporary import temporary_files
+from fl_lightning.core.lazy_import import skip_working_folder
+from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.runs.folder import LOCK
 
 LOG = "log.txt"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.analysis.run_status import RunStatus
-from fl_lightning.evaluation.metrics import Row, best_and_last, is_lower_better
+from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better
 
 PLOTS: Sequence[Mapping[str, str]] = (
     {"global/acc": "global acc", "client/acc_mean": "client acc", "personal_on_global/acc_mean": "personal on global"},

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.core.errors import one_line
-from fl_lightning.evaluation.metrics import Row, human_bytes
+from fl_lightning.evaluation.summary import Row, human_bytes
 
 SHADES = " ░▒▓█"
 MOST_CLIENTS, ENDS = 100, 20

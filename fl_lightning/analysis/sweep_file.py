@@ -21,7 +21,7 @@ from fl_lightning.core.config import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.renamed import refuse_old_option
 from fl_lightning.core.spelling import suggest
-from fl_lightning.evaluation.metrics import better_goal
+from fl_lightning.evaluation.summary import better_goal
 
 METHODS = ("grid", "random", "bayes")
 UNRELATED_KEYS = {"name", "description", "project", "entity", "program"}

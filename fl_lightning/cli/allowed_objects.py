@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.cli.catalogue import BASES, base
 from fl_lightning.client.exported import allowed_objects as allowed_in_checkpoints
-from fl_lightning.core.gate import by_import_path, public_classes
+from fl_lightning.core.trusted_imports import by_import_path, public_classes
 
 CLIENT_CALLBACKS = ("EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "Timer", "EMAWeightAveraging")
 """Lightning's callbacks that any config may name: they take numbers and names, and touch no files."""

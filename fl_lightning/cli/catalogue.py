@@ -20,7 +20,7 @@ BASES: dict[str, tuple[str, str, str]] = {
     "algorithms": ("algorithms.Algorithm", "algorithms", "algorithm"),
     "loss_terms": ("client.module.LossTerm", "algorithms", "algorithm.loss_terms"),
     "aggregators": ("algorithms.Aggregator", "algorithms", "algorithm.aggregator"),
-    "graphs": ("algorithms.graphs.Graph", "algorithms", "algorithm.graph"),
+    "graphs": ("algorithms.decentralized.topology.Graph", "algorithms", "algorithm.graph"),
     "datasets": ("data.Dataset", "data", "scenario.dataset"),
     "models": ("models.Backbone", "models", "model"),
     "partitions": ("data.Partition", "data", "scenario.partition"),

@@ -20,8 +20,8 @@ from fl_lightning.cli.catalogue import names
 from fl_lightning.cli.class_names import as_backbone
 from fl_lightning.cli.unknown_names import Names, class_choices, unknown_class
 from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.gate import find_object, refusal
 from fl_lightning.core.spelling import nearest
+from fl_lightning.core.trusted_imports import find_object, refusal
 
 CLASS_EXPECTED = "expected the name of a class, or a class_path with its init_args"
 LONGEST_VALUE = 60

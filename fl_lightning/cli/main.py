@@ -17,10 +17,10 @@ from typing import Any
 
 from fl_lightning import __version__
 from fl_lightning.cli.commands import COMMANDS
-from fl_lightning.cli.ending import skip_final_collection
+from fl_lightning.cli.quick_exit import skip_final_collection
 from fl_lightning.core.errors import ConfigError, FLError, one_line, users_place
 from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_interrupt
-from fl_lightning.core.lazy import load
+from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, prepare_terminal, print_to_stderr
 
 # A module of fl_lightning.cli.commands each, imported when it is asked for: some need torch, which takes seconds.
@@ -158,7 +158,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
 
 
 def _suggest_command(name: str, words: Sequence[str]) -> str:
-    from fl_lightning.cli.other_tools import COMMANDS as OTHERS
+    from fl_lightning.cli.other_frameworks import COMMANDS as OTHERS
     from fl_lightning.core.spelling import fold, nearest, suggest
 
     if name.startswith("-"):

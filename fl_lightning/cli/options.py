@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from fl_lightning.cli.catalogue import KINDS
 from fl_lightning.cli.signatures import Parameter, find_class, parameters
-from fl_lightning.core.lazy import load
+from fl_lightning.core.lazy_import import load
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

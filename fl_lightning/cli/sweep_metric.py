@@ -19,7 +19,7 @@ from fl_lightning.analysis.executor import process_context
 from fl_lightning.analysis.sweep_file import Sweep
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.lazy import skip_working_folder
+from fl_lightning.core.lazy_import import skip_working_folder
 
 KNOWN_BEFOREHAND = re.compile(r"(?:global|client|personal_on_global)/.+")
 """Metrics whose names are known before a run begins."""

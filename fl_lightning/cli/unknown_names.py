@@ -16,14 +16,14 @@ from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.catalogue import BASES, CLASS_KEYS, arguments, is_in_source, kind_of, names
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
 from fl_lightning.cli.options import EXPERIMENTS, options_of
-from fl_lightning.cli.other_tools import CLASSES, OPTIONS
+from fl_lightning.cli.other_frameworks import CLASSES, OPTIONS
 from fl_lightning.core.config import is_run, load_yaml, read_config, shipped, with_config_paths
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.gate import find_object
-from fl_lightning.core.lazy import load
+from fl_lightning.core.lazy_import import load
 from fl_lightning.core.renamed import new_class, refuse_old_option
 from fl_lightning.core.spelling import fold, nearest, suggest
 from fl_lightning.core.trainer_options import TRAINER_FIXES, unsupported_option
+from fl_lightning.core.trusted_imports import find_object
 
 LONGEST_LIST = 200
 """Characters of a list of names that a message shows. Of a longer list it names the command that prints it."""

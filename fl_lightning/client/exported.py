@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.gate import Untrusted, by_import_path, public_classes, refusal, untrusted
 from fl_lightning.core.objectives import Objective
+from fl_lightning.core.trusted_imports import Untrusted, by_import_path, public_classes, refusal, untrusted
 from fl_lightning.models import Backbone, ModelFactory
 from fl_lightning.models.wrapped import original_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 
 if TYPE_CHECKING:
     from fl_lightning.client.module import ClientModule, Step

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import NonFiniteError
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 
 
 class LossRecord:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:

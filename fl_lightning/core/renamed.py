@@ -41,6 +41,7 @@ CLASSES: dict[str, str] = {"Given": "PredefinedSplit"}
 """The new name of each renamed class of this package, by its old name."""
 
 MODULES = {
+    "algorithms.graphs": "algorithms.decentralized.topology",
     "data.natural": "data.natural_partitions",
     "data.pictures": "data.image_folder",
     "file_loggers": "loggers.files",

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fl_lightning.core.errors import ClientFailure, FLError, one_line, users_place
 from fl_lightning.core.message import Message
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.gate import require_trust
 from fl_lightning.core.objectives import Classification, Objective, describe_tensor, objective_of
 from fl_lightning.core.task import Score
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.loaders import Batches
 from fl_lightning.data.schema import TableSchema

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.gate import require_trust
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.custom_data import (
     KEY,
     CustomDataset,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.core.files import replace_atomically
-from fl_lightning.core.gate import check_writable
+from fl_lightning.core.trusted_imports import check_writable
 from fl_lightning.data.custom_data import KEY, CustomDataset, Samples, existing_path
 from fl_lightning.data.files import (
     BadFile,

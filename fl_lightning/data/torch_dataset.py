@@ -16,8 +16,8 @@ from torch.utils.data import Dataset as MapStyle
 
 from fl_lightning import HOMES
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import describe_tensor
+from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data.custom_data import KEY
 from fl_lightning.data.datasets import Dataset, LoadedData, blaming_class, count_outputs
 from fl_lightning.data.transforms import Normalize

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
-from fl_lightning.core.gate import require_trust
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Answer, Request, TaskServer

@@ -11,7 +11,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.core.task import Score
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.evaluation.evaluation import evaluate, evaluate_each
-from fl_lightning.evaluation.measures import measures_of
+from fl_lightning.evaluation.extra_metrics import measures_of
 
 
 class Scorer:

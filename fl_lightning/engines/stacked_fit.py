@@ -17,7 +17,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 from fl_lightning.core.task import Task, is_interrupt
 from fl_lightning.data import LoadedData
 from fl_lightning.data.loaders import Batches

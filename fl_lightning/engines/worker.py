@@ -23,7 +23,7 @@ from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError, NonFiniteError, blame
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
-from fl_lightning.core.state import State, first_non_finite
+from fl_lightning.core.state_dicts import State, first_non_finite
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
 from fl_lightning.data.loaders import ClientDataModule
@@ -42,7 +42,7 @@ from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, quiet_lightning, quiet_trainer
-from fl_lightning.evaluation.measures import check_measures
+from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import ModelFactory
 
 Fit = Callable[[ClientModule, Task], torch.optim.Optimizer]

@@ -16,8 +16,8 @@ from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.task import Result, Score
-from fl_lightning.evaluation.measures import Measure
-from fl_lightning.evaluation.metrics import Row, is_lower_better
+from fl_lightning.evaluation.extra_metrics import Measure
+from fl_lightning.evaluation.summary import Row, is_lower_better
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from fl_lightning.core.digest import Digest
 from fl_lightning.core.errors import CheckpointError, ConfigError, Damaged, blame, one_line
 from fl_lightning.core.files import read_file, replace_atomically, write_atomically
-from fl_lightning.evaluation.metrics import Row, lowest_losses, read_rows, summarize
+from fl_lightning.evaluation.summary import Row, lowest_losses, read_rows, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.files import CSVLogger as CSVLogger
 from fl_lightning.loggers.files import MLFlowLogger as MLFlowLogger

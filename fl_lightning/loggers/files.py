@@ -18,7 +18,7 @@ from matplotlib.image import imread
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
-from fl_lightning.core.gate import require_trust
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.loggers.base import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"

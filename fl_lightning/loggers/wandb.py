@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
-from fl_lightning.core.gate import require_trust
-from fl_lightning.core.temporary import temporary_files
+from fl_lightning.core.temporary_folders import temporary_files
+from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.provenance import source
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.core.gate import find_object, require_trust
+from fl_lightning.core.trusted_imports import find_object, require_trust
 from fl_lightning.models.base import Backbone, tapped
 
 WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}

@@ -19,7 +19,7 @@ from fl_lightning.core.config import flatten, load_yaml
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.files import read_file
 from fl_lightning.core.renamed import update_config
-from fl_lightning.evaluation.metrics import Row, read_columns, read_rows, summarize
+from fl_lightning.evaluation.summary import Row, read_columns, read_rows, summarize
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,17 +18,17 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
 from fl_lightning.data import FederatedData
-from fl_lightning.evaluation.metrics import Row, summarize
+from fl_lightning.evaluation.summary import Row, summarize
 from fl_lightning.loggers.base import Labels
 from fl_lightning.loggers.collection import Loggers, MetricsCsv, WarningsTxt, has_few_clients, split_series
+from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
+from fl_lightning.runs.client_store import ClientStore, StoredState
 from fl_lightning.runs.fingerprint import Fingerprint, environment, settings
 from fl_lightning.runs.folder import refuse_lost_checkpoints, refuse_special_files
 from fl_lightning.runs.partition import write_counts
 from fl_lightning.runs.reader import Figures
-from fl_lightning.runs.store import ClientStore, StoredState
 from fl_lightning.runs.trust import sign
-from fl_lightning.runs.writer import Writer
 
 Keep = Callable[[list[int]], set[int]]
 """A function that is given the rounds that have a checkpoint, newest first, and returns those to keep."""

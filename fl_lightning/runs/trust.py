@@ -1,6 +1,6 @@
 """Load the config of a run folder. Signatures distinguish the user's own runs from others.
 
-A config that the user signed, or passes with `--trust`, is trusted. Any other passes `fl_lightning.core.gate`.
+A config that the user signed, or passes with `--trust`, is trusted. Any other passes `core.trusted_imports`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import yaml
 from fl_lightning.core.config import config_file, parse_config
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.files import open_file, read_file, write_atomically
-from fl_lightning.core.gate import Untrusted, begin, is_untrusted
 from fl_lightning.core.renamed import update_config
+from fl_lightning.core.trusted_imports import Untrusted, begin, is_untrusted
 from fl_lightning.runs.folder import SIGNATURE
 
 TO_TRUST = "If you trust its author, use --trust (in Python trust=True)"

@@ -34,7 +34,7 @@ from fl_lightning.client.module import ClientModule, Step
 from fl_lightning.core.errors import ClientFailure, ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, derive, generator
-from fl_lightning.core.state import combine
+from fl_lightning.core.state_dicts import combine
 from fl_lightning.models import MLP, Backbone, Head
 
 pytestmark = pytest.mark.numeric

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     scatter_values,
     search_rate,
 )
-from fl_lightning.core.state import pack_mask, unpack_mask
+from fl_lightning.core.state_dicts import pack_mask, unpack_mask
 
 PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
 SHAPES = {

@@ -8,7 +8,7 @@ from experiments import NormMLP, experiment, finished, same_bytes, task_of_round
 
 from fl_lightning.algorithms import FedPer
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.state import weighted_mean
+from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 

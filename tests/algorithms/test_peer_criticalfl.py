@@ -12,7 +12,7 @@ from fl_lightning.algorithms.decentralized.criticalfl import DETECTOR, collected
 from fl_lightning.algorithms.decentralized.peers import publication, unbundle
 from fl_lightning.algorithms.global_model.criticalfl import MASK, VALUES
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.state import parameter_names
+from fl_lightning.core.state_dicts import parameter_names
 
 pytestmark = pytest.mark.numeric
 

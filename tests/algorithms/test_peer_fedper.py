@@ -9,7 +9,7 @@ from peers import model_of, published
 
 from fl_lightning.algorithms import PeerFedPer, Ring
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.state import weighted_mean
+from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.models import MLP
 
 

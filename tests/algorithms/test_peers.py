@@ -27,7 +27,7 @@ from fl_lightning.algorithms.decentralized.peers import bundle, message_to_tenso
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.state import weighted_mean
+from fl_lightning.core.state_dicts import weighted_mean
 from fl_lightning.engines import Task, Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head

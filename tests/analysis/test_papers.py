@@ -12,7 +12,7 @@ from reduced import reduced
 from fl_lightning.analysis.baselines import expand_baseline, to_word
 from fl_lightning.cli.experiment import experiment_parser
 from fl_lightning.core.config import flatten, with_config_paths
-from fl_lightning.evaluation.metrics import summarize
+from fl_lightning.evaluation.summary import summarize
 
 FOLDER = Path(__file__).parents[2] / "papers"
 CONFIGS = FOLDER.parent / "configs"

@@ -47,7 +47,7 @@ from fl_lightning.cli.experiment import experiment_parser, plain_config
 from fl_lightning.core.config import with_config_paths
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Digits
-from fl_lightning.evaluation.metrics import summarize
+from fl_lightning.evaluation.summary import summarize
 
 PAPERS = Path(__file__).parents[2] / "papers"
 CONFIG = """# tiny

@@ -19,7 +19,7 @@ from fl_lightning.cli.catalogue import CLASS_KEYS, KINDS, descriptions, kind_of,
 from fl_lightning.cli.class_names import as_backbone, builders_of_torchvision, correct_case
 from fl_lightning.cli.commands import fit
 from fl_lightning.cli.options import command_parser
-from fl_lightning.cli.other_tools import CLASSES, COMMANDS, OPTIONS
+from fl_lightning.cli.other_frameworks import CLASSES, COMMANDS, OPTIONS
 from fl_lightning.core.config import derived_configs, nearest_file, shipped
 from fl_lightning.core.spelling import fold, match_case, nearest
 

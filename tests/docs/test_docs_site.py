@@ -253,7 +253,7 @@ def test_the_reference_has_all_that_can_be_imported(site):
         target = re.search(rf'href="([^"#]+)(#[^"]+)?"[^>]*><code>{name}</code>', start)
         assert target, name
         assert (site / "api" / target[1]).is_dir()
-    for module in ("orchestrator", "client.module", "evaluation.evaluation", "core.state"):
+    for module in ("orchestrator", "client.module", "evaluation.evaluation", "core.state_dicts"):
         page = f"fl_lightning.{module}".rpartition(".")[0]
         assert f"fl_lightning.{module}" in Read((site / "api" / page / "index.html").read_text()).ids
     assert Read((site / "api" / "fl_lightning.callbacks" / "index.html").read_text()).ids >= {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments import experiment
 
-from fl_lightning.core.state import RunningMean
+from fl_lightning.core.state_dicts import RunningMean
 from fl_lightning.engines import Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -23,7 +23,7 @@ from fl_lightning.algorithms import (
     GlobalPeriodReview,
     WeightedMean,
 )
-from fl_lightning.core.state import RunningMean, first_non_finite
+from fl_lightning.core.state_dicts import RunningMean, first_non_finite
 from fl_lightning.engines import SequentialEngine, StackedEngine, device
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.serialization import SerializedValue, deserialize

@@ -19,7 +19,7 @@ from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Task
 from fl_lightning.evaluation.evaluation import Evaluation, client_summary, evaluate
-from fl_lightning.evaluation.metrics import best_and_last, lowest_losses, rounds_to, summarize
+from fl_lightning.evaluation.summary import best_and_last, lowest_losses, rounds_to, summarize
 from fl_lightning.models import MLP, Head
 
 LOGITS = torch.randn(23, 4, generator=torch.Generator().manual_seed(0)) * 3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import Damaged
-from fl_lightning.evaluation.metrics import Row
+from fl_lightning.evaluation.summary import Row
 from fl_lightning.loggers.collection import MetricsCsv, split_series
 
 

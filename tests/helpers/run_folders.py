@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from fl_lightning.evaluation.metrics import summarize
+from fl_lightning.evaluation.summary import summarize
 
 CONFIG: dict[str, Any] = {
     "scenario": {

@@ -17,7 +17,7 @@ from fl_lightning.algorithms import FedAvg, FedBABU, FedPer, FedProto, FedRep, F
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, seed_everything
-from fl_lightning.core.state import RunningMean
+from fl_lightning.core.state_dicts import RunningMean
 from fl_lightning.engines import StackedEngine, Task
 from fl_lightning.models import FromModule, with_encoder
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from fl_lightning import runs
 from fl_lightning.cli import catalogue
-from fl_lightning.core import gate
+from fl_lightning.core import trusted_imports
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.runs.fingerprint import Fingerprint
 
@@ -258,7 +258,7 @@ def check_harmless(opener, settings, run_dir):
     assert EVENTS == []
     assert surrounding_files(here.parent) == before
     assert not {"evil", "hubconf"} & sys.modules.keys()
-    assert not gate.is_untrusted()
+    assert not trusted_imports.is_untrusted()
 
 
 def surrounding_files(root):
@@ -287,7 +287,8 @@ def test_hostile_run_is_harmless(opener, case, theirs):
 def test_gate_checks_every_class_path(place, theirs, monkeypatch):
     """This fails if a new version of jsonargparse imports in another way."""
     seen = []
-    monkeypatch.setattr(gate.Untrusted, "refuse", lambda self, value, key=None: seen.append(value) or FLError(value))
+    refuse = lambda self, value, key=None: seen.append(value) or FLError(value)  # noqa: E731
+    monkeypatch.setattr(trusted_imports.Untrusted, "refuse", refuse)
     settings = {place: spec("evil.Net")}
     if place == "model.init_args.module":
         settings = {"model": from_module("evil.Net")}
@@ -301,13 +302,13 @@ def test_gate_checks_every_class_path(place, theirs, monkeypatch):
 
 @pytest.mark.parametrize(("path", "inside"), [("theirs/x/y.npy", True), ("theirs/link/y.npy", False), ("y.npy", False)])
 def test_untrusted_config_writes_only_to_its_own_folder(path, inside, theirs):
-    with gate.untrusted(gate.Untrusted({}, "", "", theirs)):
+    with trusted_imports.untrusted(trusted_imports.Untrusted({}, "", "", theirs)):
         if inside:
-            gate.check_writable("cache", Path(path))
+            trusted_imports.check_writable("cache", Path(path))
         else:
             with pytest.raises(ConfigError, match=f"cache: {path} is not allowed"):
-                gate.check_writable("cache", Path(path))
-    gate.check_writable("cache", Path(path))
+                trusted_imports.check_writable("cache", Path(path))
+    trusted_imports.check_writable("cache", Path(path))
 
 
 def test_a_cache_outside_the_run_folder_is_refused(theirs):

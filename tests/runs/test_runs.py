@@ -15,7 +15,7 @@ from run_folders import CONFIG, ROUNDS, changed, write_csv, write_run
 import fl_lightning
 from fl_lightning import runs
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.evaluation.metrics import summarize
+from fl_lightning.evaluation.summary import summarize
 from fl_lightning.runs.reader import DamagedRun, conditions, find, load, open_run_folder, open_runs
 
 

@@ -21,7 +21,7 @@ from jsonargparse import _typehints
 
 from fl_lightning.cli import allowed_objects, catalogue
 from fl_lightning.cli.experiment import experiment_parser, instantiate, open_run, run_keys
-from fl_lightning.core import gate
+from fl_lightning.core import trusted_imports
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import trainer
 from fl_lightning.models import FromModule
@@ -201,7 +201,7 @@ def test_an_untrusted_run_names_code_in_no_place(place, value, theirs, tmp_path)
     check_is_refused("", ["test", "theirs"], tmp_path)
     with pytest.raises(ConfigError):
         open_run(theirs)
-    assert not gate.is_untrusted()
+    assert not trusted_imports.is_untrusted()
 
 
 @pytest.mark.thorough
@@ -283,11 +283,11 @@ def test_all_listed_classes_are_allowed():
 @pytest.mark.thorough
 def test_shipped_configs_pass_the_gate(monkeypatch):
     named = set()
-    find = gate.find_object
-    monkeypatch.setattr(gate, "find_object", lambda path: named.add(path) or find(path))
+    find = trusted_imports.find_object
+    monkeypatch.setattr(trusted_imports, "find_object", lambda path: named.add(path) or find(path))
     configs = sorted((Path(trust.__file__).parents[2] / "configs").glob("*.yaml"))
     assert len(configs) > 50
-    with gate.untrusted(gate.Untrusted({}, "", "", allowed=allowed_objects.allowed_objects)):
+    with trusted_imports.untrusted(trusted_imports.Untrusted({}, "", "", allowed=allowed_objects.allowed_objects)):
         parser = experiment_parser()
         for config in configs:
             content = yaml.safe_load(config.read_text())
@@ -627,7 +627,7 @@ def test_torchvision_models_need_no_trust(theirs):
         "init_args": {"module": "torchvision.models.resnet18", "module_args": {"num_classes": 10}, "head": "fc"},
     }
     config = copy.deepcopy(change_config(theirs, set_key("model", model)))
-    with gate.untrusted(gate.Untrusted(config, "", "", allowed=allowed_objects.allowed_objects)):
+    with trusted_imports.untrusted(trusted_imports.Untrusted(config, "", "", allowed=allowed_objects.allowed_objects)):
         FromModule((3, 32, 32), 10, **config["model"]["init_args"])
         with pytest.raises(ConfigError, match=r"model.module_args.weights: DEFAULT is not allowed"):
             FromModule((3, 32, 32), 10, "torchvision.models.resnet18", "fc", {"weights": "DEFAULT"})

@@ -18,7 +18,7 @@ from fl_lightning.algorithms.clustered.ifca import section
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, flatten, weighted_mean
+from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 
 START = "start"
 """The section of a module's notes with the received weights."""

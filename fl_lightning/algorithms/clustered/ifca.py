@@ -19,7 +19,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, reinitialised
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean, State
+from fl_lightning.core.state_dicts import RunningMean, State
 
 CHOICE = "choice"
 """The section of a module's notes with the chosen cluster."""

@@ -14,6 +14,7 @@ import torch
 
 from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, unbundle
+from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.algorithms.global_model.criticalfl import (
     DETECTOR,
     MASK,
@@ -25,10 +26,9 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     largest_changes,
     only_entries,
 )
-from fl_lightning.algorithms.graphs import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, pack_mask, parameter_names, unpack_mask
+from fl_lightning.core.state_dicts import State, pack_mask, parameter_names, unpack_mask
 
 CHANGED = "changed"
 """The section of a publication with the mask of the entries that changed most, one bit each."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm, section, unbundle
-from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, weighted_mean
+from fl_lightning.core.state_dicts import State, weighted_mean
 
 
 def metropolis_weights(links: Tensor) -> Tensor:

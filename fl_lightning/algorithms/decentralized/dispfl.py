@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Batches, Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, pack_mask, unpack_mask, weighted_mean
+from fl_lightning.core.state_dicts import State, pack_mask, unpack_mask, weighted_mean
 
 Regrow = Literal["gradient", "random", "none"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.module import LossTerm
 from fl_lightning.client.weights import beginnings
 

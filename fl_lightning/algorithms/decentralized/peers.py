@@ -15,12 +15,12 @@ from torch import nn
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import OWN, Algorithm, Buffers, recall
-from fl_lightning.algorithms.graphs import Complete, Graph
+from fl_lightning.algorithms.decentralized.topology import Complete, Graph
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import ExchangedMean, State, weighted_mean
+from fl_lightning.core.state_dicts import ExchangedMean, State, weighted_mean
 
 LAID_OUT = "laid_out"
 """The section of the client state with its own last publication."""

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from fl_lightning.algorithms.base import Buffers
 from fl_lightning.algorithms.decentralized.peers import PeerAlgorithm
-from fl_lightning.algorithms.graphs import Graph
+from fl_lightning.algorithms.decentralized.topology import Graph
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import at_least_float32, weighted_mean
+from fl_lightning.core.state_dicts import at_least_float32, weighted_mean
 from fl_lightning.models import with_encoder
 
 Divergence = Literal["jensen_shannon", "symmetric_kl"]

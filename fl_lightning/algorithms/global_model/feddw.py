@@ -24,7 +24,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 from fl_lightning.models import classification_layer
 
 # --- Section III: the two matrices --------------------------------------------------------------------------------

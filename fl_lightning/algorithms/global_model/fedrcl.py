@@ -16,7 +16,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weight
 from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 from fl_lightning.models.base import with_encoder
 
 HARDEST = 2

@@ -25,7 +25,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import State, flatten, weighted_mean
+from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 from fl_lightning.models import Backbone, frozen_encoder, with_encoder
 
 Aggregation = Literal["dual", "uniform", "weighted"]

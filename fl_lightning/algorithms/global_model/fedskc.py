@@ -24,7 +24,7 @@ from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sum
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import State, at_least_float32, extrapolate, weighted_mean
+from fl_lightning.core.state_dicts import State, at_least_float32, extrapolate, weighted_mean
 
 GdaScale = Literal["count", "share"]
 Spread = Literal["batch", "none"]

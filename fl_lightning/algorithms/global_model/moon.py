@@ -18,7 +18,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import check_number, check_positive
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state import at_least_float32
+from fl_lightning.core.state_dicts import at_least_float32
 from fl_lightning.models import frozen_encoder, with_encoder
 
 

@@ -21,7 +21,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import RunningMean, State
+from fl_lightning.core.state_dicts import RunningMean, State
 
 CONTROL = "control"
 """The section of the state with `c`, and of an upload with `Δc`."""

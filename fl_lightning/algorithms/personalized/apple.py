@@ -27,7 +27,7 @@ from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 Schedule = Literal["epsilon", "cosine"]
 

@@ -22,7 +22,7 @@ from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm, Step
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
-from fl_lightning.core.state import State, at_least_float32, combine, stack, to_float64, weighted_mean
+from fl_lightning.core.state_dicts import State, at_least_float32, combine, stack, to_float64, weighted_mean
 from fl_lightning.models import classification_layer
 
 Distribution = Literal["weights", "true"]

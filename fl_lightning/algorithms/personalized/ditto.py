@@ -20,7 +20,7 @@ from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import NonFiniteError, check_number
 from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates
-from fl_lightning.core.state import State, first_non_finite
+from fl_lightning.core.state_dicts import State, first_non_finite
 
 PERSONAL_MODEL = "personal_model"
 """The section of the client state with `v`."""

@@ -18,7 +18,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 LOCAL, WEIGHTS = "ala_local", "ala_weights"
 """The sections of the client state with the top layers of its last model and the mixing weights."""

@@ -19,7 +19,7 @@ from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Tensors, Upload
-from fl_lightning.core.state import State, flatten, weighted_mean
+from fl_lightning.core.state_dicts import State, flatten, weighted_mean
 
 UPLOADED = "uploaded"
 """The section of the client state with its last upload, which the server has too."""

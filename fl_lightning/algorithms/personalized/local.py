@@ -8,7 +8,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule, LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
-from fl_lightning.core.state import State
+from fl_lightning.core.state_dicts import State
 
 
 class Local(Algorithm):

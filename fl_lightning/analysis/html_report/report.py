@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 from fl_lightning.analysis.comparison import Group, compare, format_setting, spread
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import write_atomically
-from fl_lightning.evaluation.metrics import read_columns
+from fl_lightning.evaluation.summary import read_columns
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
 

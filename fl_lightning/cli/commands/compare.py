@@ -21,7 +21,7 @@ from fl_lightning.analysis.comparison import (
 )
 from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.evaluation.metrics import human_bytes
+from fl_lightning.evaluation.summary import human_bytes
 from fl_lightning.runs.reader import conditions, open_runs
 
 

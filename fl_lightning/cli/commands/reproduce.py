@@ -17,7 +17,7 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import FIT
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.errors import ConfigError, check_positive
-from fl_lightning.core.lazy import load
+from fl_lightning.core.lazy_import import load
 from fl_lightning.runs.folder import lock_run_dir
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import save
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.core.files import flush, write_atomically
 from fl_lightning.core.message import Tensors
-from fl_lightning.core.state import State
-from fl_lightning.runs.writer import Writer
+from fl_lightning.core.state_dicts import State
+from fl_lightning.runs.background_writer import Writer
 
 FOLDER = "clients"
 OPEN_FILES = 16  # clients whose files stay open between reads

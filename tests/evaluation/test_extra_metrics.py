@@ -35,8 +35,8 @@ from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.data import IID, Digits, Pathological, Scenario
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
-from fl_lightning.evaluation.measures import measures_of, snake_case
-from fl_lightning.evaluation.metrics import is_lower_better
+from fl_lightning.evaluation.extra_metrics import measures_of, snake_case
+from fl_lightning.evaluation.summary import is_lower_better
 
 F1_AND_AUROC = ["MulticlassF1Score", "MulticlassAUROC"]
 

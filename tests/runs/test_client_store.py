@@ -19,9 +19,9 @@ from test_checkpoint import files_no_larger_than, flatten
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC, PeerAlgorithm
 from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.models import MLP, Head
+from fl_lightning.runs.background_writer import MAX_JOBS, Writer
 from fl_lightning.runs.checkpoint import CheckpointFolder
-from fl_lightning.runs.store import ClientStore
-from fl_lightning.runs.writer import MAX_JOBS, Writer
+from fl_lightning.runs.client_store import ClientStore
 
 PLACES = ["memory", "disk"]
 MEMORY = {
@@ -459,7 +459,7 @@ from pathlib import Path
 from typing import ClassVar
 import torch
 from fl_lightning.runs.checkpoint import CheckpointFolder
-from fl_lightning.runs.store import ClientStore
+from fl_lightning.runs.client_store import ClientStore
 
 armed, left, fsync = False, 0, os.fsync
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from commands import TINY
 
-from fl_lightning.core import temporary
-from fl_lightning.core.temporary import temporary_files
+from fl_lightning.core import temporary_folders
+from fl_lightning.core.temporary_folders import temporary_files
 
 PLAIN = ["--logger", "null"]
 WANDB = ["--logger", "WandbRoundLogger"]
@@ -78,7 +78,7 @@ def test_the_usual_temporary_folder_is_restored(here, monkeypatch):
 
 
 def test_a_long_path_falls_back_to_the_usual_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(temporary, "_folder", temporary._folder.__wrapped__)
+    monkeypatch.setattr(temporary_folders, "_folder", temporary_folders._folder.__wrapped__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
     with temporary_files():
         assert tempfile.gettempdir() == str(tmp_path / ("x" * 60))
@@ -88,7 +88,7 @@ def test_without_a_shell_the_usual_folder_is_used(tmp_path, monkeypatch):
     def fails() -> str:
         raise FileNotFoundError("sh")
 
-    monkeypatch.setattr(temporary, "_folder", fails)
+    monkeypatch.setattr(temporary_folders, "_folder", fails)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with temporary_files(of_programs=True):
         assert tempfile.gettempdir() == str(tmp_path)

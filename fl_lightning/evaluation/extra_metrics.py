@@ -18,10 +18,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigError, FLError, one_line
-from fl_lightning.core.gate import find_object
 from fl_lightning.core.objectives import Objective
 from fl_lightning.core.spelling import match_case, nearest
-from fl_lightning.evaluation.metrics import is_lower_better
+from fl_lightning.core.trusted_imports import find_object
+from fl_lightning.evaluation.summary import is_lower_better
 
 KEY = "evaluation.metrics"
 

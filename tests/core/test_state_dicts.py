@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.core.state import (
+from fl_lightning.core.state_dicts import (
     PIECE,
     ExchangedMean,
     RunningMean,

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import Aggregator, Algorithm, CwFedAvg, FedAvg, FedPer, FedSiamDA, WeightedMean
 from fl_lightning.core.objectives import Classification, MultiLabel, Regression
 from fl_lightning.engines import Engine, SequentialEngine, Task
-from fl_lightning.engines.client_evaluation import evaluate_clients, sends_one_model
+from fl_lightning.engines.evaluator import evaluate_clients, sends_one_model
 from fl_lightning.evaluation.evaluation import Evaluation, evaluate, evaluate_each
-from fl_lightning.evaluation.measures import measures_of
+from fl_lightning.evaluation.extra_metrics import measures_of
 from fl_lightning.models import MLP, Backbone, Head
 
 ALGORITHM, AGGREGATOR = Algorithm.capabilities["starts_alike"], Aggregator.capabilities["sends_one_model"]
