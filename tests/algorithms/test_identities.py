@@ -142,6 +142,7 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.fast_cases(2)
 def test_a_method_equals_another_bit_for_bit(tmp_path, reference, name):
     method, other, model, *options = PAIRS[name]
     options = options[0] if options else {}

@@ -36,6 +36,7 @@ NOT_STACKED = {
 
 
 @pytest.mark.parametrize("name", tiers(NAMES))
+@pytest.mark.fast_cases(1)
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     """With BatchNorm, missing classes, and clients that take part in one or both rounds."""
     method, options = METHODS[name]
@@ -80,6 +81,7 @@ def test_common_options_reach_the_method(name):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", tiers([name for name in NAMES if name not in NOT_STACKED]))
+@pytest.mark.fast_cases(2)
 def test_stacked_clients_equal_sequential_ones(tmp_path, name):
     method, options = METHODS[name]
     compare(tmp_path, method(), **options)

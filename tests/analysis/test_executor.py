@@ -148,6 +148,7 @@ def test_a_full_disk_ends_all_jobs(here, monkeypatch):
     assert len(rows(here / "points/0")) == 3
 
 
+@pytest.mark.thorough
 def test_the_next_job_is_requested_when_a_worker_is_free():
     ended, asked = [], []
 
@@ -165,6 +166,7 @@ def test_the_next_job_is_requested_when_a_worker_is_free():
     assert [there for k, _, there in asked if k == 1] == [1]  # the second did not wait for the first
 
 
+@pytest.mark.thorough
 def test_a_job_has_its_threads_and_the_current_environment(monkeypatch):
     words = ["--rounds=1", "--scenario.clients=1", "--algorithm=FedAvg", "--algorithm.loss_terms=[witness.Witness]"]
     monkeypatch.setenv("FL_WITNESS", "5")

@@ -232,7 +232,7 @@ def test_a_network_of_torchvision_is_rebuilt():
 # --- Preparation, precision, layout ---
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".onnx", ".ts"])
 def test_samples_as_they_are_stored(suffix, tmp_path, folder):
     """The file itself normalises them, with the dataset's means."""

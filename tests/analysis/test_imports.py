@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from run_folders import write_run
 
 COMMANDS = ["watch a --once", "compare a", "report a -o page.html", "reproduce fedskc_table1 --show"]
@@ -15,6 +16,7 @@ for words in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_commands_that_read_runs_import_neither_torch_nor_the_code_of_runs(tmp_path):
     (tmp_path / "evil.py").write_text("open('ran', 'w')\nclass Method: ...\n")
     write_run(tmp_path / "a", {"algorithm": {"class_path": "evil.Method"}, "rounds": 3})

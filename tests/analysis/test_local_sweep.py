@@ -354,7 +354,7 @@ def test_random_trials_depend_only_on_the_seed(tmp_path, monkeypatch):
     assert not {r.settings["x"] for r in one} & {r.settings["x"] for r in other}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("count", "cap", "most"), [(None, None, 18), (4, None, 4), (None, 5, 5), (6, 5, 5), (50, None, 18)]
 )
@@ -375,7 +375,7 @@ def test_count_may_be_raised(tmp_path, monkeypatch):
     assert len(many) == len(fake.ran) == 5
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["grid", "random", "bayes"])
 def test_a_killed_sweep_neither_loses_nor_repeats_a_trial(method, tmp_path, monkeypatch):
     """The kill comes after a trial was proposed, or after it ended and before its result was recorded."""
@@ -687,6 +687,7 @@ def test_a_sweep_whose_trials_all_fail_has_exit_code_1_and_no_best_config(tmp_pa
     assert not (tmp_path / "out/best.yaml").exists()
 
 
+@pytest.mark.thorough
 def test_the_sweep_file_may_change_until_a_trial_has_begun(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = write_sweep(tmp_path, {"x": {"values": [1]}})

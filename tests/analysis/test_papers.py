@@ -326,7 +326,7 @@ def check(table, column, row):
     assert {key: found.get(key, "missing") for key in expected} == expected, (column, row)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_a_cell_has_the_settings_of_its_column_and_row(stem, table):
     for column, row in few().get(stem, []):
         check(table, column, row)

@@ -69,6 +69,7 @@ def test_two_callbacks_of_one_class_have_separate_states(tmp_path):
     assert states[0][0]["best"] != states[0][1]["best"]
 
 
+@pytest.mark.thorough
 def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
     class Breaks(RoundCallback):
         def on_round_metrics(self, run, metrics):
@@ -93,6 +94,7 @@ def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
         ("max", 2, [5, 6, 9, 3, 4], [5, 4, 2]),  # round 3 has no checkpoint
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, mode, every, scores, kept):
     class Scripted(RoundCallback):
         def on_round_metrics(self, run, metrics):

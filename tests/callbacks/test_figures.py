@@ -197,6 +197,7 @@ def test_a_figure_is_measured_when_it_is_due(tmp_path, monkeypatch):
         KnowledgeMap(samples=3)
 
 
+@pytest.mark.thorough
 def test_figures_change_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr("fl_lightning.callbacks.figures.to_png", lambda figure: b"")  # drawing takes most of the time
     figures = [ClassRelations(1), RowNorms(1), UnitDivergence(), ClientDrift(), BytesByRound(1), ConfusionMatrix(1)]

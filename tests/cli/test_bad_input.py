@@ -375,6 +375,7 @@ def test_there_are_kinds_enough():
     assert len({param.id for param in KINDS}) == len(KINDS)
 
 
+@pytest.mark.thorough
 def test_the_folder_is_good_but_for_the_bad_input(example, tmp_path, monkeypatch):
     """Each message above is about the one thing that is wrong: without it the same commands work."""
     folder = Path(shutil.copytree(example, tmp_path / "here"))

@@ -111,7 +111,7 @@ def check(place, name):
     assert re.search(rf"(?<!\w)({re.escape('.'.join(names))}|{names[0]})(?!\w)", err), told
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("place", PLACES[::3], ids=lambda place: ".".join(map(str, place)))
 def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_the_key(place, here):
     """A third of the keys, a few values each, in turns: `slow` has all of them."""

@@ -71,6 +71,7 @@ def test_help_tells_of_every_command(capsys):
 
 
 @pytest.mark.parametrize("text", [TINY, RICH], ids=["tiny", "rich"])
+@pytest.mark.fast_cases(1)
 def test_a_printed_config_is_a_config_that_prints_itself(text, here, capsys):
     Path("own.yaml").write_text(text)
     printed = printed_config(capsys, "--config", "own.yaml")
@@ -286,6 +287,7 @@ def test_a_runs_config_runs_again_to_the_same_bytes(finished, tmp_path):
     assert untimed_rows(tmp_path / "again") == untimed_rows(run_dir)
 
 
+@pytest.mark.thorough
 def test_a_run_lies_under_the_configs_name_and_the_time(here):
     for _ in range(2):
         assert run("fit", "--config", "tiny.yaml", "--rounds", "1").code == 0
@@ -343,6 +345,7 @@ def test_a_run_can_be_opened_in_python(half_finished):
         open_run(half_finished, checkpoint="9")
 
 
+@pytest.mark.thorough
 def test_test_takes_the_best_checkpoint_or_that_of_a_round(tmp_path):
     fewest_bytes = "[{class_path: Checkpointing, init_args: {keep_last: 2, monitor: comm/total_bytes, mode: min}}]"
     tiny(tmp_path / "run", "--rounds", "4", "--callbacks", fewest_bytes)  # best is round 1, whatever is learnt
@@ -435,6 +438,7 @@ def test_an_error_in_the_users_code_is_told_with_its_line(words, what, place, en
         ),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_fit_says_why_it_ended(words, ending, tmp_path):
     outcome = tiny(tmp_path / "run", *words)
     assert f"\nended: {ending}" in outcome.out
@@ -479,6 +483,7 @@ def test_resuming_a_finished_run_changes_nothing_and_prints_its_table(finished, 
     assert table(out) == table(finished[1].out)
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_stopped_in_its_first_round_goes_on_from_its_start(finished, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
 

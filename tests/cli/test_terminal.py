@@ -96,6 +96,7 @@ def test_no_variable_that_is_garbage_gives_a_traceback(here):
     assert (here / "out/partition.png").is_file()
 
 
+@pytest.mark.thorough
 def test_a_variable_that_torch_cannot_read_is_one_line(here):
     done = shell("fl-lightning fit --config tiny.yaml", TORCH_LOGS="garbage")
     assert done.returncode == 1

@@ -44,6 +44,7 @@ def bytes_of(run):
 
 
 @pytest.mark.parametrize("engine", ["sequential", StackedEngine(), ProcessesEngine(2)])
+@pytest.mark.fast_cases(1)
 def test_what_the_model_freezes_is_neither_sent_nor_counted(tmp_path, engine):
     run = finished(tmp_path / "frozen", engine=engine)
     free = finished(tmp_path / "free", model=partial(Frozen, frozen=False), engine=engine)
@@ -93,7 +94,7 @@ OTHERS = ("APPLE", "CriticalFL", "DisPFL", "IFCA", "PeerCriticalFL")
 NO_WEIGHTS = ("FedDistill", "FedProto", "Local")
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
     method, options = METHODS[name]
@@ -108,7 +109,7 @@ def test_every_method_leaves_it_as_built_and_sends_none_of_it(tmp_path, name):
     assert sizes[0] < sizes[1] or (name in NO_WEIGHTS and sizes[0] == sizes[1])
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("Algorithm", *OTHERS)])
 def test_not_sending_it_changes_no_model(tmp_path, monkeypatch, name):
     method, options = METHODS[name]

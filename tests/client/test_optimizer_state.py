@@ -68,6 +68,7 @@ def same_state(one, other):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.fast_cases(1)
 def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
     scenario, optimizer = digits(clients=1), OPTIMIZERS[name]
     plain = PlainClient(initial_model(), optimizer, scenario.build(SEED), 0)
@@ -151,6 +152,7 @@ def test_an_optimizer_without_momentum_keeps_no_state(tmp_path):
     assert same_bytes(one.state["model"], weights_after(tmp_path / "fresh", seed=SEED, optimizer=plain))
 
 
+@pytest.mark.thorough
 def test_the_presets_choice_can_be_overruled(tmp_path):
     """UA-PDFL's authors keep it; whoever runs the experiment has the last word."""
     weights = {}
@@ -193,6 +195,7 @@ class Broken(Engine):
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("method", [FedAvg, partial(UAPDFL, n_com=2, preset="reference")], ids=["server", "peers"])
+@pytest.mark.fast_cases(1)
 def test_a_run_interrupted_within_a_round_resumes_to_the_same_bytes(tmp_path, method, name):
     options = {"rounds": 5, "optimizer": OPTIMIZERS[name], "model": NormMLP, "checkpoint_every": 10}
     whole = kept(tmp_path / "whole", method(), **options)
@@ -300,6 +303,7 @@ def test_a_module_with_its_own_optimizer_continues_too():
 MOMENTUM = ["--optimizer.momentum", "0.9", "--optimizer.lr", "0.05"]
 
 
+@pytest.mark.thorough
 def test_optimizer_state_is_an_option_that_a_resume_cannot_change(tmp_path):
     tiny(tmp_path / "fresh", *MOMENTUM)
     tiny(tmp_path / "kept", *MOMENTUM, "--optimizer_state", "kept")

@@ -47,6 +47,7 @@ def test_seeds_of_a_setting_share_a_group(named):
         ["--algorithm.tau", "0.08"],  # as it is
     ],
 )
+@pytest.mark.fast_cases(3)
 def test_who_watches_and_where_is_no_other_setting(named, words):
     assert named(*words) == named()
 

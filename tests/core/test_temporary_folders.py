@@ -51,7 +51,7 @@ def test_a_run_that_ends_leaves_nothing(here, words):
     assert remaining_files(here) == []
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [[*PLAIN, *PROCESSES], WANDB], ids=["processes", "wandb"])
 def test_a_killed_run_leaves_nothing(here, words):
     process = fit(here, "--rounds", "1000", *words)

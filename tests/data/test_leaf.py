@@ -230,6 +230,7 @@ def test_folders_without_samples_are_refused(tmp_path: Path) -> None:
 # --- Trained ---
 
 
+@pytest.mark.thorough
 def test_femnist_trains_with_its_natural_clients_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

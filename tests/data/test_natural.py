@@ -469,6 +469,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [("FedRep", []), ("PeerAlgorithm", []), ("FedAvg", SPLIT)],
     ids=["FedRep", "peers", "PredefinedSplit"],
 )
+@pytest.mark.fast_cases(1)
 def test_a_run_without_scenario_clients_resumes_to_the_same_bytes(words: list[str], method: str, here: Path) -> None:
     more = [*words, f"--algorithm={method}"]
     for name, rounds in (("whole", 4), ("half", 2)):

@@ -629,6 +629,7 @@ FAKE = {
 BOTH = f"{{class_path: TorchDataset, init_args: {{train: {FAKE}, test: {FAKE}}}}}"
 
 
+@pytest.mark.thorough
 def test_a_torch_dataset_given_by_class_path_trains_and_resumes_and_needs_trust(tmp_path: Path) -> None:
     text = TINY.replace("dataset: Digits", f"dataset: {BOTH}").replace("min_samples: 20", "min_samples: 2")
     tiny(tmp_path / "run", text=text)

@@ -87,6 +87,7 @@ def outputs(path: Path, name: str, rows: torch.Tensor) -> tuple[torch.Tensor, st
 
 @pytest.mark.parametrize("name", ["one_hot", "codes"])
 @pytest.mark.parametrize("suffix", [".onnx", ".ts", ".pt", ".ckpt"])
+@pytest.mark.fast_cases(1)
 def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name, tmp_path):
     path = tmp_path / f"model{suffix}"
     outcome = run("export", name, "-o", path)

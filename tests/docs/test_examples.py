@@ -47,6 +47,7 @@ def test_the_regularizer_brings_the_estimate_to_the_class_shares(capsys, tmp_pat
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_outputs_and_classification_weights_are_compared(capsys, tmp_path):
     distances = load("feddw_figure_8").main(rounds=1, out=str(tmp_path / "figure.png"))
     assert list(distances) == ["FedAvg, IID", "FedAvg, non-IID", "FedDW, non-IID"]
@@ -55,6 +56,7 @@ def test_outputs_and_classification_weights_are_compared(capsys, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_the_custom_algorithm_runs_by_class_path(tmp_path):
     script = Path(sys.executable).parent / "fl-lightning"
     command = [script, "fit", "--config", "custom_algorithm.yaml"]

@@ -183,7 +183,7 @@ def named(module, base):
     return sorted(n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and n[0] != "_")
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("engine", [SequentialEngine, StackedEngine])
 @pytest.mark.parametrize("name", named(torch.optim, torch.optim.Optimizer))
 def test_each_optimizer_takes_a_step_or_is_refused_before_round_1(tmp_path, name, engine):

@@ -111,6 +111,7 @@ def batches_of_one_client(run):
 # --- What they log ---
 
 
+@pytest.mark.thorough
 def test_what_is_logged_is_each_clients_and_their_mean(tmp_path):
     run = experiment(tmp_path, rounds=2, client_callbacks=[Counts()])
     run.fit()
@@ -133,6 +134,7 @@ def test_it_is_the_last_value_or_the_last_epochs_mean(tmp_path):
     assert row["client/mean_number"] == pytest.approx(2 * batches + (batches + 1) / 2, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_learning_rates_are_logged_even_in_a_fit_of_one_step(tmp_path):
     scheduler = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
     run = one_client(tmp_path / "epochs", LearningRateMonitor(), lr_scheduler=scheduler)
@@ -163,6 +165,7 @@ def test_what_they_log_can_be_watched(tmp_path):
 # --- A copy for each fit ---
 
 
+@pytest.mark.thorough
 def test_nothing_that_a_fit_leaves_behind_reaches_the_next(tmp_path):
     box = []
     given = Leaves(box)
@@ -173,6 +176,7 @@ def test_nothing_that_a_fit_leaves_behind_reaches_the_next(tmp_path):
     assert (box, given.count) == ([], 0)
 
 
+@pytest.mark.thorough
 def test_what_clients_train_is_what_they_train_without(tmp_path):
     alone = weights_after(tmp_path / "alone", FedProx(0.1), model=NormMLP)
     watched = weights_after(tmp_path / "watched", FedProx(0.1), model=NormMLP, client_callbacks=[Counts()])
@@ -336,7 +340,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -112,7 +112,7 @@ def test_which_methods_send_one_model_is_known(name: str) -> None:
     assert sends_one_model(SimpleNamespace(algorithm=method())) == (name in TOGETHER)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_together_is_one_by_one(tmp_path: Any, name: str) -> None:
     method, options = METHODS[name]
@@ -218,7 +218,7 @@ def overriding(base: type, name: str) -> type:
     return type(f"Own{name}", (base,), {name: lambda self, *args, **options: inherited(self, *args, **options)})
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*ALGORITHM, *AGGREGATOR])
 def test_a_method_that_may_send_different_models_is_scored_one_by_one(tmp_path: Any, name: str) -> None:
     aggregates = name in AGGREGATOR
@@ -261,7 +261,7 @@ class Restless(NormMLP):
         return self.head(F.dropout(self.encoder(x), 0.01, training=True))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Batchwise, Restless])
 def test_a_network_whose_outputs_are_not_a_samples_own_is_scored_one_by_one(tmp_path: Any, kind: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1, model=kind)
@@ -281,7 +281,7 @@ def test_layers_and_states_that_do_not_prevent_common_batches(tmp_path: Any, met
     assert not engine.given
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("wanted", [{"fit": True}, {"upload": True}, {"evaluate_globally": True}, {"evaluate": False}])
 def test_tasks_for_more_than_a_score_are_the_engines(tmp_path: Any, wanted: Any) -> None:
     run = after(tmp_path, FedAvg(), rounds=1)

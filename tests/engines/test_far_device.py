@@ -120,7 +120,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_give_the_same_bytes(tmp_path: Path, name: str) -> None:
     near, far, _ = both(tmp_path, FedDW if "stacked" in name else FedSKC, **OPTIONS[name])
@@ -139,6 +139,7 @@ def test_figures_are_the_same_to_the_byte(tmp_path: Path) -> None:
         assert path.read_bytes() == (far.run_dir / path.relative_to(near.run_dir)).read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_same_to_the_byte(tmp_path: Path) -> None:
     whole = prepared(tmp_path / "whole", FedSKC(), far=False, rounds=3)
     whole.fit()
@@ -186,7 +187,7 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
     crossed = []
     for clients in (2, 5):
         size, there = transfers(tmp_path / str(clients), method, clients_per_round=clients, **options)
-        assert there.fetched["state.value"] == 2 * size  # the mean
+        assert there.fetched["state_dicts.value"] == 2 * size  # the mean
         assert there.sent["device.__call__"] == 2 * size  # what all are sent
         assert there.sent["weights.load_weights"] == 2 * size  # the model that is scored, and the final one
         del there.sent["loaders.indices"]  # which samples are in each batch
@@ -195,6 +196,7 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.fast_cases(1)
 def test_a_step_copies_nothing(tmp_path: Path, engine: str) -> None:
     counts = []
     for epochs in (1, 3):
@@ -281,6 +283,7 @@ OWN_PARTS = {
 
 
 @pytest.mark.parametrize("part", OWN_PARTS)
+@pytest.mark.fast_cases(1)
 def test_overridden_methods_get_tensors_on_the_cpu(tmp_path: Path, part: str) -> None:
     seen = Seen()
     run = prepared(tmp_path, OWN_PARTS[part](seen))
@@ -349,7 +352,7 @@ def test_the_search_for_nan_waits_once():
     with FarDevice() as there:
         moved = {name: value if name == "near" else value.to(FAR) for name, value in fine.items()}
         assert first_non_finite(moved) is None
-        assert there.fetched == {"state.first_non_finite": 2}  # one number for each tensor
+        assert there.fetched == {"state_dicts.first_non_finite": 2}  # one number for each tensor
         assert there.waits == 1
         moved["b"][1, 1] = torch.inf
         assert first_non_finite(moved) == "b"

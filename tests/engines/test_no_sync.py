@@ -179,7 +179,7 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float)
         assert watched.seen == set()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["relay", "own fit"])
 @pytest.mark.parametrize(
     "options",

@@ -251,6 +251,7 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
     assert done == taken == 30
 
 
+@pytest.mark.thorough
 def test_shared_tensors_are_stored_once_a_round_and_the_worker_object_once(tmp_path):
     engine = LocalPool(30)
     run = experiment(tmp_path, engine=engine, clients_per_round=None)
@@ -297,6 +298,7 @@ def test_tasks_of_a_lost_worker_are_run_again(tmp_path, lost_at):
     assert shared.engine.ended == shared.engine.started
 
 
+@pytest.mark.thorough
 def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
     run = experiment(
         tmp_path, engine=LocalPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"

@@ -65,14 +65,14 @@ def both(tmp_path, engine, method=FedAvg, **options):
 ONE_EPOCH = {"accelerator": "cpu", "max_epochs": 1}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method_gives_the_bytes_of_one_client_after_another(tmp_path, engine, name):
     method, options = METHODS[name]
     assert_same_run(*both(tmp_path, engine, method, rounds=2, trainer=ONE_EPOCH, **options))
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_process_has_its_threads_the_settings_of_this_one_and_shared_fits(tmp_path, threads):
     before = torch.get_float32_matmul_precision()
@@ -108,6 +108,7 @@ class Troubled(LossTerm):
         return step.logits.sum() * 0
 
 
+@pytest.mark.thorough
 def test_an_error_names_client_and_round_and_has_its_traceback(tmp_path, engine):
     run = experiment(tmp_path, FedAvg(loss_terms=[Troubled("error")]), engine=engine)
     with pytest.raises(ClientFailure, match=r"client \d, round 2: RuntimeError: the disk is on fire$") as caught:
@@ -117,6 +118,7 @@ def test_an_error_names_client_and_round_and_has_its_traceback(tmp_path, engine)
     assert run.checkpoints.rounds() == [1, 0]
 
 
+@pytest.mark.thorough
 def test_a_warning_is_shown_once_a_run_and_filtered_as_here(tmp_path, engine):
     def run(name):
         experiment(tmp_path / name, FedAvg(loss_terms=[Troubled("warning")]), engine=engine, rounds=2).fit()
@@ -144,6 +146,7 @@ def test_a_process_killed_in_mid_round_changes_nothing(tmp_path, engine):
     assert shared_memory() == before
 
 
+@pytest.mark.thorough
 def test_a_client_that_always_kills_its_process_fails_by_name(tmp_path, engine):
     run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=2)
     run._build()
@@ -326,6 +329,7 @@ def test_a_script_without_a_main_guard_is_refused(tmp_path):
     assert '`if __name__ == "__main__":`' in process.stderr
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_after_a_run(tmp_path):
     engine = ProcessesEngine(2)
     experiment(tmp_path / "first", PeerAlgorithm(), engine=engine).fit()
@@ -360,6 +364,7 @@ def test_a_model_that_cannot_be_sent_is_refused_before_the_first_round(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_class_that_a_process_cannot_find_is_named(tmp_path, engine, monkeypatch):
     ghost = types.ModuleType("ghost")
     exec("from fl_lightning.algorithms import FedAvg\nclass Mine(FedAvg): pass", ghost.__dict__)

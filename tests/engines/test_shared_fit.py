@@ -45,7 +45,7 @@ def compare(tmp_path, method=FedAvg, **options):
     assert_same_run(alone, common)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_QUICK)
 def test_every_method(tmp_path, fits, name):
     method, options = METHODS[name]
@@ -61,14 +61,14 @@ def test_local_work_and_clipping(tmp_path, name):
     compare(tmp_path, partial(FedAvg, buffers="local"), model=NormMLP, trainer=trainer, batch_size=12, rounds=2)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
 def test_precisions(tmp_path, precision):
     trainer = CPU | {"precision": precision, "gradient_clip_val": 0.5}
     compare(tmp_path, partial(FedProx, 0.1), model=NormMLP, trainer=trainer, rounds=2)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.LBFGS, max_iter=3), partial(torch.optim.Adam, amsgrad=True)])
 def test_optimizers(tmp_path, optimizer):
     compare(tmp_path, optimizer=optimizer, rounds=2, lr_scheduler=partial(ExponentialLR, gamma=0.5))
@@ -168,7 +168,7 @@ class Meddler(LossTerm):
         return step.logits.mean() * 0
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [0, 1])
 @pytest.mark.filterwarnings("ignore:smoke")
 def test_what_a_client_changes_for_good_is_put_back(tmp_path, seconds):
@@ -268,7 +268,7 @@ class WithOwnModule(FedAvg):
         return module
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "options"),
     [

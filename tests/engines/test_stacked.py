@@ -121,7 +121,7 @@ def test_local_work_and_clipping(tmp_path, name):
     assert len(sizes) > 2  # incomplete batches of several sizes
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(tmp_path, name):
     """Clients of unequal numbers of steps, some fresh: each has its own step count and moments."""
@@ -130,11 +130,13 @@ def test_optimizers(tmp_path, name):
     compare(tmp_path, optimizer=optimizer, optimizer_state="kept", trainer=trainer, batch_size=16)
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_steers_momentum(tmp_path):
     scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=3)
     compare(tmp_path, lr_scheduler=scheduler, trainer=DOUBLE | {"max_epochs": 3}, optimizer=MOMENTUM)
 
 
+@pytest.mark.thorough
 def test_each_client_draws_its_own_random_numbers(tmp_path):
     plain = digits()
     scenario = Augmented(plain.dataset, plain.partition, plain.clients)
@@ -176,6 +178,7 @@ class Epochs(LossTerm):
 
 
 @pytest.mark.parametrize("work", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 8}, {"max_steps": 8}])
+@pytest.mark.fast_cases(1)
 def test_a_module_sees_its_own_progress(tmp_path, work):
     compare(tmp_path, FedAvg(loss_terms=[Epochs()]), trainer=DOUBLE | work, batch_size=16)
 
@@ -213,12 +216,14 @@ class Ended(FedAvg):
 
 
 @pytest.mark.parametrize("moment", ["fit", 0, 1, "never"])
+@pytest.mark.fast_cases(1)
 def test_a_client_stops_alone(tmp_path, moment):
     trainer = DOUBLE | {"max_epochs": 3}
     run = compare(tmp_path, Ended(loss_terms=[Stops(moment)]), trainer=trainer, batch_size=16)
     assert len({len(shard.train) > 30 for shard in run.data.shards}) == 2
 
 
+@pytest.mark.thorough
 def test_mixed_precision(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
     compare(tmp_path, FedProx(0.1), 2e-2, model=NormMLP, trainer=trainer, optimizer=partial(torch.optim.SGD, lr=0.02))
@@ -279,6 +284,7 @@ def test_a_step_of_every_model(name):
 # --- Whole runs ---
 
 
+@pytest.mark.thorough
 def test_the_size_of_a_stack_changes_rounding_at_most(tmp_path):
     run = experiment(tmp_path, model=NormMLP, rounds=1, trainer=DOUBLE)
     run.fit()
@@ -373,6 +379,7 @@ class LateChange(LossTerm):
     ],
     ids=["refusal", "change"],
 )
+@pytest.mark.fast_cases(1)
 def test_clients_that_cannot_be_stacked_later_are_trained_one_after_another(tmp_path, term, words):
     run = experiment(tmp_path, FedAvg(loss_terms=[term]), rounds=1)
     run.fit()
@@ -407,6 +414,7 @@ class Holder(LossTerm):
         )
 
 
+@pytest.mark.thorough
 def test_tensors_of_a_term_are_found_in_containers_and_modules(tmp_path):
     compare(tmp_path, FedAvg(loss_terms=[Holder()]), trainer=DOUBLE | {"max_epochs": 2})
 
@@ -446,6 +454,7 @@ class Feedback(LossTerm):
         return (step.logits - self.seen.mean).square().mean() * 0.1 + last * step.logits.mean()
 
 
+@pytest.mark.thorough
 def test_shared_knowledge_is_read_again_in_each_step(tmp_path):
     compare(tmp_path, FedAvg(loss_terms=[Feedback()]), trainer=DOUBLE | {"max_epochs": 2})
 

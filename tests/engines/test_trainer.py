@@ -82,7 +82,7 @@ class Saying(LossTerm):
         return step.logits.sum() * 0
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
     [
@@ -120,7 +120,7 @@ def test_warnings_and_searches_are_as_before_after_a_fit():
     assert state() == before
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_fits_as_they_are_warn_of_nothing(tmp_path, seconds):
@@ -130,6 +130,7 @@ def test_fits_as_they_are_warn_of_nothing(tmp_path, seconds):
 # --- What the environment says ---
 
 
+@pytest.mark.thorough
 def test_no_environment_variable_is_a_trainers_option(tmp_path, monkeypatch):
     def steps():
         with warnings.catch_warnings(record=True) as shown:

@@ -276,7 +276,7 @@ def score_in_new_module(run: Any, task: Task) -> tuple[Score, Score]:
         return own, evaluate(module, zip(data.prepare(data.x_test).split(size), data.y_test.split(size), strict=True))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("method", "model"), RECEIVED.values(), ids=RECEIVED)
 def test_a_received_model_is_scored_as_in_a_module_of_its_own(tmp_path: Any, method: Any, model: Any) -> None:
     """Scores are equal bit for bit, in any order of clients, also for clients that never took part."""

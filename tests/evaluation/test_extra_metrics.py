@@ -115,6 +115,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("kind", SAME)
+@pytest.mark.fast_cases(1)
 def test_what_is_always_measured_is_what_torchmetrics_says(tmp_path, kind):
     name, spec = SAME[kind]
     options = {} if kind == "classes" else {"scenario": made(kind)}
@@ -124,6 +125,7 @@ def test_what_is_always_measured_is_what_torchmetrics_says(tmp_path, kind):
         assert last[form.format(name)] == pytest.approx(last[form.format(other)], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_what_is_measured_beside_it_changes_nothing_else(tmp_path):
     plain, more = measured(tmp_path / "plain"), measured(tmp_path / "more", *F1_AND_AUROC)
     assert same_bytes(plain.state["model"], more.state["model"])
@@ -131,7 +133,7 @@ def test_what_is_measured_beside_it_changes_nothing_else(tmp_path):
         assert one == {name: value for name, value in other.items() if not re.search("f1_score|auroc", name)}
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["stacked", "processes"])
 def test_engines_measure_the_same(tmp_path, engine):
     rows = [
@@ -142,6 +144,7 @@ def test_engines_measure_the_same(tmp_path, engine):
         assert one == (pytest.approx(other, abs=0.05) if engine == "stacked" else other)
 
 
+@pytest.mark.thorough
 def test_methods_without_a_global_model_measure_their_clients(tmp_path):
     run = measured(tmp_path, "MulticlassF1Score", algorithm=Local())
     assert "client/f1_score_mean" in run.csv.rows[-1]
@@ -156,6 +159,7 @@ def test_models_of_clients_are_measured_on_the_global_test_set_too(tmp_path):
     assert last["personal_on_global/f1_score_mean"] == last["global/f1_score"]  # of one client the mean is its model
 
 
+@pytest.mark.thorough
 def test_metrics_are_watched_and_summed_up(tmp_path):
     watchers = [
         EarlyStopping("client/f1_score_mean", patience=9),
@@ -174,6 +178,7 @@ def test_metrics_are_watched_and_summed_up(tmp_path):
 
 
 @pytest.mark.parametrize(("monitor", "better"), [("global/calibration_error", min), ("global/f1_score", max)])
+@pytest.mark.fast_cases(1)
 def test_monitors_know_which_way_is_better(tmp_path, monitor, better):
     watchers = [EarlyStopping(monitor, patience=9), Checkpointing(monitor=monitor)]
     names = ["CalibrationError", "F1Score"]
@@ -216,6 +221,7 @@ def test_a_metric_of_ones_own_that_is_better_lower(tmp_path):
     assert last["client/gap_error_worst_decile"] == pytest.approx(1 - last["client/acc_worst_decile"], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_worst_of_an_error_is_told_as_such(tmp_path):
     watcher = EarlyStopping("global/calibration_error", mode="max")
     run = experiment(tmp_path, callbacks=[watcher], evaluation=Evaluation(metrics=["CalibrationError"]))
@@ -223,6 +229,7 @@ def test_the_worst_of_an_error_is_told_as_such(tmp_path):
         run.fit()
 
 
+@pytest.mark.thorough
 def test_a_config_names_metrics_and_the_final_table_shows_them(tmp_path):
     words = [
         "--evaluation.metrics",
@@ -238,6 +245,7 @@ def test_a_config_names_metrics_and_the_final_table_shows_them(tmp_path):
     assert "global/f1_score" in resumed.out
 
 
+@pytest.mark.thorough
 def test_metrics_can_be_added_on_the_command_line(tmp_path):
     commands.tiny(tmp_path / "run", "--evaluation.metrics+=MulticlassF1Score", "--evaluation.metrics+=CohenKappa")
     assert {"global/f1_score", "global/cohen_kappa"} <= commands.rows(tmp_path / "run")[-1].keys()
@@ -478,6 +486,7 @@ class TwoClasses(Made):
         return replace(loaded, y_train=y_train, y_test=y_test, num_classes=2)
 
 
+@pytest.mark.thorough
 def test_a_run_on_two_classes_measures_the_positive_one(tmp_path):
     scenario = Scenario(TwoClasses("one number"), IID(), 6)
     for positive in (0, 1):

@@ -123,6 +123,7 @@ def assert_close(found, expected):
 # --- Several, and none ---
 
 
+@pytest.mark.thorough
 def test_loggers_are_called_at_each_stage_of_a_run(tmp_path):
     one, other, knowing = Recording(), Recording(), RecordingRounds()
     experiment(tmp_path, rounds=2, logger=[one, other, knowing], callbacks=[Beside()]).fit(config={"seed": 0})
@@ -138,6 +139,7 @@ def test_loggers_are_called_at_each_stage_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("given", [False, []])
+@pytest.mark.fast_cases(1)
 def test_run_without_loggers(tmp_path, given):
     run = experiment(tmp_path, rounds=1, logger=given)
     run.fit()
@@ -204,7 +206,7 @@ def test_loggers_write_the_metrics_to_the_run_folder(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN_NAMES)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("harm", ["later rows", "cut short", "new column"])
 def test_resumed_run_continues_the_files_of_loggers(tmp_path, harm):
     pytest.importorskip("tensorboard")
@@ -246,6 +248,7 @@ def test_resume_before_the_first_row_begins_a_new_file(tmp_path):
     assert csv_logs(tmp_path) == {1: {"mine-b": 2.0}}
 
 
+@pytest.mark.thorough
 def test_save_dir_has_the_layout_of_lightning(tmp_path):
     tiny(tmp_path / "run", "--logger=CSVLogger", f"--logger.save_dir={tmp_path / 'logs'}", "--logger.name=mine")
     assert_close(csv_logs(tmp_path / "logs", "mine/version_0/metrics.csv"), series(tmp_path / "run"))
@@ -336,6 +339,7 @@ def here(tmp_path, monkeypatch):
 FIT = ["fit", "--config", "tiny.yaml", "--rounds", "1", "--run_dir", "run"]
 
 
+@pytest.mark.thorough
 def test_logger_is_added_to_the_default(here):
     assert run(*FIT, "--logger+=CSVLogger").code == 0
     assert (here / "run" / "wandb" / "run.json").is_file()
@@ -343,7 +347,7 @@ def test_logger_is_added_to_the_default(here):
     assert json.loads((here / "run" / "wandb" / "run.json").read_text())["name"] == "tiny-rounds=1-seed0"
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("word", ["false", "[]"])
 def test_false_and_empty_list_give_no_logger(here, word):
     code, _, err = run(*FIT, "--logger", word)

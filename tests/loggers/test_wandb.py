@@ -254,6 +254,7 @@ def test_resumed_run_continues_the_wandb_run(resumed):
     assert [metric.step_metric for metric in of_kind(resumed.parts[1], "metric")] == ["", "round"]
 
 
+@pytest.mark.thorough
 def test_failed_run_is_marked_as_failed(tmp_path, monkeypatch):
     """Its summary covers the rounds before the failure."""
     (tmp_path / "diverging.py").write_text(DIVERGING)
@@ -425,6 +426,7 @@ print("wandb.sdk.launch" in sys.modules)
     assert (done.stdout.split(), done.returncode) == (["applied", "True"] if launched else ["False"], 0), done.stderr
 
 
+@pytest.mark.thorough
 def test_disabled_mode_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     words = ["--rounds", "1", *WANDB, *DRAWN, "--logger.log_model", "all"]
@@ -485,6 +487,7 @@ def files_of(artifact, folder):
     return {path: content for path, content in contents(folder).items() if content is not None}
 
 
+@pytest.mark.thorough
 def test_log_model_all_logs_the_model_and_the_checkpoints(tmp_path):
     run_dir = tmp_path / "run"
     tiny(run_dir, "--rounds", "2", *WANDB, "--logger.log_model", "all")

@@ -54,6 +54,7 @@ def lines(folder: Path) -> list[str]:
     return (folder / "warnings.txt").read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.thorough
 def test_warnings_are_recorded_with_their_round_and_shown(tmp_path, shown):
     before = warnings.showwarning
     for name, callbacks in (("quiet", []), ("warned", [Warner()])):
@@ -69,6 +70,7 @@ def test_warnings_are_recorded_with_their_round_and_shown(tmp_path, shown):
     assert shown == ["begins", "after 1:\nµ is\tlow", "after 2:\nµ is\tlow", "ends"]
 
 
+@pytest.mark.thorough
 def test_resumed_run_records_the_same_warnings(tmp_path, shown):
     class Once(Warner):
         def on_fit_start(self, run):
@@ -99,6 +101,7 @@ def test_warnings_before_the_folder_exists_are_recorded(tmp_path, shown, monkeyp
     assert line.startswith("round 1: log_clients: metrics of single clients")
 
 
+@pytest.mark.thorough
 def test_damaged_checkpoint_is_recorded_in_the_resumed_round(tmp_path, shown):
     experiment(tmp_path, rounds=3).fit()
     (tmp_path / "checkpoints" / "round-000003" / "state.pt").write_bytes(b"")

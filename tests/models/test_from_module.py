@@ -185,6 +185,7 @@ def by_hand(run, kind):
 
 
 @pytest.mark.parametrize("kind", [Plain, Softmax, Skip])
+@pytest.mark.fast_cases(1)
 def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
     run = experiment(tmp_path, model=model(kind), trainer=ONE_EPOCH, clients_per_round=6, rounds=2)
     run.fit()
@@ -195,6 +196,7 @@ def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
 @in_float64
 @pytest.mark.parametrize("kind", [Softmax, Skip])
 @pytest.mark.parametrize("method", [FedAvg, FedUV, partial(FedProto, lam=1.0)])
+@pytest.mark.fast_cases(1)
 def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_path):
     uploads = []
     for engine in ("sequential", StackedEngine()):
@@ -206,6 +208,7 @@ def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_
         torch.testing.assert_close(value, uploads[1][name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_terms_on_features_train_through_them(tmp_path):
     """FedUV reads features alone: a module that computes after its head trains with it, as the plain one does."""
     weights = [
@@ -287,6 +290,7 @@ class TaughtByOthers(L.LightningModule):
     forward = Taught.forward
 
 
+@pytest.mark.thorough
 def test_ignored_training_methods_are_reported_once_a_run(tmp_path):
     for engine in ("sequential", "processes"):
         options = {"model": partial(FromModule, module=f"{__name__}.Taught", head="fc"), "engine": engine}

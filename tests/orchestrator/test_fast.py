@@ -144,6 +144,7 @@ def test_dry_run_leaves_runs_alone_and_cannot_resume(folders):
     ],
     ids=lambda each: each[1] if isinstance(each, list) else "",
 )  # fmt: skip
+@pytest.mark.fast_cases(2)
 def test_dry_run_refuses_what_a_run_refuses(folders, words, expected):
     """The message is the same, also for errors that depend on all rounds, epochs or data."""
     before = contents(folders)

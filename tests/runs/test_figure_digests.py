@@ -126,6 +126,7 @@ def test_other_files_in_the_figures_folder_are_ignored(half):
 
 
 @pytest.mark.filterwarnings("always")
+@pytest.mark.thorough
 def test_command_line_warns_of_a_changed_figure(tmp_path):
     run_dir = tmp_path / "run"
     tiny(run_dir, "--rounds", "1", "--callbacks", "[RowNorms]")
