@@ -42,7 +42,7 @@ def page(paper: str) -> str:
             f"This page lists the experiments and tables of {name}. Related pages:",
             "",
             f"- [the method](../algorithms.md#{anchor}), with our choices where the paper is silent;",
-            "- where the paper [is silent](../papers.md#where-a-paper-is-silent-and-what-stands-in-its-place);",
+            "- [what the paper does not state](../papers.md#what-the-papers-do-not-state-and-what-is-used-instead);",
             "- where the paper [contradicts itself](../papers.md#where-a-paper-contradicts-itself);",
             "- [results of running a table](../reproduced.md#one-table-of-each-paper-small).",
             "",
