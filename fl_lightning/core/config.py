@@ -127,7 +127,10 @@ def _derived_file(name: str) -> Path:
 
 @cache
 def _derived_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="fl-lightning-configs-")  # until the process ends
+    from fl_lightning.core.temporary_folders import temporary_files  # imports multiprocessing
+
+    with temporary_files():
+        return tempfile.TemporaryDirectory(prefix="configs-")
 
 
 def is_run(path: str) -> bool:

@@ -16,6 +16,7 @@ from fl_lightning.core.temporary_folders import temporary_files
 
 PLAIN = ["--logger", "null"]
 WANDB = ["--logger", "WandbRoundLogger"]
+DERIVED = ["--config", "digits_fedprox.yaml"]  # a config without a file of its own
 PROCESSES = ["--engine", "processes", "--engine.workers", "2"]
 
 
@@ -52,7 +53,9 @@ def test_a_run_that_ends_leaves_nothing(here, words):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("words", [[*PLAIN, *PROCESSES], WANDB], ids=["processes", "wandb"])
+@pytest.mark.parametrize(
+    "words", [[*PLAIN, *PROCESSES], WANDB, [*PLAIN, *DERIVED]], ids=["processes", "wandb", "derived"]
+)
 def test_a_killed_run_leaves_nothing(here, words):
     process = fit(here, "--rounds", "1000", *words)
     while not (here / "run" / "metrics.csv").exists():
