@@ -75,7 +75,7 @@ class UnitDivergence(RoundFigure):
             self._seen[result.client] = unit_representation(module(unit_input(x))).cpu()
 
     def measure(self, run: FederatedRun) -> Arrays:
-        """Return `clients` `(K,)`, their outputs `units` `(K, C)` and the divergence of each pair, `(K, K)`."""
+        """Return the client ids `(K,)`, one output vector per client `(K, C)` and the divergences of pairs `(K, K)`."""
         clients = sorted(self._seen)
         units = [self._seen[client] for client in clients]
         self._seen = {}

@@ -269,7 +269,7 @@ def _redirect_output(log: Path) -> None:
 
 
 def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
-    """Take over the parent's current environment, and use this job's share of the cores."""
+    """Copy the parent process's environment variables, and limit torch to this job's share of the cores."""
     import torch  # which the parent process does not need
 
     from fl_lightning.engines.processes import usable_cores

@@ -182,7 +182,7 @@ class Names:
     # --- What was probably meant ---
 
     def settings(self) -> list[str]:
-        """Return the command's keys, dotted, and the arguments of the chosen classes."""
+        """Return all valid setting names: the command's dotted keys and the arguments of the chosen classes."""
         found: list[str] = []
 
         def add(key: str) -> None:
@@ -258,7 +258,7 @@ class Names:
         return shown + separator + remark
 
     def is_typed(self, key: str) -> bool:
-        """Return whether the command line itself gives a key."""
+        """Return whether a key is set explicitly on the command line."""
         return any(option.removesuffix("+") == key for option, _ in self.typed)
 
 

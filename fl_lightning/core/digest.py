@@ -15,7 +15,7 @@ class Digest:
 
     @classmethod
     def over(cls, rows: Iterable[Mapping[str, object]]) -> Digest:
-        """Return the digest of all these rows."""
+        """Return one digest over all the given rows."""
         digest = cls()
         for row in rows:
             digest.add(row)

@@ -44,7 +44,7 @@ class Objective(ABC):
 
     @property
     def no_classes(self) -> str:
-        """Return the error message for a part that needs classes."""
+        """The error message for a loss term, aggregator or partition that needs class labels."""
         return f"the labels are for {type(self).__name__}, not classes"
 
     @abstractmethod

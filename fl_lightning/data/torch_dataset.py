@@ -41,7 +41,7 @@ class TorchDataset(Dataset):
         self.train, self.test = train, test
 
     def load(self) -> LoadedData:
-        """Read all items of both datasets."""
+        """Load all items of the training and test datasets into memory."""
         (x_train, y_train), (x_test, y_test) = read_items("train", self.train), read_items("test", self.test)
         return LoadedData(x_train, y_train, x_test, y_test, count_outputs(y_train, y_test), Normalize())
 

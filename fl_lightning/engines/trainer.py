@@ -160,7 +160,7 @@ def limited_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning(shown: set[str] | None = None) -> Iterator[None]:
-    """Suppress Lightning's messages about short fits, and cache what it would look up for each fit.
+    """Suppress Lightning's messages about short fits, and cache lookups that it would repeat in every fit.
 
     Other warnings are shown once each. Lightning reads the files of every installed package to find plugins, and opens
     NVIDIA's library to count GPUs.

@@ -137,7 +137,7 @@ def _fix_for(kind: str) -> str:
 
 @contextmanager
 def report_metric_errors(name: str) -> Iterator[None]:
-    """Name the metric in errors, and ignore its warnings: a class missing from a client's data is common."""
+    """Add the metric's name to its errors, and suppress its warnings (about missing classes, for example)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
