@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State
+
+PLAIN_LOADING = {kind._load_from_state_dict for kind in (nn.Module, _NormBase)}
 
 
 def load_weights(backbone: nn.Module, weights: Tensors) -> None:
@@ -23,6 +26,16 @@ def load_weights(backbone: nn.Module, weights: Tensors) -> None:
     strangers = backbone.load_state_dict(weights, strict=False).unexpected_keys
     if strangers:
         raise ValueError(f"{strangers[0]!r} is no entry of this model")
+
+
+def loads_plainly(backbone: nn.Module) -> bool:
+    """Whether `load_weights` only writes over entries: no part of the network has hooks or a way of its own to load."""
+
+    def plain(part: nn.Module) -> bool:
+        hooked = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
+        return type(part)._load_from_state_dict in PLAIN_LOADING and not hooked
+
+    return type(backbone).load_state_dict is nn.Module.load_state_dict and all(map(plain, backbone.modules()))
 
 
 def beginnings(parts: Iterable[str]) -> tuple[str, ...]:

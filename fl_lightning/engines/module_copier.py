@@ -7,25 +7,27 @@ import io
 import pickle
 import types
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
-# `copy.deepcopy` does not copy these, and pickle would refuse them or look them up by name
-SHARED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
+# What a deep copy takes over as it is, and pickle would refuse or look up by name.
+AS_IS = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, weakref.ref)
 
 
 class ModuleCopier(Generic[M]):
     """Builds copies of a module that share nothing with it or with each other, as deep copies do.
 
-    Tensors are copied one by one. The objects that hold them come from a pickle in memory, which is faster than a deep
-    copy of them. A module that cannot be pickled, or has `__deepcopy__`, is deep-copied.
+    The tensors are copied one by one; the objects that hold them come out of a pickle in memory, which is faster than
+    walking them in Python. A module that cannot be pickled, or says itself how to be copied, is deep-copied.
 
     Args:
-        module: The module. It must not change afterwards.
+        module: It is left as it is, and must not change any more.
 
     Example:
         >>> copier = ModuleCopier(nn.Linear(2, 1))
@@ -37,23 +39,31 @@ class ModuleCopier(Generic[M]):
     def __init__(self, module: M) -> None:
         self._module = module
         self._parts: list[Any] = []
+        self._entries: Mapping[str, Tensor] = module.state_dict(keep_vars=True)
         self._structure: bytes | None
         try:
             self._structure = self._pickle_structure()
             self.build()
-        except Exception:  # an object's own pickling may raise anything
+        except Exception:  # whatever an object's own pickling raises
             self._structure = None
 
-    def build(self) -> M:
-        """Build a new copy."""
+    def build(self, blank: Iterable[str] = ()) -> M:
+        """Build a new copy.
+
+        Args:
+            blank: Entries of the state dict that will be written over, and whose numbers may be any until then.
+        """
         if self._structure is None:
             return copy.deepcopy(self._module)
+        empty = {id(self._entries[name]) for name in blank if name in self._entries}
         built: dict[int, Any] = {}
 
         def part(number: int) -> Any:
             if number not in built:
                 original = self._parts[number]
-                built[number] = copy.deepcopy(original) if isinstance(original, Tensor) else original
+                if isinstance(original, Tensor):
+                    original = empty_copy(original) if id(original) in empty else copy.deepcopy(original)
+                built[number] = original
             return built[number]
 
         unpickler = pickle.Unpickler(io.BytesIO(self._structure))
@@ -64,9 +74,9 @@ class ModuleCopier(Generic[M]):
         numbers: dict[int, int] = {}
 
         def number_of(value: Any) -> int | None:
-            if not isinstance(value, (Tensor, *SHARED)):
+            if not isinstance(value, (Tensor, *AS_IS)):
                 if hasattr(value, "__deepcopy__") and not isinstance(value, np.ndarray):
-                    raise TypeError(f"{type(value).__name__} has __deepcopy__")
+                    raise TypeError(f"{type(value).__name__} copies itself its own way")
                 return None
             if id(value) not in numbers:
                 numbers[id(value)] = len(self._parts)
@@ -77,3 +87,10 @@ class ModuleCopier(Generic[M]):
         pickler.persistent_id = number_of  # type: ignore[method-assign]
         pickler.dump(self._module)
         return stream.getvalue()
+
+
+def empty_copy(tensor: Tensor) -> Tensor:
+    """Return an uninitialised copy of a parameter or buffer. A tensor of a subclass is copied with its values."""
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
+    return torch.empty_like(tensor) if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import cached_property
 
 import lightning as L
@@ -10,7 +11,7 @@ import torch
 
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.weights import load_weights
+from fl_lightning.client.weights import load_weights, loads_plainly
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.task import Task
@@ -45,14 +46,20 @@ class ModuleFactory:
     ) -> None:
         self.template, self.algorithm, self.clients, self.trainer = template, algorithm, clients, trainer
         self.seed, self.compile, self.channels_last = seed, compile, channels_last
+        loads = algorithm.receives_by_loading
         device = trainer.strategy.root_device
-        self._built_on = device if algorithm.receives_by_loading else torch.device("cpu")
+        self._built_on = device if loads else torch.device("cpu")
+        self._overwrites = loads and loads_plainly(template.backbone)  # nothing reads the initial weights before
         self._uploads_stay = algorithm.only_averages and has_doubles(device)  # they are averaged there
         self._send = DeviceCopies(device)
 
-    def build(self) -> ClientModule:
-        """Build a client module with the run's initial weights."""
-        module = self._copier.build()
+    def build(self, blank: Iterable[str] = ()) -> ClientModule:
+        """Build a client module with the run's initial weights.
+
+        Args:
+            blank: Entries of the network that will be overwritten, and need no weights.
+        """
+        module = self._copier.build(f"backbone.{name}" for name in blank)
         if self.compile:
             compile_backbone(module.backbone)
         return module
@@ -67,7 +74,7 @@ class ModuleFactory:
         """Return the client's own module at the start of a task. torch's random state is then the client's."""
         download = self._send(task.download) if self._built_on.type != "cpu" else task.download
         # built before seeding: compilation and copying may use random numbers
-        module = self.build()
+        module = self.build(download.section("model") if self._overwrites else ())
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
         module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.clients.batch_size
         module.stays = self._uploads_stay

@@ -7,15 +7,29 @@ import pytest
 import torch
 from experiments import experiment, publish, same_bytes, task_of_round
 from methods import FEW_QUICK, METHODS
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms import FedAvg, FedPer
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.client.weights import detached, to_cpu
+from fl_lightning.client.weights import detached, loads_plainly, to_cpu
 from fl_lightning.core.message import Message
-from fl_lightning.engines import Task
+from fl_lightning.engines import Task, module_copier
+from fl_lightning.engines.module_copier import ModuleCopier, empty_copy
 from fl_lightning.engines.worker import Worker
+from fl_lightning.models import MLP, ResNet8
+
+
+@pytest.fixture(autouse=True)
+def _noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left empty holds numbers that nobody could overlook."""
+
+    def filled(tensor: Tensor) -> Tensor:
+        made = empty_copy(tensor)
+        with torch.no_grad():
+            return made.fill_(float("nan") if made.is_floating_point() else -7)
+
+    monkeypatch.setattr(module_copier, "empty_copy", filled)
 
 
 def begun(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
@@ -59,6 +73,7 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
         return [start, result.upload.tensors, *(result.memory[key] for key in sorted(result.memory))]
 
     lean = outcome()
+    monkeypatch.setattr(worker.modules, "_overwrites", False)
     monkeypatch.setattr(worker.algorithm, "uploads_by_copying", False)
     for one, other in zip(lean, outcome(), strict=True):
         assert same_bytes(one, other)
@@ -67,10 +82,74 @@ def test_starts_and_results_are_those_of_copies(tmp_path: Any, name: str, monkey
 # --- What a client starts from ---
 
 
+def test_weights_that_are_received_are_not_copied_from_the_initial_ones(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path)
+    empty_copy = worker.modules.build(task.download.section("model")).backbone.state_dict()
+    assert all(value.isnan().all() for value in empty_copy.values())
+    assert not any(value.isnan().any() for value in worker.modules.receive(task).backbone.state_dict().values())
+
+
 def test_the_part_that_never_leaves_a_client_starts_as_initialised(tmp_path: Any) -> None:
     worker, task = begun(tmp_path, FedPer())
     start, initial = worker.modules.receive(task).backbone, worker.modules.build().backbone
     assert same_bytes(start.head.state_dict(), initial.head.state_dict())
+
+
+class HalfTheWay(MLP):
+    """Goes half the way from its weights to those that it is to load."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_load_state_dict_pre_hook(self._half)
+
+    def _half(self, module: nn.Module, weights: dict[str, Tensor], *rest: Any) -> None:
+        own = self.state_dict()
+        weights |= {name: (value + own[name]) / 2 for name, value in weights.items()}
+
+
+class OwnWay(nn.Linear):
+    """Loads in a way of its own."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+class WholeWay(nn.Sequential):
+    """Loads as a whole in a way of its own."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options)
+
+
+def test_a_network_that_looks_at_its_weights_when_it_loads_others_has_them(tmp_path: Any) -> None:
+    worker, task = begun(tmp_path, model=HalfTheWay)
+    expected = worker.modules.build().backbone
+    expected.load_state_dict({name: 3 * value for name, value in expected.state_dict().items()})
+    tripled = Message({name: 3 * value for name, value in task.download.tensors.items()})
+    start = worker.modules.receive(replace(task, download=tripled)).backbone
+    assert same_bytes(start.state_dict(), expected.state_dict())
+
+
+def hooked_after() -> nn.Module:
+    module = nn.Linear(1, 1)
+    module.register_load_state_dict_post_hook(lambda *args: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("network", "plain"),
+    [
+        (lambda: ResNet8(in_shape=(3, 8, 8), num_classes=2), True),
+        (lambda: nn.BatchNorm1d(2), True),
+        (lambda: HalfTheWay(in_shape=(1,), num_classes=2), False),
+        (lambda: nn.Sequential(nn.Sequential(OwnWay(1, 1))), False),
+        (lambda: WholeWay(nn.Linear(1, 1)), False),
+        (lambda: nn.Sequential(hooked_after()), False),
+        (lambda: nn.LazyLinear(2), False),
+    ],
+)
+def test_modules_with_default_loading(network: Any, plain: bool) -> None:
+    assert loads_plainly(network()) == plain
 
 
 class Receives(FedAvg):
@@ -86,6 +165,42 @@ def test_a_method_that_receives_in_a_way_of_its_own_finds_the_initial_weights(tm
     worker, task = begun(tmp_path, Receives())
     before = worker.modules.receive(task).notes["before"]["first"]
     assert torch.equal(before, next(worker.modules.build().parameters()))
+
+
+class Kind(nn.Parameter):
+    """A parameter of another kind."""
+
+
+class Parts(nn.Module):
+    """A frozen parameter, strides of its own, two names for one weight, a buffer, and a parameter of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3).t(), requires_grad=False)
+        self.same = self.weight
+        self.register_buffer("count", torch.tensor([1, 2]))
+        self.kind = Kind(torch.ones(2))
+        self.left = nn.Parameter(torch.ones(2))
+
+
+def test_an_emptied_entry_is_another_only_in_its_numbers() -> None:
+    module = Parts()
+    built = ModuleCopier(module).build(["weight", "same", "count", "nobody's"])
+    assert type(built.weight) is nn.Parameter
+    assert not built.weight.requires_grad
+    assert built.weight.stride() == module.weight.stride()
+    assert built.weight is built.same
+    assert built.weight.isnan().all()
+    assert built.count.tolist() == [-7, -7]
+    assert built.count.dtype == torch.int64
+    assert built.left.tolist() == [1, 1]
+
+
+def test_a_parameter_of_another_kind_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_copier, "empty_copy", empty_copy)
+    copied = ModuleCopier(Parts()).build(["kind"]).kind
+    assert type(copied) is Kind
+    assert copied.tolist() == [1, 1]
 
 
 # --- What a client sends ---

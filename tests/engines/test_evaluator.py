@@ -162,7 +162,7 @@ def test_batches_are_full_and_the_module_is_built_once(tmp_path: Any, monkeypatc
     assert samples > 300
     built = []
     build = run.worker.modules.build
-    monkeypatch.setattr(run.worker.modules, "build", lambda: built.append(1) or build())
+    monkeypatch.setattr(run.worker.modules, "build", lambda *blank: built.append(1) or build(*blank))
     Counting.seen.clear()
     results = list(evaluate_clients(engine := Watched(), run.worker, tasks_of(run)))
     assert Counting.seen[:5] == [8, 2, 2, 2, 2]
