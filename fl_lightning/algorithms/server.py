@@ -35,8 +35,8 @@ class ClientStates(Protocol):
 class Server:
     """The server: sample participants, make downloads, and turn uploads into the next shared state.
 
-    For methods without a server it does what the peers' exchange amounts to: every download is then made from what the
-    peers have published.
+    For decentralised methods it stands for the exchange between peers: downloads are made from what peers have
+    published.
 
     Args:
         algorithm: The federated method.
@@ -98,22 +98,16 @@ class Server:
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
             yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
 
-    def task(
-        self, round: int, client: int, download: Message, *, evaluate: bool = False, on_global: bool = False
-    ) -> Task:
+    def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
         """Return the task of a client that trains in a round.
 
         Args:
             round: The round.
             client: The client's id.
             download: The message it receives.
-            evaluate: Whether to score its model on its own test split.
-            on_global: Whether to score its model on the global test set.
+            **scores: The fields `evaluate` and `evaluate_globally` of the task; by default nothing is evaluated.
         """
-        scale = self.lr_scales.of(round)
-        return Task(
-            round, client, download, self.memory.get(client, {}), scale, evaluate=evaluate, evaluate_globally=on_global
-        )
+        return Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **scores)
 
     def aggregate(self, round: int, results: Iterable[Result]) -> None:
         """Aggregate a round's uploads into the next shared state, and store the clients' states."""

@@ -190,7 +190,7 @@ def compare(
         by: Settings to group by: keys, or ends of keys. By default all in which the runs differ, except the seed and
             settings that do not affect results.
         metric: The metric to compare; by default `global/acc` if any run has it, else `client/acc_mean`.
-        lower: Whether lower values are better; by default the metric's other_keys direction.
+        lower: Whether lower values are better; by default the direction of the metric.
         reference: Settings of the reference groups, among those that are grouped by. Each group is compared with the
             one that has these settings and otherwise the same. By default `algorithm: FedAvg`, if that is one group.
         targets: Values of the metric for which to report when they were reached.

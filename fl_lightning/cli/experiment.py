@@ -102,10 +102,10 @@ def open_run(run_dir: str | Path, checkpoint: str = "last", trust: bool = False)
     Args:
         run_dir: Folder of a finished or unfinished run.
         checkpoint: `last`, `best`, or the number of a round.
-        trust: Run code that the folder's config names, whoever wrote it. Your own runs do not need this.
+        trust: Run code that the folder's config names, also if it is another user's. Your own runs do not need this.
 
     Raises:
-        ConfigError: No run or no such checkpoint found, or the run was made by somebody else and names its own code.
+        ConfigError: No run or no such checkpoint found, or the run was made by another user and names its own code.
         CheckpointError: The run has no checkpoint, or only damaged ones.
     """
     return copy_context().run(load_run, Path(run_dir), checkpoint, trust)

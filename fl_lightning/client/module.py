@@ -243,7 +243,7 @@ class ClientModule(L.LightningModule):
                 piece.observe(step, self.current_epoch)
 
     def record(self, names: list[str], values: Tensor) -> None:
-        """Record one step's losses, `(T,)`, for whoever trains the module in another way than by itself."""
+        """Record the losses `(T,)` of a step that was not made by `training_step`."""
         self._losses.add_values(names, values)
 
     def on_train_epoch_end(self) -> None:

@@ -1,6 +1,6 @@
 """The gate that everything named by an untrusted config passes: objects, paths to write to, other machines.
 
-While a config that somebody else may have written is in use, `find_object` returns only the objects that the config is
+While a config that another user may have written is in use, `find_object` returns only the objects that the config is
 allowed to name, `check_writable` accepts only paths inside the run's folder, and `require_trust` refuses what leads to
 other machines.
 """

@@ -47,9 +47,12 @@ class Evaluator:
         self.scored = evaluation.chosen(server.clients, server.seed)
 
     def scores_wanted(self, round: int) -> dict[str, bool]:
-        """Return which scores of a client's trained model are wanted in a round, as arguments of `Server.task`."""
+        """Return which scores of a client's trained model are wanted in a round, as fields of `Task`."""
         due, how = self.evaluation.is_due(round, self.rounds), self.evaluation
-        return {"evaluate": due and how.client_model == "trained", "on_global": due and how.personal_on_global}
+        return {
+            "evaluate": due and how.client_model == "trained",
+            "evaluate_globally": due and how.personal_on_global,
+        }
 
     def after_round(self, round: int, results: Sequence[Result]) -> Row:
         """Return the metrics of a round, or none if it is not evaluated.
@@ -171,7 +174,7 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:
     """Return whether a network's output for a sample depends on that sample alone and draws no random numbers.
 
-    This is false for BatchNorm without running statistics and for dropout in eval mode.
+    This is false for BatchNorm without running statistics and for dropout that stays active in eval mode.
     """
     states = RandomStates(x.device)
     whole, parts = module(x), torch.cat([module(part) for part in x.split(CHUNK)])

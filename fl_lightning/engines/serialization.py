@@ -1,6 +1,6 @@
 """Serialization of tasks and results that travel between processes and machines.
 
-The elements of tensors are kept out of the pickle, so that whoever maps or receives them can use them without copying.
+The elements of tensors are kept out of the pickle, so that the receiving process can use them without copying.
 Tensors that several tasks of a round share are in a `SharedTensorStore`, and serialized tasks only refer to them. Only
 the processes of one run read these bytes; they are never stored.
 """

@@ -178,7 +178,7 @@ class Record:
 
         Args:
             round: The round. Its metrics are on disk already.
-            state: Tensors that nobody modifies any more, numbers and strings.
+            state: Numbers, strings, and tensors that are not modified any more.
             keep: Returns which checkpoints to keep; all by default.
 
         Raises:

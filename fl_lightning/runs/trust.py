@@ -1,6 +1,6 @@
 """Load the config of a run folder. Signatures distinguish the user's own runs from others.
 
-A config that the user signed, or passes with `--trust`, is trusted. Any other passes `core.trusted_imports`.
+A config that the user signed, or passes with `--trust`, is trusted. `core.trusted_imports` checks any other.
 """
 
 from __future__ import annotations

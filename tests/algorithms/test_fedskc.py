@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive
+from fl_lightning.algorithms import FedSKC, GlobalDiscrepancy, GlobalPeriodReview, LocalContrastive, ServerMomentum
 from fl_lightning.algorithms.global_model import fedskc as skc
 from fl_lightning.client.knowledge import class_sums
 from fl_lightning.client.module import ClientModule, Step
@@ -428,3 +428,13 @@ def test_reference_server_over_rounds_whose_classes_change():
         weights, last_variance = mean, variance
         torch.testing.assert_close(state["model"]["w"], torch.tensor(weights), rtol=1e-5, atol=1e-6)
         assert state["structural"]["known"].tolist() == known
+
+
+def test_the_period_review_starts_its_inner_aggregator():
+    """Round 1 of FedAvgM's server step inside the review is that step alone."""
+    model = {"w": torch.tensor([1.0, -2.0])}
+    inner = ServerMomentum(server_lr=0.5)
+    review = GlobalPeriodReview(inner)
+    review.clients = 7
+    assert review.initial(model, 3).keys() == {"momentum"}
+    assert inner.clients == 7

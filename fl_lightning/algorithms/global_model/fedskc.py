@@ -462,6 +462,11 @@ class GlobalPeriodReview(Aggregator):
         """Return the structural knowledge and the inner aggregator's knowledge."""
         return (self.structural, *self.inner.knowledge)
 
+    def initial(self, model: Tensors, num_classes: int) -> State:
+        """Return the inner aggregator's sections of the state."""
+        self.inner.clients = self.clients
+        return self.inner.initial(model, num_classes)
+
     @property
     def only_averages(self) -> bool:  # type: ignore[override]
         """Return whether the inner aggregator only averages."""

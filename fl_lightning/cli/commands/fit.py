@@ -84,7 +84,7 @@ def with_resumed_config(words: Sequence[str]) -> list[str]:
     """Return the command line with the resumed run's own config, unless another is given.
 
     Raises:
-        ConfigError: The run has no config, or somebody else made it and it names its own code.
+        ConfigError: The run has no config, or another user made it and it names its own code.
     """
     resumed = values(words, "resume")
     if not resumed or values(words, "config"):
