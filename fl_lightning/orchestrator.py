@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from signal import Signals
@@ -203,7 +204,7 @@ class FederatedOrchestrator:
                     everybody = self.evaluator.without_training(0, range(self.clients), repeat(Message()), upload=True)
                     self.server.aggregate(0, everybody)
                 while not self.is_over:
-                    metrics = self._run_round(self.round + 1)
+                    metrics = self.engine.in_one_fit(self.worker, partial(self._run_round, self.round + 1))
                     self._notify("on_round_metrics", metrics)
                     self.record.log(metrics)
                     self._notify("on_round_end", metrics)

@@ -178,7 +178,9 @@ class Algorithm(Capable):
             download: The message from the server.
             memory: The client state from `remember` in its last round.
         """
-        load_weights(module.backbone, download.section("model") | memory.get(OWN, {}))
+        module.load_weights(download.section("model"))
+        if own := memory.get(OWN):
+            load_weights(module.backbone, own)
         for piece in module.pieces():
             piece.load(download.section(piece.name))
         recall(module, memory)
@@ -213,7 +215,7 @@ class Algorithm(Capable):
             n_samples: Number of the client's training samples, `N_k`.
             num_classes: Number of classes, `C`.
         """
-        weights = self._shared(module.backbone)
+        weights = self._shared(module.backbone) if module.shared_weights is None else module.shared_weights
         knowledge = {piece.name: piece.summarize(module, batches, num_classes) for piece in module.pieces()}
         model = detached({"model": weights}, None if module.stays else "cpu", copy=not module.spent)
         return Message.pack(model | to_cpu(knowledge), n_samples=n_samples)
@@ -249,6 +251,10 @@ class Algorithm(Capable):
         folded = self.aggregator.fold(arriving())
         knowledge = {piece.name: piece.merge(state[piece.name], seen) for piece in self.knowledge}
         return state | knowledge | self.aggregator.finish(folded, state, knowledge)
+
+    def shared_names(self, backbone: nn.Module) -> list[str]:
+        """Return the names of the backbone's entries that are sent."""
+        return list(self._shared(backbone))
 
     def _shared(self, backbone: nn.Module) -> Tensors:
         """Return the entries that are sent."""

@@ -95,8 +95,11 @@ class Server:
 
     def downloads(self, round: int, clients: Sequence[int]) -> Iterator[Message]:
         """Yield the message for each of these clients, built when it is needed."""
+        draws = type(self.algorithm).download is not Algorithm.download  # the base class does not
+        unused = generator(self.seed, Stream.DOWNLOAD, round)
         for client, state in zip(clients, self.algorithm.aggregator.ahead(self.visible_state, clients), strict=True):
-            yield self.algorithm.download(state, client, generator(self.seed, Stream.DOWNLOAD, round, client))
+            rng = generator(self.seed, Stream.DOWNLOAD, round, client) if draws else unused
+            yield self.algorithm.download(state, client, rng)
 
     def task(self, round: int, client: int, download: Message, **scores: bool) -> Task:
         """Return the task of a client that trains in a round.

@@ -14,18 +14,19 @@ class LossRecord:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._pending: list[Tensor] = []
+        self._pending: list[Tensor] = []  # of all terms, step by step
         self._sums = torch.zeros(0, dtype=torch.float64)
         self._steps = 0
 
     def add(self, losses: dict[str, Tensor]) -> None:
         """Add one step's losses."""
-        self.add_values(list(losses), torch.stack([at_least_float32(value.detach()) for value in losses.values()]))
+        self._names = list(losses)
+        self._pending += [value.detach() for value in losses.values()]
 
     def add_values(self, names: list[str], values: Tensor) -> None:
         """Add one step's losses, `(T,)`, in the order of their names."""
         self._names = names
-        self._pending.append(values)
+        self._pending += values.unbind()
 
     def settle(self) -> dict[str, float]:
         """Add the steps since the last call to the sums.
@@ -38,7 +39,8 @@ class LossRecord:
         """
         if not self._pending:
             return {}
-        steps = torch.stack(self._pending).cpu().double()
+        values = at_least_float32(torch.stack(self._pending))
+        steps = values.cpu().double().view(-1, len(self._names))
         self._pending = []
         sums = steps.sum(dim=0)
         if not bool(sums.isfinite().all()):
@@ -52,7 +54,7 @@ class LossRecord:
     @property
     def steps(self) -> int:
         """Number of steps that were added."""
-        return self._steps + len(self._pending)
+        return self._steps + len(self._pending) // max(1, len(self._names))
 
     def means(self) -> dict[str, float]:
         """Mean a step of each loss, and of their sum under `loss`; empty before the first step."""

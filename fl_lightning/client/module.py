@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from fl_lightning.client.exported import rebuilt, rebuilt_objective
 from fl_lightning.client.knowledge import SharedKnowledge, unique_knowledge
 from fl_lightning.client.loss_record import LossRecord
 from fl_lightning.client.optimizers import OptimizerFactory, SchedulerFactory, load_optimizer_tensors
+from fl_lightning.client.weights import load_weights
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.flat_tensors import FlatTensors, as_flat, matching_parts
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.models import Backbone, with_encoder
@@ -115,11 +117,11 @@ class ClientModule(L.LightningModule):
         round: The round, from 1, for terms that change over rounds.
         lr_scale: Factor on every learning rate, from the learning-rate schedule over rounds.
         batch_size: Batch size of the fit, for methods that also train outside of it.
-        class_counts: Number of the client's training samples of each class, `(C,)`. It never leaves the client.
         optimizer_state: Initial state of the fit's optimizer, from `optimizer_tensors`; empty for a fresh one.
         notes: Notes of a method within the client's round, written in `receive` or `prepare` and read in `prepare`,
             `upload` or `remember`. Training steps do not use it.
         logged: Metrics that callbacks logged in the client's fit.
+        shared_weights: The weights that are sent as views of one tensor, if the module lives in a `ClientSlot`.
         stays: Whether uploaded weights stay on the training device, where the server averages them.
         spent: Whether the module is not used after its upload, so that the upload need not copy tensors.
 
@@ -159,10 +161,11 @@ class ClientModule(L.LightningModule):
         self.round = 1
         self.lr_scale = 1.0
         self.batch_size = 64
-        self.class_counts: Tensor | None = None
+        self._class_counts: Tensor | Callable[[], Tensor] | None = None
         self.optimizer_state: Tensors = {}
         self.notes: dict[str, Tensors] = {}
         self.logged: dict[str, float] = {}
+        self.shared_weights: FlatTensors | None = None
         self.stays = self.spent = False
         self._losses = LossRecord()
 
@@ -185,6 +188,31 @@ class ClientModule(L.LightningModule):
             ConfigError: The backbone's encoder and head cannot be called separately.
         """
         return with_encoder(self.backbone).encoder
+
+    @property
+    def class_counts(self) -> Tensor | None:
+        """Number of the client's training samples of each class, `(C,)`. It never leaves the client."""
+        if callable(self._class_counts) and not isinstance(self._class_counts, Tensor):
+            self._class_counts = self._class_counts()
+        return cast("Tensor | None", self._class_counts)
+
+    @class_counts.setter
+    def class_counts(self, counts: Tensor | Callable[[], Tensor] | None) -> None:
+        self._class_counts = counts
+
+    def load_weights(self, weights: Tensors) -> None:
+        """Load shared entries into the backbone, at once if both sides are flat. Other entries do not change.
+
+        Raises:
+            ValueError: The backbone does not have an entry.
+        """
+        ours, theirs = self.shared_weights, as_flat(weights)
+        if ours is None or theirs is None or ours.keys() != theirs.keys():
+            load_weights(self.backbone, weights)
+            return
+        with torch.no_grad():
+            for own, received in matching_parts(ours, theirs):
+                own.copy_(received)
 
     def check_fit(self) -> None:
         """Check the options of the fit in `self.trainer`. Called before round 1, and when a fit starts.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.flat_tensors import as_flat, map_tensors
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.state_dicts import State
 
@@ -104,11 +105,16 @@ def detached(sections: Mapping[str, Tensors], device: str | None, copy: bool = T
         taken.add(memory.data_ptr())
         return others or memory.nbytes() > value.nbytes
 
-    def widened(value: Tensor) -> Tensor:
+    def widened(value: Tensor, own: bool) -> Tensor:
         half = value.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if half else value.dtype
-        own = copy or shared(value)
         where = value.device if device is None else device
-        return value.detach().to(where, dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
+        value = value.detach() if value.requires_grad else value
+        return value.to(where, dtype, copy=own, memory_format=torch.contiguous_format).contiguous()
 
-    return {name: {key: widened(value) for key, value in content.items()} for name, content in sections.items()}
+    def section(content: Tensors) -> Tensors:
+        if as_flat(content) is not None:
+            return map_tensors(lambda value: widened(value, copy or not value.is_floating_point()), content)
+        return {key: widened(value, copy or shared(value)) for key, value in content.items()}
+
+    return {name: section(content) for name, content in sections.items()}

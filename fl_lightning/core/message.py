@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from fl_lightning.core.flat_tensors import FlatTensors, Tensors, as_flat, map_tensors
 
 NUMBER_BYTES = 8  # a float64 or an int64
 
 
-@dataclass(frozen=True)
 class Message:
     """Named tensors and plain numbers.
 
     Tensor names are `section/name`. The weights are in the section `model`, and each piece of shared knowledge has a
-    section of its own.
+    section of its own. A message and its tensors are not changed once it is built.
 
     Args:
         tensors: The tensors, by full name.
@@ -34,44 +32,57 @@ class Message:
         (20, ['w'])
     """
 
-    tensors: Tensors = field(default_factory=dict)
-    numbers: dict[str, int | float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, tensor in self.tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"Message.tensors[{name!r}] is a {type(tensor).__name__}, not a tensor")
-        for name, number in self.numbers.items():
-            if type(number) not in (int, float):
-                raise TypeError(f"Message.numbers[{name!r}] is a {type(number).__name__}, not a plain int or float")
+    def __init__(self, tensors: Tensors | None = None, numbers: Mapping[str, int | float] | None = None) -> None:
+        sections: dict[str, Tensors] = {}
+        for full_name, tensor in (tensors or {}).items():
+            section, _, name = full_name.partition("/")
+            sections.setdefault(section, {})[name] = tensor
+        self._fill(sections, numbers or {})
 
     @classmethod
     def pack(cls, sections: Mapping[str, Tensors], **numbers: int | float) -> Message:
         """Build a message from sections of tensors and plain numbers."""
-        tensors = {f"{section}/{name}": t for section, content in sections.items() for name, t in content.items()}
-        return cls(tensors, numbers)
+        return cls.__new__(cls)._fill(sections, numbers)
+
+    def _fill(self, sections: Mapping[str, Tensors], numbers: Mapping[str, int | float]) -> Message:
+        for section, content in sections.items():
+            for name, tensor in () if isinstance(content, FlatTensors) else content.items():
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"Message.tensors['{section}/{name}'] is a {type(tensor).__name__}, not a tensor")
+        for name, number in numbers.items():
+            if type(number) not in (int, float):
+                raise TypeError(f"Message.numbers[{name!r}] is a {type(number).__name__}, not a plain int or float")
+        self.sections, self.numbers = {name: content for name, content in sections.items() if content}, dict(numbers)
+        return self
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors by full name."""
+        return {f"{section}/{name}": t for section, content in self.sections.items() for name, t in content.items()}
 
     def section(self, name: str) -> Tensors:
         """Return the tensors of one section by their short names; empty if the message has no such section."""
-        prefix = f"{name}/"
-        return {key[len(prefix) :]: tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
+        content = self.sections.get(name, {})
+        return content if as_flat(content) is not None else dict(content)
 
     def without(self, name: str) -> Message:
         """Return the message without one section."""
-        return Message({k: t for k, t in self.tensors.items() if not k.startswith(f"{name}/")}, self.numbers)
+        return Message.pack({key: content for key, content in self.sections.items() if key != name}, **self.numbers)
 
     def on_cpu(self) -> Message:
         """Return the message with its tensors on the CPU."""
-        return Message({name: tensor.cpu() for name, tensor in self.tensors.items()}, self.numbers)
+        sections = {name: map_tensors(Tensor.cpu, content) for name, content in self.sections.items()}
+        return Message.pack(sections, **self.numbers)
 
     def plus(self, sections: Mapping[str, Tensors]) -> Message:
-        """Return the message with more sections."""
-        return Message(self.tensors | Message.pack(sections).tensors, self.numbers)
+        """Return the message with more sections. Entries of a section that it has are added to those."""
+        both = {name: self.sections.get(name, {}) | content for name, content in sections.items()}
+        return Message.pack({**self.sections, **both}, **self.numbers)
 
     @property
     def nbytes(self) -> int:
         """Size of the payload in bytes: every tensor's elements, and 8 for each number."""
-        tensors = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        tensors = sum(t.numel() * t.element_size() for content in self.sections.values() for t in content.values())
         return tensors + NUMBER_BYTES * len(self.numbers)
 
 

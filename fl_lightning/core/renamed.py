@@ -24,6 +24,7 @@ from typing import Any
 from fl_lightning.core.errors import ConfigError
 
 OPTIONS: dict[str, str] = {
+    "engine.seconds": "engine.shared_fit",
     "evaluate_every": "evaluation.every",
     "evaluation.clients": "evaluation.client_model",
     "evaluation.targets": "evaluation.target_accuracies",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Tensors
+from fl_lightning.core.flat_tensors import Tensors, as_flat, map_tensors, matching_parts
 
 State = dict[str, Tensors]
 """Tensors in named sections.
@@ -63,14 +63,13 @@ class RunningMean:
         if not weight > 0:
             return
         if not self._weight:
-            self._sums = {name: copy_to_float64(value) for name, value in state.items()}
+            self._sums = map_tensors(copy_to_float64, state)
         else:
             self._add_further(state, weight)
         self._weight += weight
 
     def _add_further(self, state: Tensors, weight: float) -> None:
-        for name, value in state.items():
-            held = self._sums[name]
+        for held, value in matching_parts(self._sums, state):
             if not value.is_floating_point():
                 torch.maximum(held, value.to(held.device), out=held)
                 continue
@@ -88,10 +87,11 @@ class RunningMean:
         if not self._weight > 0:
             raise ValueError("the mean of nothing: no state dict with a positive weight was added")
         whole = 1.0 if self._is_single else self._weight
-        return {
-            name: (held / whole if held.is_floating_point() else held.clone()).to(self._dtypes[name]).cpu()
-            for name, held in self._sums.items()
-        }
+
+        def mean(held: Tensor, dtype: torch.dtype) -> Tensor:
+            return (held / whole if held.is_floating_point() else held.clone()).to(dtype).cpu()
+
+        return map_tensors(mean, self._sums, self._dtypes)
 
 
 def copy_to_float64(value: Tensor) -> Tensor:
@@ -247,6 +247,9 @@ def unpack_mask(bits: Tensor, shape: torch.Size) -> Tensor:
 def first_non_finite(tensors: Tensors) -> str | None:
     """Return the name of the first entry that holds NaN or Inf, or None. Usually synchronizes with a GPU once."""
     # A finite sum has finite terms, and takes a quarter of the time. The sum of finite terms may overflow.
+    flat = as_flat(tensors)
+    if flat is not None and bool(flat.flat.sum().isfinite()):
+        return None
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if value.is_floating_point():

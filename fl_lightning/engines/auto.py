@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
 from fl_lightning.core.task import Result, Task
-from fl_lightning.engines.base import Engine
+from fl_lightning.engines.base import Engine, Value
 from fl_lightning.engines.processes import ProcessesEngine
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -54,6 +55,10 @@ class AutoEngine(Engine):
         self.budget = budget
         self.choice: str | None = None
         self._chosen: Engine | None = None
+
+    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
+        """Leave it to the engine that was chosen."""
+        return self._chosen.in_one_fit(worker, work) if self._chosen else work()
 
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:
         """Choose an engine if none is chosen yet and there is something to train, then pass the tasks on."""
@@ -126,8 +131,7 @@ class AutoEngine(Engine):
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
     """Carry out tasks and measure the time."""
     started = time.perf_counter()
-    for _ in engine.run(worker, tasks):
-        pass
+    engine.in_one_fit(worker, lambda: deque(engine.run(worker, tasks), maxlen=0))
     return (time.perf_counter() - started) / len(tasks)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from fl_lightning.core.task import Result, Task
 from fl_lightning.engines.worker import Worker
+
+Value = TypeVar("Value")
 
 
 class Engine(ABC):
@@ -19,6 +22,15 @@ class Engine(ABC):
 
     fits: int = 0
     note: str = ""
+
+    def in_one_fit(self, worker: Worker, work: Callable[[], Value]) -> Value:
+        """Return the value of `work`. Clients that its calls of `run` train in this process may share a `Trainer.fit`.
+
+        Args:
+            worker: The worker object of the tasks.
+            work: A round, or any other work that calls `run`.
+        """
+        return work()
 
     @abstractmethod
     def run(self, worker: Worker, tasks: Iterable[Task]) -> Iterator[Result]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.message import Message, Tensors
+from fl_lightning.core.flat_tensors import map_tensors
+from fl_lightning.core.message import Message
 from fl_lightning.data import LoadedData
 from fl_lightning.models import Backbone
 
@@ -55,12 +56,14 @@ class DeviceCopies:
     def __call__(self, download: Message) -> Message:
         """Return a download with its weights on the device. Nobody writes into them."""
         before, self._last = self._last, {}
-        there: Tensors = {}
-        for name, value in download.section("model").items():
+
+        def there(value: Tensor) -> Tensor:
             key = (id(value), times_written(value))
             self._last[key] = before.get(key) or (value, value.to(self.device))
-            there[name] = self._last[key][1]
-        return download.plus({"model": there})
+            return self._last[key][1]
+
+        model = map_tensors(there, download.section("model"))
+        return Message.pack({**download.sections, "model": model}, **download.numbers)
 
 
 def times_written(value: Tensor) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from fl_lightning.core.message import Tensors
 from fl_lightning.core.seeding import Stream, seed_everything
 from fl_lightning.core.task import Task
 from fl_lightning.engines.client_data import ClientData
+from fl_lightning.engines.client_slot import ClientSlot, can_reset
 from fl_lightning.engines.device import DeviceCopies, compile_backbone, has_doubles
 from fl_lightning.engines.module_copier import ModuleCopier
 from fl_lightning.engines.trainer import inference
@@ -70,16 +71,28 @@ class ModuleFactory:
         load_weights(module.backbone, weights)
         return module
 
-    def receive(self, task: Task) -> ClientModule:
-        """Return the client's own module at the start of a task. torch's random state is then the client's."""
+    def receive(self, task: Task, reuse: bool = False) -> ClientModule:
+        """Return the client's own module at the start of a task. torch's random state is then the client's.
+
+        Args:
+            task: The task.
+            reuse: Use the module of the client before, if it can be reset. By default a new module is built.
+        """
         download = self._send(task.download) if self._built_on.type != "cpu" else task.download
-        # built before seeding: compilation and copying may use random numbers
-        module = self.build(download.section("model") if self._overwrites else ())
+        overwritten = download.section("model") if self._overwrites else {}
+        # before seeding: compilation and copying may use random numbers
+        slot = self._intact_slot() if reuse else None
+        module = slot.reset(overwritten.keys()) if slot else self.build(overwritten)
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)
-        module.round, module.lr_scale, module.batch_size = task.round, task.lr_scale, self.clients.batch_size
-        module.stays = self._uploads_stay
-        module.class_counts = self.clients.strata(task.client)
-        module.optimizer_state = task.memory.get("optimizer", {})
+        counts = partial(self.clients.strata, task.client)
+        vars(module).update(
+            round=task.round,
+            lr_scale=task.lr_scale,
+            batch_size=self.clients.batch_size,
+            stays=self._uploads_stay,
+            optimizer_state=task.memory.get("optimizer", {}),
+            _class_counts=counts if slot else counts(),
+        )
         self.algorithm.receive(module, download, task.memory)
         if task.round and type(self.algorithm).prepare is not Algorithm.prepare:
             self._prepare(module, task)
@@ -91,6 +104,23 @@ class ModuleFactory:
         with inference(module, self.trainer):
             self.algorithm.personalize(module, self.clients.training_batches(task.client))
         return module
+
+    def check_weights(self, module: ClientModule) -> None:
+        """Upload the weights of a module one by one if its training has replaced some of them."""
+        if module.shared_weights is not None and self._slot and not self._slot.is_intact:
+            module.shared_weights = None
+
+    def _intact_slot(self) -> ClientSlot | None:
+        if self._slot and not self._slot.is_intact:
+            del self._slot
+        return self._slot
+
+    @cached_property
+    def _slot(self) -> ClientSlot | None:
+        """Place of the clients' module, or None if a module must be built for each."""
+        module = self.build().to(self.trainer.strategy.root_device)
+        shared = self.algorithm.shared_names(module.backbone)
+        return ClientSlot(module, shared, self.algorithm.fixed) if can_reset(module, shared) else None
 
     @cached_property
     def _copier(self) -> ModuleCopier[ClientModule]:
@@ -104,4 +134,5 @@ class ModuleFactory:
         train, validation = (self.clients.ordered_batches(index) for index in self.clients.split(task.client))
         with inference(module, self.trainer), torch.enable_grad():
             self.algorithm.prepare(module, train, validation)
+        module.train()
         seed_everything(self.seed, Stream.TRAINING, task.round, task.client)

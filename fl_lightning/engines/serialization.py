@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.flat_tensors import owners
 from fl_lightning.core.task import Task
 
 Block = Callable[[int], list[Tensor]]
@@ -138,8 +139,8 @@ class SharedTensorStore:
 
     def add(self, task: Task) -> None:
         """Store the tensors that a task shares with earlier tasks."""
-        sections = [task.download.tensors, *task.memory.values()]
-        found = {id(t): t for t in chain.from_iterable(section.values() for section in sections) if is_plain(t)}
+        sections = [*task.download.sections.values(), *task.memory.values()]
+        found = {id(t): t for t in chain.from_iterable(map(owners, sections)) if is_plain(t)}
         new = [t for key, t in found.items() if key not in self.positions and self._seen.get(key) is t]
         self._seen.update(found)
         if new:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,7 +25,6 @@ from fl_lightning.engines.trainer import (
 )
 from fl_lightning.engines.worker import Fit, Worker
 
-Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
@@ -44,7 +42,7 @@ def can_share_fit(worker: Worker) -> bool:
 
 
 def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
-    """Run tasks in one `Trainer.fit` and return the value of `work`.
+    """Return the value of `work`, which trains clients in one `Trainer.fit`.
 
     Args:
         worker: The worker; `can_share_fit(worker)` is true.
@@ -57,17 +55,6 @@ def run_shared_fit(worker: Worker, work: Callable[[Fit], Value]) -> Value:
     value: Value = clients.value
     del clients.worker, clients.work, clients.value  # a used Trainer is a cycle that holds its module
     return value
-
-
-def take_for(items: Iterable[Item], seconds: float) -> Iterator[Item]:
-    """Yield items until some seconds after the first one. The first is always yielded."""
-    until = None
-    for item in items:
-        until = time.monotonic() + seconds if until is None else until
-        yield item
-        del item  # free it while waiting for the next one
-        if time.monotonic() >= until:
-            return
 
 
 class SharedFit(L.LightningModule):
@@ -112,9 +99,10 @@ class SharedFit(L.LightningModule):
 
     def _fit(self, module: ClientModule, task: Task) -> torch.optim.Optimizer:
         device = self.trainer.strategy.root_device
+        if not module.shared_weights:  # newly built
+            module.to(device).train()
         batches = self.worker.client_data.batches(task)
         work = LocalWork.under(self.worker.idle_trainer, len(batches))
-        module.to(device).train()
         module.trainer = own = ClientTrainerView(self.trainer, self.worker.idle_trainer, work)  # type: ignore[assignment]
         vars(module)["log"] = ignore_log
         optimizer, schedules = configure_optimizer(module)

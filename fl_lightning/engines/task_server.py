@@ -6,7 +6,7 @@ import gc
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,8 @@ import torch
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.task import Result, failed_result
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
-from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit, take_for
+from fl_lightning.engines.shared_fit import can_share_fit, run_shared_fit
 from fl_lightning.engines.worker import Fit, Worker
-
-SECONDS = 1.0  # how long a shared fit takes further clients
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ def is_importable(category: Any) -> bool:
 class TaskServer:
     """Serves requests in a worker process: loads worker objects and runs tasks.
 
-    Each task is answered at once. Successive tasks share one `Trainer.fit`, as in the sequential engine: for about a
-    second, or until another worker object comes.
+    Each task is answered at once. All tasks of a worker object share one `Trainer.fit`, as in the sequential engine.
 
     Args:
         trainer: Options that the worker's trainer has in this process.
@@ -89,7 +86,6 @@ class TaskServer:
     def __init__(self, trainer: dict[str, Any]) -> None:
         self.trainer = trainer
         self.worker: Worker | None = None
-        self._shares_fit: bool | None = None
 
     def serve(self, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]) -> None:
         """Answer requests in order until there are no more.
@@ -103,15 +99,14 @@ class TaskServer:
         """
         while True:
             request = self._run_tasks(self.worker, receive, answer) if self.worker else receive()
-            if request:
-                answer(SerializedValue(self._load(request)))
+            answer(SerializedValue(self._load(request)))
 
     def _load(self, request: Request) -> Answer:
         try:
             worker, settings = deserialize(request.parts)
             for apply, value in settings:
                 apply(value)
-            self.worker, self._shares_fit = replace(worker, trainer=worker.trainer | self.trainer), None
+            self.worker = replace(worker, trainer=worker.trainer | self.trainer)
         except Exception as error:
             return Answer(refused=f"{type(error).__name__}: {one_line(error)}")
         gc.collect()
@@ -120,24 +115,19 @@ class TaskServer:
 
     def _run_tasks(
         self, worker: Worker, receive: Callable[[], Request], answer: Callable[[SerializedValue], None]
-    ) -> Request | None:
-        """Run tasks, in one shared fit if possible. Return a request for another worker object, None if time was up."""
+    ) -> Request:
+        """Run tasks, in one shared fit if possible, and return the next request for another worker object."""
 
-        def work(fit: Fit | None = None) -> Request | None:
-            requests: Iterator[Request] = iter(receive, None)
-            for request in take_for(requests, SECONDS if fit else 0):
-                if not request.block:
-                    return request
+        def work(fit: Fit | None = None) -> Request:
+            while (request := receive()).block:
                 answer(run_task(worker, request, fit, shown))
                 del request
-            return None
+                if not fit:
+                    gc.collect()  # a used Trainer is a cycle that holds its model
+            return request
 
         with warnings.catch_warnings(record=True) as shown:
-            if self._shares_fit is None:
-                self._shares_fit = shares_fit(worker)
-            load = run_shared_fit(worker, work) if self._shares_fit else work()
-        gc.collect()  # a used Trainer is a cycle that holds its model
-        return load
+            return run_shared_fit(worker, work) if shares_fit(worker) else work()
 
 
 def shares_fit(worker: Worker) -> bool:

@@ -190,8 +190,9 @@ class Worker:
             fit: Trains a client's module and returns its optimizer; by default, a `Trainer` of its own does.
         """
         try:
-            module = self.modules.receive(task)
+            module = self.modules.receive(task, reuse=fit is not None)
             optimizer = (fit or self.fit)(module, task) if task.fit else None
+            self.modules.check_weights(module)
             module.spent = self.algorithm.uploads_by_copying and not (task.evaluate or task.evaluate_globally)
             return self.finish(task, module, optimizer_tensors(optimizer) if optimizer and self.keeps_optimizer else {})
         except BaseException as error:
@@ -222,7 +223,9 @@ class Worker:
         """
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         upload, memory, local, on_global = None, task.memory, None, None
-        with inference(module, self.idle_trainer):
+        evaluates = task.evaluate or task.evaluate_globally
+        runs_module = evaluates or module.knowledge or not self.algorithm.uploads_by_copying
+        with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
             training_batches = self.client_data.training_batches(task.client)
             if task.upload:
                 upload = self.algorithm.upload(module, training_batches, samples, classes)
@@ -230,14 +233,15 @@ class Worker:
                 if optimizer_state:
                     memory = memory | to_cpu({"optimizer": optimizer_state})
                 memory = memory if self.device.type == "cpu" else on_cpu(memory)
-            if task.evaluate or task.evaluate_globally:
+            if evaluates:
                 self.algorithm.personalize(module, training_batches)
             if task.evaluate:
                 (local,) = self.scorer.local_scores(module, [task.client])
             if task.evaluate_globally:
                 on_global = self.scorer.score(module)
-        if upload and (bad := first_non_finite(upload.tensors)):
-            raise NonFiniteError(f"the upload's {bad!r} is NaN or Inf: lower the learning rate")
+        for section, tensors in upload.sections.items() if upload else ():
+            if bad := first_non_finite(tensors):
+                raise NonFiniteError(f"the upload's {f'{section}/{bad}'!r} is NaN or Inf: lower the learning rate")
         losses = module.train_losses() if task.fit else {}
         return Result(task.client, task.download.nbytes, upload, memory, losses, module.logged, local, on_global)
 

@@ -18,6 +18,7 @@ import torch
 
 from fl_lightning.core.errors import CheckpointError, Damaged, one_line
 from fl_lightning.core.files import blocks, flush, write_atomically
+from fl_lightning.core.flat_tensors import unflatten
 from fl_lightning.runs.fingerprint import Fingerprint
 
 MANIFEST = "manifest.json"
@@ -80,7 +81,7 @@ class CheckpointFolder:
                 partial = Path(parent) / target.name
                 partial.mkdir()
                 with open(partial / "state.pt", "xb") as file:
-                    torch.save(state, file)
+                    torch.save(unflatten(state), file)
                 inside = {"state.pt": _checksum(partial / "state.pt")}
                 manifest = {
                     "round": round,

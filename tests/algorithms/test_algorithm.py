@@ -108,7 +108,7 @@ def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
-    [lambda _: SequentialEngine(seconds=0), lambda _: StackedEngine(), lambda processes: processes],
+    [lambda _: SequentialEngine(shared_fit=False), lambda _: StackedEngine(), lambda processes: processes],
     ids=["a fit each", "stacked", "processes"],
 )
 @pytest.mark.parametrize("method", [OwnHead, Looking, Personal, Growing])

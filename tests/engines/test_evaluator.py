@@ -56,7 +56,7 @@ class Watched(SequentialEngine):
     """One after another; notes whose tasks it is given."""
 
     def __init__(self) -> None:
-        super().__init__(seconds=0)
+        super().__init__(shared_fit=False)
         self.given: list[int] = []
 
     def run(self, worker: Any, tasks: Any) -> Any:

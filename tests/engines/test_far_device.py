@@ -111,7 +111,7 @@ class ConvNet(nn.Sequential):
 
 
 OPTIONS = {
-    "own fits": {"engine": SequentialEngine(0)},
+    "own fits": {"engine": SequentialEngine(shared_fit=False)},
     "half": {"trainer": {"precision": "bf16-true"}},
     "clipped": {"trainer": {"gradient_clip_val": 0.5}},
     "channels last": {"channels_last": True, "model": ConvNet},
@@ -176,7 +176,13 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
     return sum(value.numel() for value in run.state["model"].values()), there
 
 
-ENGINES = {"shared fits": SequentialEngine(1e3), "own fits": SequentialEngine(0), "stacked": StackedEngine()}
+ENGINES = {
+    "shared fits": SequentialEngine(),
+    "own fits": SequentialEngine(shared_fit=False),
+    "stacked": StackedEngine(),
+}
+
+GAPS = 4 * 15  # unused elements between the entries of a flat tensor, of four entries or fewer
 
 
 @pytest.mark.fast_cases(2)
@@ -187,8 +193,8 @@ def test_weights_are_copied_once_a_round_for_any_number_of_clients(tmp_path: Pat
     crossed = []
     for clients in (2, 5):
         size, there = transfers(tmp_path / str(clients), method, clients_per_round=clients, **options)
-        assert there.fetched["state_dicts.value"] == 2 * size  # the mean
-        assert there.sent["device.__call__"] == 2 * size  # what all are sent
+        assert 0 <= there.fetched["state_dicts.mean"] - 2 * size <= GAPS  # the mean
+        assert 0 <= there.sent["device.there"] - 2 * size <= GAPS  # what all are sent
         assert there.sent["weights.load_weights"] == 2 * size  # the model that is scored, and the final one
         del there.sent["loaders.indices"]  # which samples are in each batch
         crossed.append(there.fetched.total() + there.sent.total())

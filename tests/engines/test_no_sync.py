@@ -148,9 +148,9 @@ def waiting_in(mode: Waits) -> set[str]:
     return {found.rpartition(" in ")[2] for found in mode.seen}
 
 
-def trains(seconds: float, **options: Any) -> dict[str, Any]:
+def trains(shared: bool, **options: Any) -> dict[str, Any]:
     return {
-        "engine": SequentialEngine(seconds),
+        "engine": SequentialEngine(shared),
         "trainer": {"accelerator": "cpu", "max_epochs": 1, **options},
     }
 
@@ -159,18 +159,24 @@ BY_NATURE = {
     "ProtoNet": "its tensors have a row for each class of the episode, which the host must count first",
     "FedSKC with ProtoNet": "likewise",
 }
-METHOD_AND_SECONDS = [
-    *(pytest.param(name, 1.0, id=f"{name}-relay", marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS),
-    *(pytest.param(*one.values, 0.0, marks=one.marks) if hasattr(one, "marks") else (one, 0.0) for one in FEW_QUICK),
+CASES = [
+    *(
+        pytest.param(name, True, id=f"{name}-shared", marks=[pytest.mark.slow] * (name not in QUICK))
+        for name in METHODS
+    ),
+    *(
+        pytest.param(*one.values, False, marks=one.marks) if hasattr(one, "marks") else (one, False)
+        for one in FEW_QUICK
+    ),
 ]
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("name", "seconds"), METHOD_AND_SECONDS)
-def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float) -> None:
+@pytest.mark.parametrize(("name", "shared"), CASES)
+def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, shared: bool) -> None:
     method, options = METHODS[name]
     clipped = {} if name == "SCAFFOLD" else {"gradient_clip_val": 1.0}  # it refuses to be clipped
-    run_briefly(watched, tmp_path, method(), **trains(seconds, **clipped), **options)
+    run_briefly(watched, tmp_path, method(), **trains(shared, **clipped), **options)
     if name in BY_NATURE:
         assert {"_unique2 in Prototypical.forward", "index in Prototypical.forward"} <= watched.seen
         watched.seen = {found for found in watched.seen if not found.startswith("index_put in")}  # its gradient
@@ -180,7 +186,7 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float)
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["relay", "own fit"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared fit", "own fit"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -190,8 +196,8 @@ def test_no_step_waits(tmp_path: Any, watched: Waits, name: str, seconds: float)
     ],
     ids=["clipped by value", "bfloat16", "steps"],
 )
-def test_no_option_of_the_trainer_makes_it_wait(tmp_path: Any, watched: Waits, seconds: float, options: Any) -> None:
-    run_briefly(watched, tmp_path, FedAvg(), model=NormMLP, **trains(seconds, **options))
+def test_no_option_of_the_trainer_makes_it_wait(tmp_path: Any, watched: Waits, shared: bool, options: Any) -> None:
+    run_briefly(watched, tmp_path, FedAvg(), model=NormMLP, **trains(shared, **options))
     assert watched.seen == set()
 
 
@@ -242,9 +248,9 @@ class Looking(LossTerm):
 
 
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize(("what", "seconds"), [*((what, 1.0) for what in WAITS), ("item", 0.0), ("mask", 0.0)])
-def test_a_step_that_waits_is_seen(tmp_path: Any, watched: Waits, what: str, seconds: float) -> None:
-    run_briefly(watched, tmp_path, FedAvg(loss_terms=[Looking(WAITS[what])]), rounds=1, **trains(seconds))
+@pytest.mark.parametrize(("what", "shared"), [*((what, True) for what in WAITS), ("item", False), ("mask", False)])
+def test_a_step_that_waits_is_seen(tmp_path: Any, watched: Waits, what: str, shared: bool) -> None:
+    run_briefly(watched, tmp_path, FedAvg(loss_terms=[Looking(WAITS[what])]), rounds=1, **trains(shared))
     assert waiting_in(watched) == {"masked" if WAITS[what] is masked else "<lambda>"}
 
 
@@ -263,7 +269,7 @@ class Peeking(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["relay", "own fit"])
-def test_an_optimizer_is_looked_at_too(tmp_path: Any, watched: Waits, seconds: float) -> None:
-    run_briefly(watched, tmp_path, FedAvg(), rounds=1, optimizer=partial(Peeking, lr=0.1), **trains(seconds))
+@pytest.mark.parametrize("shared", [True, False], ids=["shared fit", "own fit"])
+def test_an_optimizer_is_looked_at_too(tmp_path: Any, watched: Waits, shared: bool) -> None:
+    run_briefly(watched, tmp_path, FedAvg(), rounds=1, optimizer=partial(Peeking, lr=0.1), **trains(shared))
     assert watched.seen == {"_local_scalar_dense in Peeking.step"}

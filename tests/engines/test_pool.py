@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.module import LossTerm
 from fl_lightning.core.message import Message
-from fl_lightning.engines import Task, pool, ray, shared_fit, task_server
+from fl_lightning.engines import Task, pool, ray, task_server
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
@@ -99,7 +99,7 @@ def test_parameters_and_special_tensors_are_serialized_by_torch():
 
 
 def task(client, memory=None, **tensors):
-    return Task(1, client, Message(tensors), memory or {})
+    return Task(1, client, Message.pack({"model": tensors}), memory or {})
 
 
 def test_tensors_of_several_tasks_are_stored_once():
@@ -114,8 +114,8 @@ def test_tensors_of_several_tasks_are_stored_once():
         assert serialized.blocks == {0}
         assert sum(map(len, serialized.parts)) < 4000
         other = deserialize(serialized.parts, lambda block: deserialize(put[block]))
-        assert torch.equal(other.download.tensors["w"], shared)
-        assert torch.equal(other.download.tensors["v"], own[k])
+        assert torch.equal(other.download.section("model")["w"], shared)
+        assert torch.equal(other.download.section("model")["v"], own[k])
 
 
 def test_tensors_of_one_task_are_neither_stored_nor_kept_alive():
@@ -404,30 +404,8 @@ def test_each_task_is_answered_before_the_next_is_received(tmp_path):
     assert "".join(log) == "?!?!?!?!?"
 
 
-def test_a_fit_ends_when_its_time_is_over(tmp_path, events, monkeypatch):
-    now = iter(range(100))
-    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(task_server, "SECONDS", 2)  # begun at 0, over at 2
-    run, tasks = started(tmp_path, "sequential")
-    served(TaskServer({}), [load(run), *requests_for(tasks[:4])])
-    one_fit = ["SharedFit", "end", "collect"]
-    assert events == [*LOADED, *one_fit, *one_fit, "SharedFit", "end"]
-
-
-def test_waiting_for_the_first_task_does_not_count(monkeypatch):
-    now = [0]
-    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: now[0])
-
-    def slowly():
-        for item in range(4):
-            now[0] += 100
-            yield item
-
-    assert list(shared_fit.take_for(slowly(), 150)) == [0, 1, 2]  # from 100 to 250, which the third still is begun in
-
-
 ALONE = {"trainer": {"accelerator": "cpu", "accumulate_grad_batches": 2}}
-SHARED, OWN = ["SharedFit", "end", "collect"], ["ClientModule", "end", "collect"]
+SHARED, OWN = ["SharedFit", "end"], ["ClientModule", "end", "collect"]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +413,7 @@ SHARED, OWN = ["SharedFit", "end", "collect"], ["ClientModule", "end", "collect"
     [
         ({}, {}, [*SHARED, *LOADED, "SharedFit", "end"]),
         ({}, ALONE, [*SHARED, *LOADED, *OWN, *OWN]),
-        (ALONE, {}, [*OWN, *OWN, "collect", *LOADED, "SharedFit", "end"]),
+        (ALONE, {}, [*OWN, *OWN, *LOADED, "SharedFit", "end"]),
     ],
     ids=["shared fits", "then own fits", "first own fits"],
 )

@@ -14,14 +14,15 @@ import torch
 from experiments import NormMLP, digits, experiment, same_bytes, task_of_round
 from methods import FEW_QUICK, METHODS, assert_same_run
 from stacking import LOCAL_WORK, Augmented, DrawingHooks, NoisyUpload
+from task_runners import run_tasks
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning.algorithms import FedAvg, FedProx, FedSKC
 from fl_lightning.client.module import ClientModule, LossTerm
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines import SequentialEngine, sequential, shared_fit
+from fl_lightning.core.message import Message
+from fl_lightning.engines import SequentialEngine, shared_fit
 
-ALONE = SequentialEngine(seconds=0)
+ALONE = SequentialEngine(shared_fit=False)
 CPU = {"accelerator": "cpu", "max_epochs": 2}
 
 
@@ -113,21 +114,21 @@ class Ended(FedAvg):
         return super().upload(module, *rest)
 
 
-def ends(tmp_path, seconds, moment, **options):
+def ends(tmp_path, shared, moment, **options):
     """What becomes of two clients that stop, or not, and where their modules are then."""
     method = Ended(loss_terms=[Stops(moment)])
     method.seen = []
-    run = experiment(tmp_path / str(seconds), method, **options)
+    run = experiment(tmp_path / str(shared), method, **options)
     run._build()
     tasks = [task_of_round(run, 1, client) for client in (0, 1)]
-    return list(SequentialEngine(seconds).run(run.worker, tasks)), method.seen
+    return run_tasks(SequentialEngine(shared), run.worker, tasks), method.seen
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("moment", ["fit", "epoch 0", "epoch 1", "step 1", "step 5"])
 def test_a_client_stops_when_asked(tmp_path, moment):
     options = {"trainer": {"accelerator": "cpu", "max_epochs": 3}, "batch_size": 16}
-    (common, here), (alone, there) = (ends(tmp_path, seconds, moment, **options) for seconds in (1, 0))
+    (common, here), (alone, there) = (ends(tmp_path, shared, moment, **options) for shared in (True, False))
     assert here == there
     for one, other in zip(common, alone, strict=True):
         assert one.losses == other.losses
@@ -137,14 +138,14 @@ def test_a_client_stops_when_asked(tmp_path, moment):
 def some_fail(run):
     """The tasks of a round, of which the second one's upload cannot be made."""
     tasks = [task_of_round(run, 1, client) for client in range(4)]
-    vars(tasks[1].download)["tensors"] = {"model/none": torch.zeros(1)}
+    tasks[1] = replace(tasks[1], download=Message({"model/none": torch.zeros(1)}))
     return tasks
 
 
 def test_a_client_fails_alone(tmp_path):
     run = experiment(tmp_path, FedSKC())
     run.load()
-    results = list(SequentialEngine().run(run.worker, some_fail(run)))
+    results = run_tasks(SequentialEngine(), run.worker, some_fail(run))
     assert [result.client for result in results] == [0, 1, 2, 3]
     assert [result.failure is None for result in results] == [True, False, True, True]
     assert "client 1, round 1: ValueError: 'none' is no entry of this model" in str(results[1].failure)
@@ -169,13 +170,13 @@ class Meddler(LossTerm):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seconds", [0, 1])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.filterwarnings("ignore:smoke")
-def test_what_a_client_changes_for_good_is_put_back(tmp_path, seconds):
+def test_what_a_client_changes_for_good_is_put_back(tmp_path, shared):
     run = experiment(tmp_path, FedAvg(loss_terms=[Meddler()]))
     run.load()
     tasks = [replace(task_of_round(run, 1, 0), lr_scale=scale) for scale in (1.0, 2.0, 1.0)]
-    before, meddling, after = SequentialEngine(seconds).run(run.worker, tasks)
+    before, meddling, after = run_tasks(SequentialEngine(shared), run.worker, tasks)
     torch.set_grad_enabled(True)
     assert "the disk is on fire" in str(meddling.failure)
     assert same_bytes(before.upload.tensors, after.upload.tensors)
@@ -192,42 +193,31 @@ class Terminated(LossTerm):
         return step.logits.mean() * 0
 
 
-@pytest.mark.parametrize("seconds", [0, 1])
-def test_a_sigterm_ends_a_fit_after_its_step(tmp_path, seconds):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sigterm_ends_a_fit_after_its_step(tmp_path, shared):
     Terminated.steps = 0
     run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
     run._build()
     with pytest.raises(SystemExit):
-        list(SequentialEngine(seconds).run(run.worker, [task_of_round(run, 1, 0)]))
+        run_tasks(SequentialEngine(shared), run.worker, [task_of_round(run, 1, 0)])
     assert Terminated.steps == 1
 
 
 # --- How many fits ---
 
 
-def test_a_fit_takes_clients_for_some_time(tmp_path, fits, monkeypatch):
-    now = iter(range(100))
-    monkeypatch.setattr(shared_fit.time, "monotonic", lambda: next(now))
-    run = experiment(tmp_path)
-    run.load()
-    taken = []
-    tasks = (taken.append(client) or task_of_round(run, 1, client) for client in range(6))
-    results = SequentialEngine(seconds=3.5).run(run.worker, tasks)
-    assert next(results).client == 0
-    assert taken == [0, 1, 2, 3]  # begun at 0, over at 4
-    assert [result.client for result in results] == [1, 2, 3, 4, 5]
-    assert len(fits) == 2
+def test_the_clients_of_a_round_share_a_fit(tmp_path, fits):
+    experiment(tmp_path, rounds=2).fit()
+    assert [type(module) for module in fits] == [shared_fit.SharedFit] * 2
 
 
-def test_a_fit_takes_clients_while_there_is_memory_for_results(tmp_path, fits, monkeypatch):
-    run = experiment(tmp_path)
+def test_a_result_is_used_before_the_next_client_is_taken(tmp_path):
+    run, events = experiment(tmp_path), []
     run.load()
-    tasks = [task_of_round(run, 1, client) for client in range(5)]
-    one = sum(value.nbytes for value in run.worker.run(tasks[0]).upload.tensors.values())
-    fits.clear()
-    monkeypatch.setattr(sequential, "MAX_WAITING", 2 * one - 1)
-    list(SequentialEngine(seconds=1e9).run(run.worker, tasks))
-    assert len(fits) == 3
+    tasks = (events.append(f"task {client}") or task_of_round(run, 1, client) for client in range(3))
+    engine = SequentialEngine()
+    engine.in_one_fit(run.worker, lambda: [events.append(f"result {r.client}") for r in engine.run(run.worker, tasks)])
+    assert events == [f"{what} {client}" for client in range(3) for what in ("task", "result")]
 
 
 def test_results_are_gone_once_nobody_has_them(tmp_path):
@@ -237,7 +227,8 @@ def test_results_are_gone_once_nobody_has_them(tmp_path):
     tasks = [task_of_round(run, 1, client) for client in range(3)]
     gc.disable()
     try:
-        results = [weakref.ref(result) for result in SequentialEngine().run(run.worker, tasks)]
+        engine = SequentialEngine()
+        results = engine.in_one_fit(run.worker, lambda: [weakref.ref(one) for one in engine.run(run.worker, tasks)])
         assert [result() for result in results] == [None, None, None]
     finally:
         gc.enable()
@@ -300,8 +291,3 @@ def test_own_schedules_and_callbacks_of_plugins_prevent_a_shared_fit(tmp_path):
         assert shared_fit.can_share_fit(run.worker) == shares
     plugin.worker.idle_trainer.callbacks.append(Counts())
     assert not shared_fit.can_share_fit(plugin.worker)
-
-
-def test_seconds_below_0_are_refused():
-    with pytest.raises(ConfigError, match=r"engine.seconds: -1 is below 0; use 0"):
-        SequentialEngine(-1)

@@ -23,6 +23,7 @@ from stacking import (
     results,
     tasks,
 )
+from task_runners import run_tasks
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
@@ -321,7 +322,7 @@ def test_a_client_fails_alone(tmp_path, how, all_of_them):
     run = experiment(tmp_path, FedAvg(loss_terms=[Spoilt(how, spoilt)]), rounds=1, trainer=DOUBLE | {"max_epochs": 2})
     run._build()
     one, other = (
-        {r.client: r for r in e.run(run.worker, tasks(run, 1))} for e in (SequentialEngine(), StackedEngine())
+        {r.client: r for r in run_tasks(e, run.worker, tasks(run, 1))} for e in (SequentialEngine(), StackedEngine())
     )
     for client, size in enumerate(sizes):
         if size in spoilt:

@@ -92,7 +92,7 @@ class Saying(LossTerm):
         partial(ProcessesEngine, 2),
         partial(AutoEngine, 1),
     ],
-    ids=["relay", "alone", "stacked", "processes", "auto"],
+    ids=["shared", "alone", "stacked", "processes", "auto"],
 )
 def test_what_nobody_knows_yet_is_shown_once_a_run(tmp_path, engine, caplog, capfd):
     for name in ("one", "other"):
@@ -122,9 +122,9 @@ def test_warnings_and_searches_are_as_before_after_a_fit():
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("seconds", [0, 1])
-def test_fits_as_they_are_warn_of_nothing(tmp_path, seconds):
-    experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(seconds), rounds=1).fit()
+@pytest.mark.parametrize("shared", [False, True])
+def test_fits_as_they_are_warn_of_nothing(tmp_path, shared):
+    experiment(tmp_path, FedBABU(tune_epochs=1), engine=SequentialEngine(shared), rounds=1).fit()
 
 
 # --- What the environment says ---

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import experiment
+from task_runners import run_tasks
 
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.client.module import LossTerm
@@ -27,7 +28,7 @@ def tasks(run, round, **options):
 
 def results(run, engine, round, **options):
     engine.check(run.worker)
-    return {result.client: result for result in engine.run(run.worker, tasks(run, round, **options))}
+    return {result.client: result for result in run_tasks(engine, run.worker, tasks(run, round, **options))}
 
 
 def assert_close(one, other, tolerance):

@@ -8,3 +8,8 @@ class Backwards(Engine):
 
     def run(self, worker, tasks):
         return map(worker.run, reversed(list(tasks)))
+
+
+def run_tasks(engine, worker, tasks):
+    """Return the results of tasks as in a round of a run."""
+    return engine.in_one_fit(worker, lambda: list(engine.run(worker, tasks)))

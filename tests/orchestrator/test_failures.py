@@ -92,7 +92,7 @@ def test_dropped_client_has_no_influence(tmp_path):
 @pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:StackedEngine")
-@pytest.mark.parametrize("engine", ["relay", "alone", "stacked", "processes"])
+@pytest.mark.parametrize("engine", ["shared", "alone", "stacked", "processes"])
 def test_each_engine_continues_without_dropped_clients(tmp_path, engine, processes):
     engine = processes if engine == "processes" else ENGINES[engine]()
     sizes = [len(shard.train) for shard in digits().build(0).shards]
@@ -221,7 +221,7 @@ class Raising(LossTerm):
         return step.logits.sum() * 0
 
 
-ENGINES = {"relay": SequentialEngine, "alone": partial(SequentialEngine, 0), "stacked": StackedEngine}
+ENGINES = {"shared": SequentialEngine, "alone": partial(SequentialEngine, False), "stacked": StackedEngine}
 ODD = {
     "SystemExit: 0": SystemExit(0),
     "SystemExit": SystemExit(),

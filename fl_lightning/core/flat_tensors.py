@@ -1,0 +1,130 @@
+"""State dicts whose floating-point entries are views of one tensor, and can be copied, added and checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+ALIGNMENT = 64
+"""Bytes. Each entry begins at a multiple of it, like a tensor of its own: matrix products may depend on it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the entries of a state dict are in a flat tensor, in this order.
+
+    Args:
+        shapes: The name and shape of each entry.
+        sizes: For each entry its number of elements, then the unused elements up to the next entry.
+    """
+
+    shapes: tuple[tuple[str, torch.Size], ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, entries: Tensors) -> Layout:
+        """Return the layout of entries."""
+        aligned = ((value.numel(), ALIGNMENT // value.element_size()) for value in entries.values())
+        sizes = tuple(size for elements, step in aligned for size in (elements, -elements % step))
+        return cls(tuple((name, value.shape) for name, value in entries.items()), sizes)
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new flat tensor. Its unused elements are zero, the others are not initialised."""
+        flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
+        for unused in flat.split_with_sizes(self.sizes)[1::2]:
+            unused.zero_()
+        return flat
+
+    def views(self, flat: Tensor) -> Tensors:
+        """Return the entries of a flat tensor by name."""
+        parts = flat.split_with_sizes(self.sizes)[::2]
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes, parts, strict=True)}
+
+
+class FlatTensors(Tensors):
+    """A state dict whose floating-point entries are views of `flat`.
+
+    It is used like any other dict. Functions that handle many state dicts ask `as_flat` and then handle one tensor
+    instead of one per entry. Once an entry is replaced, it is an ordinary dict for them, too.
+
+    Args:
+        flat: The flat tensor.
+        layout: The entries in it.
+        others: Entries that are not in it, such as integers.
+        order: Names of all entries in the order of the dict.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.zeros(2), "b": torch.zeros(1)})
+        >>> state = FlatTensors(torch.zeros(32), layout, {}, ("b", "w"))
+        >>> _ = state["w"].fill_(1.0)
+        >>> state, float(state.flat.sum())
+        ({'b': tensor([0.]), 'w': tensor([1., 1.])}, 2.0)
+    """
+
+    def __init__(self, flat: Tensor, layout: Layout, others: Tensors, order: tuple[str, ...]) -> None:
+        entries = layout.views(flat) | others
+        super().__init__((name, entries[name]) for name in order)
+        self.flat, self.layout, self.others, self.order = flat, layout, others, order
+        self._entries = list(self.values())
+
+    def __reduce__(self) -> Any:
+        """Serialize the flat tensor only, or an ordinary dict if entries were replaced."""
+        if self.is_intact:
+            return FlatTensors, (self.flat, self.layout, self.others, self.order)
+        return dict, (dict(self),)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no entry was replaced, added or removed."""
+        return len(self) == len(self._entries) and all(map(is_, self.values(), self._entries))
+
+
+def as_flat(tensors: Tensors) -> FlatTensors | None:
+    """Return a state dict if its entries are views of one tensor, else None."""
+    return tensors if isinstance(tensors, FlatTensors) and tensors.is_intact else None
+
+
+def unflatten(value: Any) -> Any:
+    """Return nested dicts with ordinary state dicts in the place of flat ones, whose entries are copied."""
+    if isinstance(value, FlatTensors):
+        return {name: entry.clone() for name, entry in value.items()}
+    return {key: unflatten(content) for key, content in value.items()} if isinstance(value, dict) else value
+
+
+def owners(tensors: Tensors) -> list[Tensor]:
+    """Return the tensors that hold the elements of a state dict: the flat one instead of its views."""
+    state = as_flat(tensors)
+    return [*tensors.values()] if state is None else [state.flat, *state.others.values()]
+
+
+def map_tensors(change: Callable[..., Tensor], tensors: Tensors, *arguments: Mapping[str, Any]) -> Tensors:
+    """Return a state dict with each tensor changed, a flat one as a whole.
+
+    Args:
+        change: Computes each element from that element alone.
+        tensors: The state dict.
+        *arguments: Further arguments of `change` by entry. All entries of a flat tensor have the same.
+    """
+    state = as_flat(tensors)
+    if state is None:
+        return {name: change(value, *(each[name] for each in arguments)) for name, value in tensors.items()}
+    others = {name: change(value, *(each[name] for each in arguments)) for name, value in state.others.items()}
+    first = state.layout.shapes[0][0]
+    flat = change(state.flat, *(each[first] for each in arguments))
+    unchanged = flat is state.flat and all(map(is_, others.values(), state.others.values()))
+    return state if unchanged else FlatTensors(flat, state.layout, others, state.order)
+
+
+def matching_parts(ours: Tensors, theirs: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of tensors with the same entries of two state dicts: the flat ones if both have the same layout."""
+    one, other = as_flat(ours), as_flat(theirs)
+    if one is None or other is None or one.layout != other.layout:
+        return [(ours[name], value) for name, value in theirs.items()]
+    return [(one.flat, other.flat), *((one.others[name], value) for name, value in other.others.items())]

@@ -1,0 +1,227 @@
+"""A slot's module is what a newly built one is, whatever the client before did to it."""
+
+import pytest
+import torch
+from experiments import NormMLP, experiment, publish, same_bytes, task_of_round
+from methods import METHODS
+from task_runners import run_tasks
+from test_module_copier import everything
+from torch import nn
+
+from fl_lightning.algorithms import FedAvg, WeightedMean
+from fl_lightning.client.module import ClientModule, LossTerm
+from fl_lightning.core.flat_tensors import as_flat
+from fl_lightning.engines import SequentialEngine
+from fl_lightning.models import MLP
+
+WITH_SLOT = (
+    "FedAvg",
+    "FedProx",
+    "FedSKC",
+    "FedDW",
+    "MOON",
+    "FedSiamDA",
+    "CwFedAvg",
+    "FedPer",
+    "UAPDFL",
+    "local buffers",
+)
+
+
+def built(run):
+    run.load()
+    return run.worker
+
+
+@pytest.mark.parametrize("name", WITH_SLOT)
+def test_after_a_client_the_module_is_a_new_one(tmp_path, name):
+    method, options = METHODS[name]
+    worker = built(run := experiment(tmp_path, method(), **options))
+    if not run.algorithm.server:
+        publish(run)
+    run_tasks(SequentialEngine(), worker, [task_of_round(run, 1, client) for client in (0, 1)])
+    slot = worker.modules._slot
+    assert slot.is_intact
+    module = slot.reset()
+    module.shared_weights = None
+    assert everything(module) == everything(worker.modules.build().train())
+
+
+class Meddler(LossTerm):
+    """Does something to the module in the fits of even rounds, and counts its fits in its attributes."""
+
+    def __init__(self, meddle):
+        super().__init__()
+        self.meddle, self.fits, self.first = meddle, [], None
+        self.register_buffer("seen", torch.zeros(2))
+
+    def begin(self, module):
+        self.fits.append(module.round)
+        self.first = self.first or module.round
+        self.seen += module.round
+        if module.round % 2 == 0:
+            self.meddle(module)
+
+    def forward(self, step):
+        assert len(self.fits) == 1
+        return self.seen.sum() * step.logits.square().mean() * 1e-3 * self.first
+
+
+def double_gradient(module):
+    module.backbone.head.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def double_output(module):
+    module.backbone.head.register_forward_hook(lambda part, inputs, output: 2 * output)
+
+
+def freeze(module):
+    module.backbone.head.weight.requires_grad_(False)
+
+
+def replace_weight(module):
+    module.backbone.head.weight = nn.Parameter(module.backbone.head.weight.detach() * 0.5)
+
+
+def move_weight(module):
+    module.backbone.head.weight.data = module.backbone.head.weight.detach().clone()
+
+
+def add_attributes(module):
+    module.backbone.head.temperature = 3.0
+    module.notes["something"] = {"x": torch.ones(1)}
+
+
+def replace_layer(module):
+    module.backbone.head = nn.Linear(module.backbone.head.in_features, 10)
+
+
+def fail(module):
+    raise RuntimeError("in the middle")
+
+
+MEDDLES = [double_gradient, double_output, freeze, replace_weight, move_weight, add_attributes, replace_layer, fail]
+
+
+@pytest.mark.parametrize("meddle", MEDDLES)
+def test_what_a_client_does_to_its_module_does_not_reach_the_next(tmp_path, meddle):
+    run = experiment(tmp_path, FedAvg(loss_terms=[Meddler(meddle)]))
+    worker = built(run)
+    tasks = [task_of_round(run, number, 0) for number in (1, 2, 3)]
+    together = run_tasks(SequentialEngine(), worker, tasks)
+    alone = [worker.run(task) for task in tasks]
+    assert [bool(result.failure) for result in together] == [False, meddle is fail, False]
+    for one, other in zip(together, alone, strict=True):
+        assert one.losses == other.losses
+        if not one.failure:
+            assert same_bytes(one.upload.section("model"), other.upload.section("model"))
+
+
+class Bank:
+    """What no slot can restore."""
+
+    def __init__(self):
+        self.fits = 0
+
+
+class Counting(LossTerm):
+    """Counts in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = Bank()
+
+    def begin(self, module):
+        self.bank.fits += 1
+
+    def forward(self, step):
+        return step.logits.square().mean() * 0.1 * self.bank.fits
+
+
+class Shared(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self, in_shape, num_classes):
+        super().__init__()
+        self.one = nn.Linear(64, 64)
+        self.two = nn.Linear(64, 64)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x.flatten(1))))
+
+
+class TwoTypes(nn.Module):
+    """Weights of two types."""
+
+    def __init__(self, in_shape, num_classes):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) * self.scale.float()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": FedAvg(loss_terms=[Counting()])},
+        {"model": Shared},
+        {"model": TwoTypes},
+        {"channels_last": True, "model": MLP},
+    ],
+    ids=["an object", "tied weights", "two types", "channels last"],
+)
+def test_modules_that_no_slot_can_hold_are_built_for_each_client(tmp_path, options):
+    worker = built(run := experiment(tmp_path, **options))
+    tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
+    together, alone = run_tasks(SequentialEngine(), worker, tasks), [worker.run(task) for task in tasks]
+    if "channels_last" not in options:  # without convolutions there is nothing to move
+        assert worker.modules._slot is None
+    for one, other in zip(together, alone, strict=True):
+        assert same_bytes(one.upload.section("model"), other.upload.section("model"))
+
+
+class Gathered(WeightedMean):
+    """Holds all uploads of a round."""
+
+    only_averages = False
+
+    def fold(self, uploads):
+        held = list(uploads)
+        copies = [{name: value.clone() for name, value in upload.message.section("model").items()} for upload in held]
+        assert all(same_bytes(u.message.section("model"), one) for u, one in zip(held, copies, strict=True))
+        return super().fold(held)
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_an_upload_keeps_its_numbers_when_the_next_client_trains(tmp_path, evaluate):
+    """With BatchNorm, whose counters are not in the flat tensor."""
+    worker = built(run := experiment(tmp_path, FedAvg(aggregator=Gathered()), model=NormMLP))
+    tasks = [task_of_round(run, 1, client) for client in (0, 1, 2)]
+    tasks = [type(task)(**{**vars(task), "evaluate": evaluate}) for task in tasks]
+    held = []
+    engine = SequentialEngine()
+
+    def work():
+        for result in engine.run(worker, tasks):
+            state = result.upload.section("model")
+            held.append((state, {name: value.clone() for name, value in state.items()}))
+
+    engine.in_one_fit(worker, work)
+    assert all(as_flat(state) for state, _ in held)
+    assert all(same_bytes(state, copied) for state, copied in held)
+    assert not same_bytes(held[0][0], held[1][0])
+
+
+def test_a_client_that_is_given_away_is_a_module_of_its_own(tmp_path):
+    run = experiment(tmp_path, FedAvg(), rounds=1)
+    run.fit()
+    module = run.client_module(0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    run_tasks(SequentialEngine(), run.worker, [task_of_round(run, 1, client) for client in (0, 1)])
+    assert same_bytes(module.state_dict(), before)
+    assert type(module) is ClientModule
+    assert module.class_counts.sum() > 0
