@@ -21,7 +21,7 @@ from fl_lightning.algorithms.global_model.criticalfl import (
     CriticalPeriods,
     growth,
     largest_changes,
-    only_entries,
+    mask_entries,
 )
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
@@ -70,7 +70,7 @@ def test_the_detector_equals_the_authors_list(least, most, delta, norms):
         assert m == server.m
         assert bool(state["critical"]) is server.critical
         before = {name: value.clone() for name, value in state.items()}
-        after = periods.after(state, norm, m)
+        after = periods.update(state, norm, m)
         assert all(
             torch.equal(state[name], value) for name, value in before.items()
         )  # new tensors, the old as they were
@@ -109,7 +109,7 @@ def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
 def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
     model = {"a": torch.randn(70, 10), "n": torch.tensor(3), "b": torch.randn(303)}
     chosen = largest_changes(torch.randn(1003), 0.2)
-    sent = only_entries(model, ["a", "b"], chosen)
+    sent = mask_entries(model, ["a", "b"], chosen)
     assert sent.keys() == {"n", MASK, VALUES}
     assert int(chosen.sum()) == 201
     assert Message.pack({"model": sent}).nbytes == 8 + 126 + 4 * 201
@@ -126,7 +126,7 @@ def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
     chosen = torch.rand(clients, 17) < 0.4
     samples = torch.randint(1, 50, (clients,)).tolist()
     uploads = [
-        Upload(k, Message.pack({"model": only_entries(model, ["w", "b"], chosen[k])}, n_samples=samples[k]))
+        Upload(k, Message.pack({"model": mask_entries(model, ["w", "b"], chosen[k])}, n_samples=samples[k]))
         for k, model in enumerate(models)
     ]
     mean = EntryMean()

@@ -21,17 +21,17 @@ Rule = Literal["adagrad", "adam", "yogi"]
 
 
 def adagrad(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `v + Δ²`. `β2` is not used."""
+    """Return Adagrad's second moment, `v + Δ²`. `β2` is not used."""
     return v + square
 
 
 def adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `β2 v + (1 - β2) Δ²`."""
+    """Return Adam's second moment, `β2 v + (1 - β2) Δ²`."""
     return beta2 * v + (1 - beta2) * square
 
 
 def yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    """Return `v - (1 - β2) Δ² sign(v - Δ²)`."""
+    """Return Yogi's second moment, `v - (1 - β2) Δ² sign(v - Δ²)`."""
     return v - (1 - beta2) * square * (v - square).sign()
 
 

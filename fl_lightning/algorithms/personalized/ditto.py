@@ -71,7 +71,7 @@ class TwoModels(ClientModule):
 
 
 def own_model(module: ClientModule) -> nn.Module:
-    """Return a client's personalised model, `v`."""
+    """Return the personalised model `v` of a client's module."""
     assert isinstance(module, TwoModels)
     return module.own
 
