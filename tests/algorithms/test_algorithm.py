@@ -89,22 +89,6 @@ def test_a_personal_part_neither_travels_nor_is_lost(tmp_path, buffers):
     assert same_bytes({name: module[name] for name in shared}, run.state["model"])
 
 
-def test_a_client_that_has_not_trained_has_the_initial_personal_part(tmp_path):
-    run = finished(tmp_path, OwnHead(), clients_per_round=1, rounds=1)
-    client = next(k for k in range(6) if k not in run.server.participants(1))
-    head = run.worker.modules.receive(task_of_round(run, 2, client)).backbone.head
-    assert torch.equal(head.weight, run.worker.template.backbone.head.weight)
-
-
-def test_with_everything_personal_clients_do_not_touch_each_other(tmp_path):
-    together = finished(tmp_path / "all", OwnModel(), clients_per_round=6)
-    for client in (0, 3):
-        alone = experiment(tmp_path / str(client), OwnModel(), clients_per_round=6, scenario=together.scenario)
-        alone.participants = lambda round, client=client: [client]
-        alone.fit()
-        assert same_bytes(alone.memory[client]["personal"], together.memory[client]["personal"])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "engine",
@@ -170,6 +154,7 @@ def test_what_prepare_draws_moves_nothing_in_the_training(tmp_path):
 # --- What is measured ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_only_the_evaluated_model_is_personalized(tmp_path, clients):
     evaluation = Evaluation(client_model=clients, personal_on_global=True)
@@ -210,10 +195,3 @@ def test_a_method_can_set_the_number_of_participants(tmp_path):
     assert [seen.count(round) for round in (1, 2, 3)] == [2, 3, 4]
     rng = generator(run.seed, Stream.PARTICIPANTS, 4)
     assert run.server.participants(4) == sorted(rng.choice(6, 5, replace=False).tolist())
-
-
-def test_with_the_usual_cohort_participants_are_those_of_any_method(tmp_path):
-    one, other = experiment(tmp_path / "a", FedAvg()), experiment(tmp_path / "b", OwnHead())
-    one.load()
-    other.load()
-    assert [one.server.participants(r) for r in range(5)] == [other.server.participants(r) for r in range(5)]

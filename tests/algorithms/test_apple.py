@@ -104,6 +104,7 @@ def test_a_module_by_itself_trains_as_a_client_module_does():
     copy.deepcopy(module)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("batches", [1, 2])
 def test_what_scales_the_loss_of_half_precision_is_taken_out_of_all_gradients(batches):
     """A core's and a ratio's gradients come from the mixture's, which belongs to no optimizer."""

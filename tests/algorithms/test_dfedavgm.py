@@ -8,7 +8,7 @@ import torch
 from experiments import NormMLP, assert_near, finished, in_float64
 from peers import model_of, published
 
-from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, PeerAlgorithm, Ring
+from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, Ring
 from fl_lightning.algorithms.decentralized.dfedavgm import metropolis_weights
 
 pytestmark = pytest.mark.numeric
@@ -44,6 +44,7 @@ def mixed(run, client, round):
     return module.backbone.state_dict()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("graph", [Ring(), ErdosRenyi(0.5)])
 def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
     run = finished(tmp_path, DFedAvgM(graph=graph), model=NormMLP, rounds=2)
@@ -64,11 +65,11 @@ def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
 
 @in_float64
 def test_in_a_complete_graph_it_is_fedavg_with_uniform_weights(tmp_path):
-    options = {"optimizer": PLAIN, "rounds": 3, **ALL}
+    options = {"optimizer": PLAIN, "rounds": 2, **ALL}
     run = finished(tmp_path / "peers", DFedAvgM(), **options)
     other = finished(tmp_path / "avg", FedAvg("uniform"), **options)
     assert_near(run.state["model"], other.state["model"])
-    x = [mixed(run, k, 3) for k in range(6)]
+    x = [mixed(run, k, 2) for k in range(6)]
     for name in x[0]:
         assert all(torch.allclose(x[0][name], one[name], rtol=1e-9, atol=1e-9) for one in x)
 
@@ -110,13 +111,3 @@ def test_peers_that_are_drawn_count_all_the_same(tmp_path):
     z = [model_of(published(run, k)[0]) for k in (0, *peers)]
     for name in x:
         torch.testing.assert_close(x[name], torch.stack([one[name] for one in z]).double().mean(0).float())
-
-
-def test_uniform_gossip_takes_plain_means(tmp_path):
-    run = finished(tmp_path, PeerAlgorithm(weighting="uniform"), rounds=2)
-    z = [model_of(published(run, k)[0]) for k in range(6)]
-    x = mixed(run, 1, 2)
-    for name in x:
-        mean = torch.stack([one[name] for one in z]).double().mean(0).float()
-        torch.testing.assert_close(x[name], mean, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(run.state["model"][name], mean, rtol=1e-6, atol=1e-7)

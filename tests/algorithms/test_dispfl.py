@@ -135,6 +135,7 @@ def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_
         assert torch.equal(p.detach(), start[name] * laid_out(run, 0)[1][name])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("regrow", ["gradient", "random", "none"])
 @in_float64
 def test_a_round_is_the_algorithm(tmp_path, regrow):
@@ -205,6 +206,7 @@ def test_with_everything_in_the_mask_it_is_gossip(tmp_path):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -231,7 +233,7 @@ def test_no_step_leaves_the_mask_by_decay_or_by_the_momentum_of_an_earlier_one(t
 
 
 def test_the_model_that_is_measured_and_handed_out_is_the_one_that_was_trained(tmp_path):
-    run = finished(tmp_path, DisPFL(0.3), rounds=2, clients_per_round=6)
+    run = finished(tmp_path, DisPFL(0.3), rounds=1, clients_per_round=6)
     assert "global/acc" not in run.csv.rows[-1]
     assert run.test()["client/acc_mean"] == pytest.approx(run.csv.rows[-1]["client/acc_mean"])
     weights, _ = laid_out(run, 2)

@@ -90,6 +90,7 @@ def test_rounds_by_hand(tmp_path):
         assert same_bytes(dict(sorted(handed_out.items())), run.memory[client]["personal_model"])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("clients", ["trained", "received"])
 def test_the_own_model_is_what_is_measured(tmp_path, clients):
     run = finished(tmp_path, Ditto(), model=NormMLP, rounds=1, evaluation=Evaluation(client_model=clients))

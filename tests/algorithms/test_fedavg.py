@@ -113,14 +113,3 @@ def test_methods_with_one_seed_share_split_start_and_participants(tmp_path):
         dict(one.worker.template.backbone.state_dict()), dict(other.worker.template.backbone.state_dict())
     )
     assert [one.server.participants(r) for r in range(1, 9)] == [other.server.participants(r) for r in range(1, 9)]
-
-
-@pytest.mark.parametrize("buffers", ["local", "drop"])
-def test_buffers_that_are_not_averaged_do_not_travel(tmp_path, buffers):
-    run = finished(tmp_path, FedAvg(buffers=buffers), rounds=2, model=NormMLP, batch_size=64)
-    backbone = run.worker.template.backbone
-    names = set(dict(backbone.named_buffers()))
-    assert set(run.server.download(run.round + 1, 0).section("model")) == set(backbone.state_dict()) - names
-    kept = [set(memory.get("personal", {})) for memory in run.memory.values()]
-    assert all(own == (names if buffers == "local" else set()) for own in kept)
-    assert set(torch.load(tmp_path / "final" / "model.pt")) == set(backbone.state_dict())

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from experiments import (
-    SGD,
     NormMLP,
     assert_near,
     experiment,
@@ -14,14 +13,12 @@ from experiments import (
     in_float64,
     same_bytes,
     samples_of,
-    task_of_round,
 )
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedBABU
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -42,6 +39,7 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_the_head_is_the_initial_one_on_every_client_after_any_round(tmp_path, optimizer):
     method, heads = FedBABU(tune_epochs=1), []
@@ -86,6 +84,7 @@ def test_statistics_in_a_frozen_head_are_shared_though_its_weights_are_not(tmp_p
 # --- Fine-tuning ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("tune", "moves"), [("full", ("encoder.", "head.")), ("body", "encoder."), ("head", "head.")])
 def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tune, moves):
     received = {"evaluation": Evaluation(client_model="received"), "model": NormMLP, "optimizer": HEAVY}
@@ -102,25 +101,6 @@ def test_what_is_tuned_is_what_was_asked_for_from_the_global_model(tmp_path, tun
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if name.startswith(moves)
     }
-
-
-def test_fine_tuning_by_hand(tmp_path):
-    run = experiment(tmp_path, FedBABU(tune_epochs=3), batch_size=16)
-    run.load()
-    module = run.worker.modules.receive(task_of_round(run, 1, 1))
-    net = copy.deepcopy(module.backbone).requires_grad_(True)
-    x, y = samples_of(run, 1)
-    optimizer = SGD(net.parameters())
-    state = torch.get_rng_state()
-    for _ in range(3):
-        for chosen in torch.randperm(len(y)).split(16):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[chosen]), y[chosen]).backward()
-            optimizer.step()
-    torch.set_rng_state(state)
-    with inference(module, run.worker.idle_trainer):
-        run.algorithm.personalize(module, run.worker.client_data.training_batches(1))
-    assert same_bytes(weights(module.backbone), weights(net))
 
 
 def test_what_the_model_has_frozen_stays_frozen():

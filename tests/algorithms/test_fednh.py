@@ -139,12 +139,10 @@ def test_rho_one_is_the_plain_mean_under_a_fixed_layer_bit_for_bit(tmp_path):
             replaced = FedNH().client_module(backbone).backbone
             return super().client_module(replaced, optimizer, lr_scheduler)
 
-    one = finished(tmp_path / "nh", FedNH(rho=1.0))
-    other = finished(tmp_path / "avg", UnderPrototypes(weighting="uniform"))
+    one = finished(tmp_path / "nh", FedNH(rho=1.0), rounds=2)
+    other = finished(tmp_path / "avg", UnderPrototypes(weighting="uniform"), rounds=2)
     assert same_bytes(one.state["model"], other.state["model"])
     assert torch.equal(one.state["model"]["head.weight"], one.worker.template.backbone.head.weight)
-    moved = finished(tmp_path / "moved", FedNH())
-    assert not torch.equal(moved.state["model"]["head.weight"], one.state["model"]["head.weight"])
 
 
 class WithoutDropout(NormMLP):
@@ -153,14 +151,13 @@ class WithoutDropout(NormMLP):
         self.encoder[4].p = 0.0
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), WithoutDropout])
 @in_float64
-def test_two_rounds_equal_a_loop_by_hand(tmp_path, model):
+def test_two_rounds_equal_a_loop_by_hand(tmp_path):
     """Full-batch steps of four of six clients, the server's move, and again; classes are missing."""
     rho, lr = 0.6, 0.5
     trainer = {"accelerator": "cpu", "max_epochs": 2}
     sgd = partial(torch.optim.SGD, lr=lr, weight_decay=0.1)
-    options = {"model": model, "rounds": 2, "batch_size": 10_000, "optimizer": sgd, "trainer": trainer}
+    options = {"model": WithoutDropout, "rounds": 2, "batch_size": 10_000, "optimizer": sgd, "trainer": trainer}
     run = finished(tmp_path, FedNH(rho), **options)
     net = copy.deepcopy(run.worker.template.backbone)
     x, y = run.data.data.x_train, run.data.data.y_train

@@ -63,8 +63,9 @@ def test_no_change_moves_nothing_and_is_no_nan(rule):
     assert list(after["second_moment"]) == ["w"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("rule", METHODS)
-@pytest.mark.parametrize("weighting", ["samples", pytest.param("uniform", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a_huge_tau_is_fedavg(tmp_path, rule, weighting):
     options = DOUBLE | {"model": NormMLP}
     average = weights_after(tmp_path / "avg", FedAvg(weighting), **options)

@@ -22,6 +22,7 @@ def cut(entries, *parts):
     return {n: v for n, v in entries.items() if n in own}, {n: v for n, v in entries.items() if n not in own}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("personal", "begin"),
     [(["head"], ("head.",)), (["head", "encoder.3"], ("head.", "encoder.3.")), (["encoder"], ("encoder.",))],
@@ -63,7 +64,7 @@ def test_a_client_that_was_never_drawn_has_the_new_body_and_the_initial_head(tmp
 
 def test_statistics_stay_with_the_part_they_sit_in(tmp_path):
     for personal, sent in ((["head"], True), (["encoder.2", "head"], False)):
-        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=2)
+        run = finished(tmp_path / str(sent), FedPer(personal), model=NormMLP, rounds=1)
         assert ("encoder.2.running_mean" in run.state["model"]) == sent
         for memory in run.memory.values():
             assert ("encoder.2.running_mean" in memory["personal"]) == (not sent)

@@ -7,11 +7,10 @@ import torch
 from experiments import descend, experiment, finished, in_float64, same_bytes, samples_of
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedProto, PrototypeAlignment, Prototypes
+from fl_lightning.algorithms import FedProto, PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized import fedproto as fp
 from fl_lightning.client.knowledge import mean_over_holders
 from fl_lightning.client.module import Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
@@ -187,13 +186,3 @@ def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_
         assert torch.equal(nearest.client_module(client)(x).argmax(dim=1), gaps.argmin(dim=1))
         assert torch.equal(logits.client_module(client)(x).argmax(dim=1), own(x).argmax(dim=1))
     assert len(y) == 0 or nearest.csv.rows[-1]["client/acc_mean"] != logits.csv.rows[-1]["client/acc_mean"]
-
-
-# --- What is refused ---
-
-
-def test_bad_input_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.lam: -0.5 is below 0"):
-        FedProto(lam=-0.5)
-    with pytest.raises(ConfigError, match="this method looks at features, so the model must be a Backbone"):
-        FedAvg(loss_terms=[PrototypeAlignment()]).client_module(torch.nn.Linear(2, 2)).on_fit_start()

@@ -1,19 +1,16 @@
 """FedRCL's losses against brute force, its levels, and its identities (baselines: A8)."""
 
-from functools import partial
 from math import exp, log
 
 import pytest
 import torch
-from experiments import experiment, finished
-from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedRCL, RelaxedContrastive
+from fl_lightning.algorithms import RelaxedContrastive
 from fl_lightning.algorithms.global_model.fedrcl import contrastive_loss, level_taps, relaxation_loss, similarities
 from fl_lightning.client.module import ClientModule, LossTerm, Step, tapped
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.models import CNN, MLP, Backbone, FastText, ResNet8, ResNet18
+from fl_lightning.models import CNN, MLP, FastText, ResNet8, ResNet18
 
 pytestmark = pytest.mark.numeric
 
@@ -191,18 +188,3 @@ def test_half_precision_is_computed_in_float32():
         loss = term(Step(torch.zeros(8, 3), y, taps={"level": z.bfloat16()}))
     s = similarities(z.bfloat16().float())
     assert loss.item() == pytest.approx(scl_by_hand(s, y) + pen_by_hand(s, y), rel=1e-4)
-
-
-def test_levels_that_are_not_there_are_refused_before_round_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no 'encoder.9'"):
-        experiment(tmp_path, FedRCL(levels=["encoder.9"])).fit()
-
-
-class NoReLU(Backbone):
-    def __init__(self, in_shape, num_classes):
-        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh()), nn.Linear(8, num_classes), 8)
-
-
-def test_a_level_without_a_relu_is_the_layer_itself(tmp_path):
-    run = finished(tmp_path, FedRCL(levels=["encoder.2"]), model=partial(NoReLU), rounds=1)
-    assert run.csv.rows[0]["client/train_relaxed_contrastive"] > 0

@@ -31,6 +31,7 @@ def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("head_epochs", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_each_phase_leaves_the_other_part_alone_to_the_bit(tmp_path, head_epochs, optimizer):

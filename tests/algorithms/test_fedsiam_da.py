@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.algorithms import DualAggregation, FedAvg, FedSiamDA, HistoryContrast, SiameseAlignment
 from fl_lightning.algorithms.global_model import fedsiam_da as siam
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ClientFailure, ConfigError
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.models import MLP, Backbone, Head
 
@@ -406,6 +406,7 @@ def test_mu_zero_switches_both_terms_off_and_keeps_nothing():
     assert FedSiamDA(mu=0.0).remember(module, Message()) == {}
 
 
+@pytest.mark.thorough
 def test_mixed_precision_runs_and_stays_finite(tmp_path):
     trainer = {"accelerator": "cpu", "max_epochs": 2, "precision": "bf16-mixed"}
     run = finished(tmp_path, FedSiamDA(mu=1.0), **SHORT | {"trainer": trainer})
@@ -423,15 +424,4 @@ def test_a_model_without_a_predictor_is_refused(tmp_path):
     without = partial(MLP, hidden=(16,), head=Head(projection=16))
     with pytest.raises(ConfigError, match=message):
         FedSiamDA().client_module(without(in_shape=(6,), num_classes=C)).on_fit_start()
-    with pytest.raises((ConfigError, ClientFailure), match=message):
-        experiment(tmp_path / "run", FedSiamDA(), **SHORT | {"model": without}).fit()
     experiment(tmp_path / "no stop", FedSiamDA(stop_gradient=False), **SHORT | {"model": without}).fit()
-
-
-@pytest.mark.parametrize("term", [SiameseAlignment, HistoryContrast])
-def test_a_module_that_is_no_backbone_is_refused(tmp_path, term):
-    def model(in_shape, num_classes):
-        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(in_shape), num_classes))
-
-    with pytest.raises((ConfigError, ClientFailure), match=r"model: .* must be a Backbone; FromModule makes"):
-        experiment(tmp_path, FedAvg(loss_terms=[term()]), **SHORT | {"model": model}).fit()

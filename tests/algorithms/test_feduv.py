@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import ClassifierVariance, FedUV, HypersphericalUniformity
 from fl_lightning.algorithms.global_model.feduv import uniformity_loss, variance_loss
 from fl_lightning.client.module import ClientModule, Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP
 
 pytestmark = pytest.mark.numeric
@@ -154,13 +153,6 @@ def test_the_losses_are_added_under_their_names():
     torch.testing.assert_close(losses["hyperspherical_uniformity"], 0.3 * uniformity_by_hand(step.features))
 
 
-def test_a_model_without_an_encoder_is_refused():
-    module = ClientModule(torch.nn.Linear(4, 3), list(FedUV().loss_terms))
-    with pytest.raises(ConfigError, match="the model must be a Backbone"):
-        module.on_fit_start()
-    ClientModule(torch.nn.Linear(4, 3), list(FedUV(mu=0.0).loss_terms)).on_fit_start()
-
-
 UV_AND_DW = """# FedUV+DW of FedDW's Table IV.
 rounds: 2
 batch_size: 16
@@ -179,6 +171,7 @@ logger: null
 """
 
 
+@pytest.mark.thorough
 def test_feduv_plus_dw_runs_from_a_config(tmp_path):
     tiny(tmp_path / "both", text=UV_AND_DW)
     row = rows(tmp_path / "both")[-1]

@@ -1,3 +1,5 @@
+"""Runs on few-shot episodes."""
+
 import csv
 
 import pytest

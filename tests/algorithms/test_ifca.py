@@ -105,10 +105,11 @@ def average(members):
     return mean
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model", "shared"), [(partial(MLP, hidden=(16,)), ()), (NormMLP, ("encoder.",))])
 @in_float64
 def test_a_run_is_the_loop_by_hand(tmp_path, model, shared):
-    k, rounds = 3, 3
+    k, rounds = 3, 2
     options = {"model": model, "scenario": digits(8, alpha=0.1), "clients_per_round": 5, "seed": 3}
     start = experiment(tmp_path / "start", IFCA(k, shared), **options)
     start._build()
@@ -187,13 +188,12 @@ def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
     assert client_series(tmp_path, 3)["client_1/acc"] == pytest.approx(float(acc))
 
 
+@pytest.mark.thorough
 def test_clients_of_different_clusters_are_stacked(tmp_path):
     run = compare(tmp_path, IFCA(clusters=3), model=NormMLP, scenario=digits(8, alpha=0.1), seed=3)
     assert len({int(run.client_module(client).notes["choice"]["cluster"]) for client in range(8)}) > 1
 
 
-def test_bad_options_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.clusters: 0 is below 1"):
-        IFCA(clusters=0)
+def test_a_shared_layer_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm.shared_layers: no entry's name begins with 'body'"):
         weights_after(tmp_path, IFCA(shared_layers=["body"]))

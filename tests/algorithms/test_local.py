@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from experiments import SGD, NormMLP, client_series, experiment, finished, same_bytes
+from experiments import SGD, NormMLP, client_series, finished, same_bytes
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import DistillingWeights, Local, Proximal
@@ -70,11 +70,6 @@ def test_every_client_is_consumed_though_nothing_comes_of_it():
     assert seen == [0, 1, 2]
 
 
-def test_terms_of_ones_own_work_and_terms_that_need_others_are_refused(tmp_path):
-    plain, held = (experiment(tmp_path / n, Local(t), rounds=2) for n, t in [("a", []), ("b", [Proximal(5.0)])])
-    plain.fit()
-    held.fit()
-    for client, memory in own_models(plain).items():
-        assert not same_bytes(memory, own_models(held)[client])
+def test_loss_terms_with_shared_knowledge_are_refused():
     with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs shared knowledge"):
         Local([Proximal(0.1), DistillingWeights()])

@@ -23,11 +23,9 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedAvg, PerFedAvg, Proximal
 from fl_lightning.algorithms.personalized import perfedavg as per
 from fl_lightning.client.module import ClientModule
-from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
 ORDERS = {"first": 2, "hessian_free": 3}
-RECEIVED = {"evaluation": Evaluation(client_model="received")}
 DECAY = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
@@ -226,7 +224,8 @@ def test_no_weights_of_before_are_left_in_autocasts_cache():
 # --- The method ---
 
 
-@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), pytest.param(Still, marks=pytest.mark.thorough)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("model", [partial(MLP, hidden=(16,)), Still])
 @pytest.mark.parametrize("order", ORDERS)
 def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
     options = {"model": model, "optimizer": DECAY, "rounds": 2, "clients_per_round": 2}
@@ -242,8 +241,8 @@ def test_alpha_zero_is_fedavg_on_the_second_parts(tmp_path, order, model):
 
 @in_float64
 def test_what_is_measured_is_one_full_step_from_the_global_model(tmp_path):
-    run = finished(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, **RECEIVED)
-    for client in range(6):
+    run = finished(tmp_path, PerFedAvg(alpha=0.7, adapt_steps=2), model=NormMLP, rounds=1, clients_per_round=2)
+    for client in (0, 3):
         net = run.worker.modules.build_shared(run.state["model"]).backbone.eval()
         x, y = samples_of(run, client)
         for _ in range(2):

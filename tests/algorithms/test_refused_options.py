@@ -5,8 +5,19 @@ from math import nan
 
 import pytest
 from methods import NAMES
+from torch import nn
 
-from fl_lightning.algorithms import FedBABU, FedRep
+from fl_lightning.algorithms import (
+    FedBABU,
+    FedRep,
+    HistoryContrast,
+    HypersphericalUniformity,
+    ModelContrast,
+    PrototypeAlignment,
+    SiameseAlignment,
+    UnitAlignment,
+)
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
 
 REFUSED = {
@@ -63,3 +74,19 @@ def test_an_option_out_of_range_is_named(method):
 def test_options_that_contradict_each_other_are_named(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(**options)
+
+
+TERMS_ON_FEATURES = (
+    HistoryContrast,
+    HypersphericalUniformity,
+    ModelContrast,
+    PrototypeAlignment,
+    SiameseAlignment,
+    UnitAlignment,
+)
+
+
+@pytest.mark.parametrize("term", TERMS_ON_FEATURES)
+def test_a_term_on_features_refuses_a_model_that_is_no_backbone(term):
+    with pytest.raises(ConfigError, match=r"^model: this method looks at features, so the model must be a Backbone"):
+        ClientModule(nn.Linear(4, 3), [term()]).on_fit_start()

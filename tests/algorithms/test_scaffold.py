@@ -204,6 +204,7 @@ def test_another_aggregator_takes_the_weights_and_leaves_the_controls(tmp_path):
 # --- Refusals ---
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

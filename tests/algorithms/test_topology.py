@@ -71,8 +71,6 @@ def test_erdos_renyi_is_drawn_once_a_run_from_its_seed(tmp_path):
     drawn = [run_links(tmp_path / str(seed), graph, seed) for seed in (0, 0, 1)]
     assert (drawn[0] == drawn[1]).all()
     assert (drawn[0] != drawn[2]).any()
-    run = finished(tmp_path / "run", PeerAlgorithm(graph=graph), rounds=2)
-    assert (run.state["links"]["matrix"].numpy() == drawn[0]).all()
 
 
 @pytest.mark.parametrize("form", ["spaces.txt", "commas.csv", "loose.csv", "binary.npy"])

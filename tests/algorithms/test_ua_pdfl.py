@@ -7,13 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, experiment, finished, same_bytes, weights_after
+from experiments import NormMLP, experiment, finished, same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from peers import Watching, mean_by_hand, model_of, peers_in, published
-from scipy.spatial.distance import jensenshannon
 
-from fl_lightning.algorithms import UAPDFL, ErdosRenyi, FedAvg, PeerAlgorithm, UnitAlignment, UnitRepresentation
+from fl_lightning.algorithms import UAPDFL, FedAvg, UnitAlignment, UnitRepresentation
 from fl_lightning.algorithms.decentralized import ua_pdfl as ua
 from fl_lightning.algorithms.decentralized.peers import tensors_to_message, unbundle
 from fl_lightning.client.module import ClientModule, Step
@@ -120,11 +119,6 @@ def test_eq6_equals_a_brute_force_loop(name, pair):
     assert ua.DIVERGENCES[name](*pair) == pytest.approx(BY_HAND[name](*pair), rel=1e-9, abs=1e-12)
 
 
-@given(distributions())
-def test_jensen_shannon_is_scipys(pair):
-    assert ua.jensen_shannon(*pair) == pytest.approx(jensenshannon(*pair) ** 2, abs=1e-6)
-
-
 def test_disjoint_distributions_reach_the_bound_and_stay_finite():
     one, other = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.5, 0.5])
     assert ua.jensen_shannon(one, other) == pytest.approx(LN2, abs=1e-6)
@@ -143,8 +137,8 @@ def test_the_method_uses_the_divergence_it_is_given():
 # --- Eq. 11: auxiliary representation, and its average ---
 
 
-@pytest.mark.parametrize("value", [1.0, -0.5])
-def test_a_publications_representations_are_those_of_its_model(tmp_path, value):
+def test_a_publications_representations_are_those_of_its_model(tmp_path):
+    value = -0.5
     run = finished(tmp_path, UAPDFL(n_com=2, unit=value), rounds=2, model=NormMLP)
     for client in range(K):
         tensors, _ = published(run, client)
@@ -190,12 +184,6 @@ def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
 
 
 # --- Eq. 12 ---
-
-
-def test_eq12_equals_a_brute_force_loop():
-    features, average = torch.randn(D), torch.randn(D)
-    expected = sum((features[i].item() - average[i].item()) ** 2 for i in range(D))
-    assert ua.alignment_loss(features, average).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_eq12_and_its_gradient_are_those_of_the_expression_written_out():
@@ -275,7 +263,7 @@ def test_the_term_is_zero_while_there_is_no_average(reference):
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_alignment_works_with_a_server(tmp_path, reference):
-    run = experiment(tmp_path / "two", FedAvg(loss_terms=[UnitAlignment(0.5, reference=reference)]), rounds=2)
+    run = experiment(tmp_path, FedAvg(loss_terms=[UnitAlignment(0.5, reference=reference)]), rounds=2)
     heard, aggregate = [], run.algorithm.aggregate
 
     def watch(state, uploads):
@@ -289,10 +277,6 @@ def test_alignment_works_with_a_server(tmp_path, reference):
     expected = sum(n * f for n, f in zip(weights, features, strict=True)) / sum(weights)
     torch.testing.assert_close(run.state["unit"]["average"], expected)
     assert [row["client/train_unit"] > 0 for row in run.csv.rows] == [False, True]
-    plain = weights_after(tmp_path / "plain", FedAvg(), rounds=2)
-    off = weights_after(tmp_path / "off", FedAvg(loss_terms=[UnitAlignment(0.0)]), rounds=2)
-    assert same_bytes(off, plain)
-    assert not same_bytes(run.state["model"], plain)
 
 
 # --- Algorithm 2 on messages made by hand ---
@@ -413,12 +397,13 @@ def test_a_client_alone_goes_on_with_its_own(th_i):
 @pytest.mark.parametrize(("th_i", "models"), [(math.inf, lambda n: ENCODER + HEAD), (0.0, lambda n: n * ENCODER)])
 def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, th_i, models):
     n_com = 3
-    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com))
+    run = finished(tmp_path, UAPDFL(th_i, n_com=n_com), rounds=1)
     for row in run.csv.rows:
         assert row["comm/down_bytes"] == 4 * (n_com * UNIT + 4 * models(n_com))  # 4 of 6 take part
         assert row["comm/up_bytes"] == 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset):
     engine, th_i, n_com = Watching(), 0.03, 3
@@ -453,15 +438,6 @@ def test_options_reach_the_term_that_comes_before_any_others():
         term, last = UAPDFL(mu=0.3, unit=2.0, preset=preset, loss_terms=[other]).loss_terms
         assert (term.mu, term.unit.value, last) == (0.3, 2.0, other)
         assert [term.reference, term.unit.reference] == [preset == "reference"] * 2
-
-
-def test_the_references_alignment_is_off_for_a_client_without_peers(tmp_path):
-    options = {"graph": ErdosRenyi(p=0.0), "mu": 1.0}
-    lone = finished(tmp_path / "lone", UAPDFL(preset="reference", **options), rounds=2, **ALL)
-    assert [row["client/train_unit"] for row in lone.csv.rows] == [0.0, 0.0]
-    method = PeerAlgorithm(graph=ErdosRenyi(p=0.0))
-    plain = finished(tmp_path / "plain", method, rounds=2, optimizer_state="kept", **ALL)
-    assert same_bytes(lone.state["model"], plain.state["model"])
 
 
 # --- Fig. 4's toy ---

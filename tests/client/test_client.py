@@ -34,15 +34,9 @@ def loader(n=20, batch_size=20):
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def quiet_trainer(**options):
-    return L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+def quiet_trainer(logger=False, **options):
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(accelerator="cpu", logger=logger, **quiet, **options)
 
 
 def model():
@@ -101,16 +95,7 @@ def test_validation_and_test_log_loss_and_accuracy():
 
 @plain_lightning
 def test_training_losses_reach_a_plain_trainers_logger(tmp_path):
-    logger = L.pytorch.loggers.CSVLogger(tmp_path)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-    )
+    trainer = quiet_trainer(L.pytorch.loggers.CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=1)
     module = ClientModule(model(), [WeightNorm(1.0)])
     trainer.fit(module, loader())
     assert {"train_loss", "train_ce", "train_weight_norm"} <= trainer.logged_metrics.keys()

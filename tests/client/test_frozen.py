@@ -53,6 +53,7 @@ def test_what_the_model_freezes_is_neither_sent_nor_counted(tmp_path, engine):
         assert [all_ - some for some, all_ in zip(less, more, strict=True)] == [4 * SIZE, 4 * SIZE]  # four clients
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("method", [FedPer, partial(FedRep, head_epochs=0), Local, Ditto])
 def test_no_client_keeps_it_either(tmp_path, method):
     run = finished(tmp_path, method())

@@ -81,6 +81,7 @@ def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
     assert not same_bytes(one.state["model"], weights_after(tmp_path / "fresh", seed=SEED, **options))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_each_participant_continues_with_its_own_optimizer_state(tmp_path, name):
     """FedAvg by hand: four of six a round, a rate that halves each round, an optimizer a client for the whole run."""
@@ -135,6 +136,7 @@ def test_it_stays_with_the_client(tmp_path):
 # --- Fresh ---
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_optimizers_are_fresh_by_default(tmp_path, name):
     options = {"optimizer": OPTIMIZERS[name]}
@@ -317,11 +319,3 @@ def test_optimizer_state_is_an_option_that_a_resume_cannot_change(tmp_path):
     whole = tiny(tmp_path / "whole", *MOMENTUM, "--optimizer_state", "kept", "--rounds", "4")
     assert whole.code == 0
     assert rows(tmp_path / "kept")[3]["global/loss"] == rows(tmp_path / "whole")[3]["global/loss"]
-
-
-def test_another_word_is_one_line(tmp_path):
-    (tmp_path / "own.yaml").write_text("rounds: 1\n")
-    code, _, err = run("fit", "--config", "digits_fedavg.yaml", "--optimizer_state", "warm")
-    assert code == 2
-    assert "optimizer_state" in err
-    assert len(err.strip().splitlines()) == 1

@@ -196,7 +196,7 @@ def test_a_run_is_the_modules_own_training_bit_for_bit(kind, tmp_path):
 @in_float64
 @pytest.mark.parametrize("kind", [Softmax, Skip])
 @pytest.mark.parametrize("method", [FedAvg, FedUV, partial(FedProto, lam=1.0)])
-@pytest.mark.fast_cases(1)
+@pytest.mark.thorough
 def test_clients_trained_at_once_are_those_trained_one_by_one(kind, method, tmp_path):
     uploads = []
     for engine in ("sequential", StackedEngine()):
@@ -239,7 +239,7 @@ def trained(request, tmp_path_factory):
     return kind, folder / "run", opened.worker.modules.build_shared(opened.state["model"]).eval()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".ts", ".onnx"])
 def test_the_exported_file_gives_the_originals_outputs(trained, suffix, tmp_path):
     kind, folder, module = trained

@@ -1,3 +1,5 @@
+"""Every model: shapes, parameter counts, norms, heads, and modules of a user's own."""
+
 import math
 
 import pytest
@@ -161,16 +163,6 @@ def test_vgg_11_with_its_papers_layers_is_the_largest_of_ua_pdfls_networks() -> 
 
 
 @pytest.mark.usefixtures("meta")
-def test_resnet_8_is_a_stem_and_three_blocks() -> None:
-    def block(inputs: int, outputs: int) -> int:
-        shortcut = conv(inputs, outputs, 1, bias=False) + 2 * outputs if inputs != outputs else 0
-        return conv(inputs, outputs, 3, bias=False) + conv(outputs, outputs, 3, bias=False) + 4 * outputs + shortcut
-
-    stem = conv(3, 64, 3, bias=False) + 128
-    assert count(ResNet8((3, 32, 32), 10)) == stem + block(64, 64) + block(64, 128) + block(128, 256) + 2570
-
-
-@pytest.mark.usefixtures("meta")
 @pytest.mark.parametrize(
     ("model", "build", "smaller_stem"),
     [
@@ -218,6 +210,7 @@ def test_group_norm_takes_the_place_of_every_batch_norm(model: type) -> None:
     assert not list(group.buffers())
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", LIGHT_NORMED)
 def test_with_group_norm_a_sample_does_not_depend_on_its_batch(model: type) -> None:
     backbone = model((3, 32, 32), 10, norm="group").train()
@@ -225,6 +218,7 @@ def test_with_group_norm_a_sample_does_not_depend_on_its_batch(model: type) -> N
     torch.testing.assert_close(backbone(x)[:1], backbone(x[:1]), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model", LIGHT_NORMED)
 def test_both_norms_start_from_the_same_weights(model: type) -> None:
     torch.manual_seed(0)
@@ -238,13 +232,7 @@ def test_both_norms_start_from_the_same_weights(model: type) -> None:
 # --- Heads ---
 
 
-def test_a_plain_head_is_one_linear_layer_on_the_features() -> None:
-    assert [name for name in ResNet8((3, 8, 8), 5).state_dict() if name.startswith("head")] == [
-        "head.weight",
-        "head.bias",
-    ]
-
-
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("model", [*LIGHT, *TEXT_MODELS])
 def test_every_model_takes_every_option_of_a_head(model: type) -> None:
     options = Head(projection=12, prediction=7, hidden=(11,), mapping=(9, 8), classifier="bias_free")
@@ -405,7 +393,9 @@ def test_image_models_refuse_other_shapes(model: type) -> None:
         model((200,), 4)
 
 
-@pytest.mark.parametrize(("model", "side"), [(CNN4, 15), (LeNet, 15), (VGG11, 31), (ResNet18, 7), (MobileNetV2, 7)])
+@pytest.mark.parametrize(
+    ("model", "side"), [(CNN, 3), (CNN4, 15), (LeNet, 15), (VGG11, 31), (ResNet8, 3), (ResNet18, 7), (MobileNetV2, 7)]
+)
 def test_images_that_are_too_small_are_refused(model: type, side: int) -> None:
     with pytest.raises(ValueError, match=f"at least {side + 1}x{side + 1}"):
         model((3, side, side), 4)
