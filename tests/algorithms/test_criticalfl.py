@@ -80,12 +80,12 @@ def test_the_detector_equals_the_authors_list(least, most, delta, norms):
 
 
 @pytest.mark.parametrize(("share", "clients", "most"), [(0.75, 10, 7), (0.75, 128, 96), (1.0, 6, 6), (0.0, 6, 0)])
-def test_the_largest_number_of_participants_is_the_share_rounded_down(share, clients, most):
+def test_the_maximum_number_of_participants_is_rounded_down(share, clients, most):
     state = CriticalFL(max_share=share).initial_state(MLP((4,), 3), 3, clients, np.random.default_rng(0))
     assert int(state[CRITICAL]["most"]) == most
 
 
-def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
+def test_growth_compares_two_moving_averages():
     norms = torch.tensor([0.0, 2.0, 4.0, 9.0], dtype=torch.float64)
     assert growth(norms, 3) == pytest.approx((5.0 - 2.0) / 2.0)
     assert growth(torch.tensor([0.0, 0.0, 3.0]), 2) == pytest.approx((1.5 - 1e-7) / 1e-7)
@@ -95,7 +95,7 @@ def test_growth_is_of_the_means_of_ten_and_the_first_norm_is_of_nothing():
 
 
 @given(st.integers(1, 60), st.floats(0.01, 1.0))
-def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
+def test_the_largest_changes_are_those_above_the_quantile(size, keep):
     changes = torch.randn(size).round(decimals=1)
     kept = largest_changes(changes, keep)
     threshold = np.percentile(changes.abs().double().numpy(), 100 * (1 - keep))
@@ -106,7 +106,7 @@ def test_what_is_kept_is_at_or_above_the_percentile(size, keep):
     assert kept[changes.abs().argmax()]
 
 
-def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
+def test_masked_entries_cost_their_values_and_one_bit_per_entry():
     model = {"a": torch.randn(70, 10), "n": torch.tensor(3), "b": torch.randn(303)}
     chosen = largest_changes(torch.randn(1003), 0.2)
     sent = mask_entries(model, ["a", "b"], chosen)
@@ -117,7 +117,7 @@ def test_a_fifth_of_the_entries_is_a_fifth_of_the_bytes_and_a_bit_each():
 
 
 @given(st.integers(1, 4), st.integers(0, 1000))
-def test_the_mean_of_each_entry_is_over_those_who_sent_it(clients, seed):
+def test_each_entry_is_averaged_over_the_clients_that_sent_it(clients, seed):
     torch.manual_seed(seed)
     shapes = {"w": (3, 4), "b": (5,)}
     before = {name: torch.randn(shape) for name, shape in shapes.items()} | {"stat": torch.zeros(2)}
@@ -198,7 +198,7 @@ def test_two_rounds_equal_a_loop_by_hand(tmp_path, clip):
     torch.testing.assert_close(run.state[CRITICAL]["norms"], torch.tensor(norms), rtol=1e-9, atol=1e-9)
 
 
-def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
+def test_steps_skipped_by_a_loss_scaler_do_not_count_in_the_norm():
     torch.manual_seed(0)
     module = CriticalFL().client_module(MLP((6,), 4, hidden=(5,)), partial(torch.optim.SGD, lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
@@ -221,7 +221,7 @@ def test_steps_that_a_loss_scaler_leaves_out_are_no_part_of_the_norm():
     assert module.gradient_norm == pytest.approx(0.1 * sum(finite), rel=1e-5)
 
 
-def test_a_critical_round_sends_a_fifth_and_a_bit_an_entry(tmp_path):
+def test_the_bytes_of_a_critical_round(tmp_path):
     run = finished(tmp_path, CriticalFL(), model=NormMLP, rounds=1)
     p = sum(t.numel() for t in run.worker.template.backbone.parameters())
     buffers = 4 * (16 + 16) + 8

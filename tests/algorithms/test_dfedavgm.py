@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, assert_near, finished, in_float64
+from experiments import NormMLP, assert_near, finished, in_float64, samples_of
 from peers import model_of, published
 
 from fl_lightning.algorithms import Complete, DFedAvgM, ErdosRenyi, FedAvg, Ring
@@ -24,7 +24,7 @@ def links(graph, clients=7):
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_metropolis_weights_are_the_formula(graph):
+def test_metropolis_weights_equal_the_formula(graph):
     linked = links(graph)
     weights = metropolis_weights(linked)
     degrees = [int(row.sum()) for row in linked]
@@ -46,7 +46,7 @@ def mixed(run, client, round):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("graph", [Ring(), ErdosRenyi(0.5)])
-def test_mixing_is_the_matrix_and_preserves_the_mean(tmp_path, graph):
+def test_mixing_applies_the_matrix_and_preserves_the_mean(tmp_path, graph):
     run = finished(tmp_path, DFedAvgM(graph=graph), model=NormMLP, rounds=2)
     z = [model_of(published(run, k)[0]) for k in range(6)]
     x = [mixed(run, k, 2) for k in range(6)]
@@ -87,8 +87,7 @@ def test_without_links_clients_train_alone_with_momentum_from_zero_each_round(tm
     )
     for client in (0, 5):
         network = run.worker.modules.build().backbone
-        x = run.data.data.x_train[run.data.shards[client].train]
-        y = run.data.data.y_train[run.data.shards[client].train]
+        x, y = samples_of(run, client)
         for _ in range(2):
             before = {name: p.detach().clone() for name, p in network.named_parameters()}  # y^{-1} = y^0
             for _ in range(3):
@@ -102,7 +101,7 @@ def test_without_links_clients_train_alone_with_momentum_from_zero_each_round(tm
         assert_near(network.state_dict(), model_of(published(run, client)[0]))
 
 
-def test_peers_that_are_drawn_count_all_the_same(tmp_path):
+def test_sampled_peers_have_equal_weights(tmp_path):
     run = finished(tmp_path, DFedAvgM(n_com=2, graph=Ring(2)), rounds=1, **ALL)
     message = run.server.download(2, 0)
     assert sorted(v for name, v in message.numbers.items() if name.endswith("/weight")) == [1 / 3, 1 / 3]

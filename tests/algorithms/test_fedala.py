@@ -21,7 +21,7 @@ RECEIVED = {"evaluation": Evaluation(client_model="received")}
 SMALL = partial(MLP, (6,), 4, hidden=(5,))
 
 
-def drawn(seed, like):
+def random_entries(seed, like):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(value.shape, generator=generator) for name, value in like.items()}
 
@@ -29,7 +29,10 @@ def drawn(seed, like):
 def client(method, seed=0, weights=None):
     """A client's module that has received a model and keeps another one's top, and both models."""
     module = method.client_module(SMALL())
-    received, local = drawn(seed, module.backbone.state_dict()), drawn(seed + 1, module.backbone.state_dict())
+    received, local = (
+        random_entries(seed, module.backbone.state_dict()),
+        random_entries(seed + 1, module.backbone.state_dict()),
+    )
     kept = {name: local[name] for name in ala.top_names(module.backbone, method.layers)}
     memory = {ala.LOCAL: kept} | ({ala.WEIGHTS: weights} if weights else {})
     method.receive(module, Message.pack({"model": received}), memory)
@@ -47,7 +50,7 @@ def data(n, seed=0):
 def test_eq6_is_a_clipped_gradient_step_in_the_weights():
     backbone = SMALL()
     names = ala.top_names(backbone, 2)
-    local, received = ({n: drawn(seed, backbone.state_dict())[n] for n in names} for seed in (1, 2))
+    local, received = ({n: random_entries(seed, backbone.state_dict())[n] for n in names} for seed in (1, 2))
     weights = {n: torch.rand(value.shape, requires_grad=True) for n, value in local.items()}
     x, y = data(7)
     model = ala.mix_models(local, received, weights)
@@ -62,12 +65,12 @@ def test_eq6_is_a_clipped_gradient_step_in_the_weights():
     assert any((w == 0).any() or (w == 1).any() for w in new.values())
 
 
-def test_eq5_goes_from_the_local_to_the_received_model():
+def test_eq5_interpolates_between_the_local_and_the_received_model():
     one, other = {"w": torch.tensor([1.0, 1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0, 3.0])}
     assert ala.mix_models(one, other, {"w": torch.tensor([0.0, 0.25, 1.0])})["w"].tolist() == [1.0, 1.5, 3.0]
 
 
-def test_the_weights_have_settled_after_more_than_ten_passes_of_like_losses():
+def test_convergence_needs_ten_similar_losses():
     wild, calm = [5.0, 1.0] * 5, [1.0, 1.01] * 5
     assert not ala.has_converged(calm, 0.1)
     assert ala.has_converged([9.0, *calm], 0.1)
@@ -78,7 +81,7 @@ def test_the_weights_have_settled_after_more_than_ten_passes_of_like_losses():
     assert not ala.has_converged([0.0, *wild], spread * 0.999)
 
 
-def test_the_top_counts_tensors_and_leaves_the_predictor_out():
+def test_top_names_count_tensors_and_skip_the_predictor():
     backbone = SMALL(head=Head(hidden=(7,), prediction=8))
     assert ala.top_names(backbone, 0) == []
     assert ala.top_names(backbone, 3) == ["head.0.bias", "head.2.weight", "head.2.bias"]
@@ -89,7 +92,7 @@ def test_the_top_counts_tensors_and_leaves_the_predictor_out():
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_the_mixture_is_the_one_written_out_by_hand(later):
+def test_the_mixture_equals_a_loop_by_hand(later):
     """All data in one batch; ten passes and one at first, and one pass later."""
     method = FedALA(layers=2, rand_percent=100, eta=0.5, threshold=1e9)
     module, received, local = client(method)
@@ -113,7 +116,7 @@ def test_the_mixture_is_the_one_written_out_by_hand(later):
 
 
 @pytest.mark.parametrize(("threshold", "first"), [(1e9, 11), (0.0, 15)])
-def test_it_learns_on_a_sample_in_batches_for_so_many_passes(threshold, first):
+def test_mixing_weights_are_learnt_on_a_sample_in_batches(threshold, first):
     method = FedALA(rand_percent=50, threshold=threshold, max_epochs=15)
     for weights, passes in ((None, first), ({n: torch.ones(s) for n, s in HEAD.items()}, 1)):
         module, _, _ = client(method, weights=weights)
@@ -147,7 +150,7 @@ def test_the_loss_of_a_pass_is_that_of_its_last_batch(monkeypatch):
 HEAD = {"head.weight": (4, 5), "head.bias": (4,)}
 
 
-def test_nothing_is_learnt_while_both_models_are_the_same():
+def test_nothing_is_learnt_if_both_models_are_equal():
     method = FedALA()
     module = method.client_module(SMALL())
     before = {name: value.clone() for name, value in module.backbone.state_dict().items()}
@@ -160,7 +163,7 @@ def test_nothing_is_learnt_while_both_models_are_the_same():
 # --- Runs ---
 
 
-def test_a_client_starts_from_its_mixture_and_keeps_the_top_of_what_it_trained(tmp_path):
+def test_a_client_starts_from_its_mixture_and_keeps_its_trained_top_layers(tmp_path):
     run = finished(tmp_path, FedALA(layers=3), model=NormMLP, rounds=1, **RECEIVED)
     trained, fresh = run.server.participants(1), [k for k in range(6) if k not in run.server.participants(1)]
     assert sorted(run.memory) == trained

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from experiments import descend, finished, full_batch, in_float64, samples_of
+from peers import mean_by_hand
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedDistill, FedDistillPlus, LogitDistillation, MeanLogits
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.numeric
 C = 4
 
 
-def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
+def test_the_loss_is_the_batch_mean_of_kl_divergences():
     logits, teacher = torch.randn(6, C, requires_grad=True), torch.randn(C, C)
     targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
     loss = fd.distillation_loss(logits, targets, teacher, known)
@@ -33,7 +34,7 @@ def test_the_loss_is_a_true_kl_divergence_and_a_mean_over_the_batch():
         torch.testing.assert_close(logits.grad[i], gap.detach() / 6)
 
 
-def test_the_term_is_gamma_times_the_loss_and_zero_before_anything_is_known():
+def test_the_term_is_gamma_times_the_loss_and_zero_without_knowledge():
     term, step = LogitDistillation(gamma=3.0), Step(torch.randn(2, C), torch.tensor([0, 3]))
     assert term(step) == 0
     assert not LogitDistillation(gamma=0.0).active  # skipped, not multiplied by zero
@@ -65,7 +66,7 @@ def resumed(piece):
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-def test_rows_are_means_over_what_was_seen_in_the_round_or_in_all_rounds(cumulative):
+def test_rows_are_mean_logits_of_the_round_or_of_all_rounds(cumulative):
     piece, seen = observed(MeanLogits(cumulative), rounds=3)
     sent = piece.summarize(None, [], C)
     counted = [(logits, targets) for round, logits, targets in seen if cumulative or round == 2]
@@ -77,7 +78,7 @@ def test_rows_are_means_over_what_was_seen_in_the_round_or_in_all_rounds(cumulat
     assert not sent["values"][C - 1].any()
 
 
-def test_a_client_remembers_nothing_of_a_round_unless_told_to():
+def test_a_client_keeps_no_sums_by_default():
     term = LogitDistillation()
     term.logits.observe(Step(torch.randn(5, C), torch.arange(5) % C), 0)
     assert term.remember(None) == {}
@@ -116,15 +117,14 @@ def by_hand(run, gamma, cumulative, plus):
         if plus:
             sizes = [len(run.data.shards[k].train) for k in participants]
             states = [models[k].state_dict() for k in participants]
-            shared = {n: sum(a * s[n] for a, s in zip(sizes, states, strict=True)) / sum(sizes) for n in states[0]}
-            start.load_state_dict(shared)
+            start.load_state_dict(mean_by_hand(states, sizes))
     return teacher, known, models, start
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
 @pytest.mark.parametrize("kind", [FedDistill, FedDistillPlus])
 @in_float64
-def test_a_run_is_the_one_written_out_by_hand(tmp_path, kind, cumulative):
+def test_a_run_equals_a_loop_by_hand(tmp_path, kind, cumulative):
     options = full_batch(0.1, 2)
     run = finished(tmp_path, kind(2.0, cumulative), **options)
     teacher, known, models, shared = by_hand(run, 2.0, cumulative, plus=kind is FedDistillPlus)

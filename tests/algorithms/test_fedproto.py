@@ -30,7 +30,7 @@ def uploads(local, held):
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_the_server_takes_the_plain_mean_over_owners_and_forgets_nothing(clients):
+def test_prototypes_are_the_mean_over_clients_that_hold_the_class(clients):
     local = torch.randn(clients, C, WIDTH)
     held = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)[:clients]
     previous = {"values": torch.randn(C, WIDTH), "known": torch.tensor([True, False, True, False])}
@@ -44,7 +44,7 @@ def test_the_server_takes_the_plain_mean_over_owners_and_forgets_nothing(clients
         assert merged["known"].tolist() == ([True, True, bool(before), False])
 
 
-def test_one_owners_prototype_comes_back_bit_for_bit_and_strangers_rows_do_not_count():
+def test_the_prototype_of_a_single_holder_is_unchanged():
     local, held = torch.randn(2, C, WIDTH), torch.eye(2, C, dtype=torch.bool)
     local[0, 1] = torch.nan
     means, known = mean_over_holders(local, held)
@@ -54,7 +54,7 @@ def test_one_owners_prototype_comes_back_bit_for_bit_and_strangers_rows_do_not_c
     assert known.tolist() == [True, True, False, False]
 
 
-def test_the_distance_is_a_mean_over_samples_and_features_and_none_where_nothing_is_known():
+def test_the_distance_is_a_mean_over_samples_and_features():
     features = torch.randn(6, WIDTH, requires_grad=True)
     targets, known = torch.tensor([0, 1, 2, 2, 3, 0]), torch.tensor([True, False, True, False])
     prototypes = torch.randn(C, WIDTH)
@@ -68,7 +68,7 @@ def test_the_distance_is_a_mean_over_samples_and_features_and_none_where_nothing
         torch.testing.assert_close(features.grad[i], expected.detach())
 
 
-def test_the_term_is_lam_times_the_distance_and_zero_before_anything_is_known():
+def test_the_term_is_lam_times_the_distance_and_zero_without_prototypes():
     term = PrototypeAlignment(lam=3.0)
     step = Step(torch.zeros(2, C), torch.tensor([0, 3]), features=torch.randn(2, WIDTH))
     assert term(step) == 0
@@ -99,7 +99,7 @@ def trained_module(seen, batches):
 
 
 @pytest.mark.parametrize("seen", ["after", "last_epoch", "round"])
-def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
+def test_prototypes_come_from_a_pass_after_training_or_from_training_features(seen):
     batches = [(torch.randn(5, 4), torch.randint(0, C - 1, (5,))) for _ in range(4)]
     module, outputs = trained_module(seen, batches)
     (piece,) = module.pieces()
@@ -122,7 +122,7 @@ def test_prototypes_are_of_one_pass_after_training_or_of_what_was_seen(seen):
 
 
 @in_float64
-def test_a_run_is_the_one_written_out_by_hand(tmp_path):
+def test_a_run_equals_a_loop_by_hand(tmp_path):
     lam, lr = 2.0, 0.1
     one_batch = {"batch_size": 10_000, "trainer": {"accelerator": "cpu", "max_epochs": 2}}
     run = finished(tmp_path, FedProto(lam), **PLAIN | one_batch)
@@ -156,7 +156,7 @@ def test_a_run_is_the_one_written_out_by_hand(tmp_path):
 # --- Nearest prototypes ---
 
 
-def test_the_nearest_prototype_is_told_among_the_known():
+def test_the_nearest_known_prototype_is_predicted():
     features, prototypes = torch.randn(7, WIDTH), torch.randn(C, WIDTH)
     known = torch.tensor([True, False, True, True])
     scores = fp.NearestPrototype(prototypes, known)(features)
@@ -166,7 +166,7 @@ def test_the_nearest_prototype_is_told_among_the_known():
         assert scores[i].tolist() == pytest.approx([-gaps.get(c, float("inf")) for c in range(C)], rel=1e-4)
 
 
-def test_prediction_by_prototypes_changes_what_is_measured_and_nothing_else(tmp_path):
+def test_prediction_by_prototypes_changes_only_the_evaluation(tmp_path):
     received = {"evaluation": Evaluation(client_model="received")}
     runs = {
         how: experiment(tmp_path / how, FedProto(predict=how), **received, rounds=2) for how in ("logits", "prototypes")

@@ -59,7 +59,7 @@ def test_the_losses_equal_loops_over_pairs(classes, tau):
         assert relaxation_loss(s, y, tau, threshold).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_a_one_class_batch_and_a_batch_of_one_add_no_contrast():
+def test_a_batch_of_one_class_or_one_sample_has_no_contrastive_loss():
     for z, y in (batch(1), batch(3, samples=1)):
         z.requires_grad_()
         loss = contrastive_loss(similarities(z), y, TAU)
@@ -68,7 +68,7 @@ def test_a_one_class_batch_and_a_batch_of_one_add_no_contrast():
         assert not z.grad.any()
 
 
-def test_maps_are_averaged_over_their_positions():
+def test_feature_maps_are_averaged_over_positions():
     maps = torch.randn(5, 3, 2, 4)
     torch.testing.assert_close(similarities(maps), similarities(maps.mean(dim=(2, 3))))
 
@@ -76,7 +76,7 @@ def test_maps_are_averaged_over_their_positions():
 # --- The levels, and what a step shows of them ---
 
 
-def test_the_levels_of_residual_networks_are_stem_and_stages():
+def test_levels_of_residual_networks_are_the_stem_and_the_stages():
     stages = [f"encoder.layer{i}.1.relu" for i in (1, 2, 3, 4)]
     assert level_taps(ResNet18((3, 8, 8), 10)) == ("encoder.relu", *stages)
     blocks = tuple(f"encoder.{i}.relu" for i in (3, 4, 5))
@@ -99,7 +99,7 @@ def test_levels_can_be_named():
         level_taps(FastText((5,), 3))
 
 
-def test_the_tap_of_a_residual_stage_is_its_map_before_the_last_relu():
+def test_features_of_a_residual_stage_are_taken_before_its_last_relu():
     net = ResNet8((3, 8, 8), 10, norm="group")
     x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
     term = RelaxedContrastive()
@@ -123,16 +123,16 @@ def test_the_tap_of_a_residual_stage_is_its_map_before_the_last_relu():
     torch.testing.assert_close(term(step), sum(values) / 4)
 
 
-class Watches(LossTerm):
+class TapsTwoLayers(LossTerm):
     taps = ("encoder.2", "head")
 
     def forward(self, step):
         return step.taps["head"].square().mean() + step.taps["encoder.2"].mean()
 
 
-def test_only_active_terms_have_layers_tapped_and_no_hook_is_left():
+def test_only_active_terms_tap_layers_and_hooks_are_removed():
     net = MLP((4,), 3, hidden=(5,))
-    term = Watches()
+    term = TapsTwoLayers()
     module = ClientModule(net, [term])
     x = torch.randn(6, 4)
     step = module.step((x, torch.zeros(6, dtype=torch.long)))
@@ -150,7 +150,7 @@ def test_only_active_terms_have_layers_tapped_and_no_hook_is_left():
 
 
 @pytest.mark.thorough
-def test_a_compiled_network_shows_nothing_of_its_inside():
+def test_taps_of_a_compiled_network_are_refused():
     net = MLP((4,), 3)
     net.encoder.compile()
     with tapped(net, []):

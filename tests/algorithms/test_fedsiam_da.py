@@ -90,7 +90,7 @@ def test_the_similarity_of_zeros_has_a_finite_gradient():
     assert torch.isfinite(zeros.grad).all()
 
 
-def test_eq6_learns_from_the_prediction_alone():
+def test_eq6_has_a_gradient_for_the_prediction_only():
     prediction, representation = torch.randn(2, 5, 7, dtype=torch.float64).requires_grad_()
     prediction.retain_grad()
     representation.retain_grad()
@@ -142,7 +142,7 @@ def test_each_half_has_a_gradient_for_its_own_model_only():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_copy_steps_first_and_the_client_looks_at_the_updated_copy(momentum):
+def test_the_copy_is_updated_before_the_clients_half_is_computed(momentum):
     mu, lr = 0.4, 0.3
     module, seen = client(FedAvg(loss_terms=[SiameseAlignment(mu)]), lr=lr, momentum=momentum)
     module.on_fit_start()
@@ -167,7 +167,7 @@ def test_the_copy_steps_first_and_the_client_looks_at_the_updated_copy(momentum)
                 p += 0.05  # the client moves too, on its own
 
 
-def test_the_copys_learning_rate_is_the_rounds():
+def test_the_copy_uses_the_learning_rate_of_the_round():
     module, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.3)
     module.lr_scale = 0.5
     slow, _ = client(FedAvg(loss_terms=[SiameseAlignment(0.4)]), lr=0.15)
@@ -179,7 +179,7 @@ def test_the_copys_learning_rate_is_the_rounds():
     assert losses[0] == losses[1]
 
 
-def test_the_copy_is_no_part_of_the_client():
+def test_the_copy_is_not_part_of_the_clients_module():
     module, _ = client()
     before = set(module.state_dict())
     module.on_fit_start()
@@ -188,7 +188,7 @@ def test_the_copy_is_no_part_of_the_client():
     assert set(FedSiamDA().remember(module, Message())) == {"term_history"}
 
 
-def test_the_client_looks_at_the_updated_copy_under_plain_autocast_too():
+def test_the_updated_copy_is_used_despite_autocasts_cache():
     losses = []
     for cache in (True, False):  # Lightning's autocast has none, torch's own has one by default
         torch.manual_seed(0)
@@ -249,7 +249,7 @@ def by_hand(local, data, epochs, mu, lr, momentum, kept=None):
 
 
 @plain_lightning
-def test_two_fits_under_a_trainer_equal_a_loop_by_hand():
+def test_two_fits_equal_a_loop_by_hand():
     """Its first round, where history starts in the second epoch, and its next, where it starts at once."""
     method = FedSiamDA(mu=0.4)
     reference, kept, memory = client(method, SiamNorm)[0].backbone, None, {}
@@ -378,7 +378,7 @@ def random_model(seed):
     return model
 
 
-def test_eq16_weighs_statistics_too_but_they_have_no_part_in_the_cosine():
+def test_eq16_averages_batchnorm_statistics_that_are_not_in_the_cosine():
     models = [random_model(seed) for seed in range(3)]
     flat = [torch.cat([p.detach().double().flatten() for p in model.parameters()]) for model in models]
     xi, states = by_hand_xi(flat), [model.state_dict() for model in models]
@@ -398,7 +398,7 @@ def test_eq16_weighs_statistics_too_but_they_have_no_part_in_the_cosine():
 # --- Runs ---
 
 
-def test_mu_zero_switches_both_terms_off_and_keeps_nothing():
+def test_with_mu_zero_both_terms_are_off_and_nothing_is_kept():
     module, seen = client(FedSiamDA(mu=0.0))
     module.on_fit_start()
     assert module.losses(module.step(batches()[0])).keys() == {"ce"}

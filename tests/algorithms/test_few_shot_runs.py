@@ -9,7 +9,7 @@ from fl_lightning.cli.main import main
 
 
 @pytest.mark.parametrize("method", [pytest.param("FedAvg", marks=pytest.mark.thorough), "FedSKC"])
-def test_fc100_runs(method, tmp_path, monkeypatch):
+def test_a_method_runs_on_fc100_from_its_config(method, tmp_path, monkeypatch):
     write_cifar(tmp_path, 100, monkeypatch, (1000, 200))
     assert (
         main(

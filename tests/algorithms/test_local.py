@@ -18,7 +18,7 @@ def own_models(run):
     return {client: memory["personal"] for client, memory in run.memory.items()}
 
 
-def test_each_client_goes_on_from_its_own_model_alone(tmp_path):
+def test_each_client_trains_its_own_model_as_in_a_plain_loop(tmp_path):
     run = finished(tmp_path, Local(), clients_per_round=3, model=NormMLP)
     data, expected = run.data, {}
     for round in range(1, 4):
@@ -40,7 +40,7 @@ def test_each_client_goes_on_from_its_own_model_alone(tmp_path):
         assert same_bytes(dict(run.client_module(client).backbone.state_dict()), dict(net.state_dict()))
 
 
-def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_path):
+def test_a_client_that_never_took_part_is_evaluated_with_the_initial_model(tmp_path):
     run = finished(tmp_path, Local(), rounds=1, clients_per_round=2, evaluation=Evaluation(client_model="received"))
     (never, *_) = set(range(6)) - run.memory.keys()
     initial = run.worker.template.backbone
@@ -53,7 +53,7 @@ def test_a_client_that_was_never_drawn_is_measured_with_the_initial_model(tmp_pa
     assert client_series(tmp_path, 1)[f"client_{never}/acc"] == pytest.approx(float(right))
 
 
-def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
+def test_nothing_is_sent_and_there_is_no_global_model(tmp_path):
     run = finished(tmp_path, Local())
     assert run.state == {"model": {}}
     for row in run.csv.rows:
@@ -63,7 +63,7 @@ def test_nothing_crosses_and_no_global_model_is_measured_or_left(tmp_path):
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["comm/total_up_bytes"] == 0
 
 
-def test_every_client_is_consumed_though_nothing_comes_of_it():
+def test_aggregation_waits_for_all_clients():
     seen = []
     state = {"model": {}}
     assert Local().aggregate(state, (seen.append(k) for k in range(3))) == state

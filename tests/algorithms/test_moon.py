@@ -6,7 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NormMLP, assert_near, experiment, finished, full_batch, same_bytes, task_of_round, weights_after
+from experiments import (
+    NormMLP,
+    assert_near,
+    descend,
+    experiment,
+    finished,
+    full_batch,
+    same_bytes,
+    samples_of,
+    task_of_round,
+    weights_after,
+)
+from peers import mean_by_hand
 from servers import watched
 from stacking import compare
 from torch.nn import functional as F
@@ -37,7 +49,7 @@ def test_the_loss_equals_a_brute_force_loop(history, batch):
     assert contrastive_loss(now, received, previous, tau).item() == pytest.approx(total / batch, rel=1e-9)
 
 
-def test_the_received_model_in_the_previous_ones_place_is_log_2_and_has_no_gradient():
+def test_with_the_received_model_as_previous_one_the_loss_is_log_2():
     now, received = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
     loss = contrastive_loss(now, received, [received], 0.5)
     loss.backward()
@@ -45,7 +57,7 @@ def test_the_received_model_in_the_previous_ones_place_is_log_2_and_has_no_gradi
     assert not now.grad.any()
 
 
-def test_features_of_norm_zero_are_no_nan():
+def test_features_of_norm_zero_give_no_nan():
     now = torch.zeros(2, 4, requires_grad=True)
     loss = contrastive_loss(now, torch.randn(2, 4), [torch.zeros(2, 4)], 0.01)
     loss.backward()
@@ -53,7 +65,7 @@ def test_features_of_norm_zero_are_no_nan():
     assert now.grad.isfinite().all()
 
 
-def test_a_frozen_encoder_is_a_copy_that_draws_and_learns_nothing():
+def test_a_frozen_encoder_is_a_copy_without_dropout_and_gradients():
     model = NormMLP((4,), 3).train()
     other = {name: value + 1 for name, value in model.encoder.state_dict().items()}
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -67,7 +79,7 @@ def test_a_frozen_encoder_is_a_copy_that_draws_and_learns_nothing():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_zero_in_a_module_whose_fit_was_never_begun():
+def test_the_term_is_zero_outside_a_fit():
     step = Step(torch.zeros(2, 3), torch.zeros(2).long(), torch.randn(2, 4), torch.randn(2, 4))
     assert ModelContrast()(step).item() == 0
 
@@ -75,7 +87,7 @@ def test_zero_in_a_module_whose_fit_was_never_begun():
 # --- Identities ---
 
 
-def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
+def test_a_clients_first_round_equals_fedavg_bit_for_bit(tmp_path):
     run = finished(tmp_path / "moon", MOON(mu=3.0), model=NormMLP, rounds=1)
     assert same_bytes(run.state["model"], weights_after(tmp_path / "avg", model=NormMLP, rounds=1))
     assert run.csv.rows[0]["client/train_model_contrast"] == pytest.approx(3.0 * math.log(2))
@@ -84,7 +96,7 @@ def test_a_clients_first_round_is_fedavgs_bit_for_bit(tmp_path):
 # --- Whole runs ---
 
 
-def test_a_run_by_hand(tmp_path):
+def test_a_run_equals_a_loop_by_hand(tmp_path):
     """Full batches; two of six clients a round, of which some come for the first time after round 1."""
     lr, mu, tau, epochs, rounds = 0.2, 2.0, 0.4, 2, 4
     run = experiment(
@@ -97,39 +109,31 @@ def test_a_run_by_hand(tmp_path):
     )
     run.load()
     model, last = copy.deepcopy(run.worker.template.backbone), {}
-    x, y = run.data.data.x_train, run.data.data.y_train
     came_back = came_late = 0
     for round in range(1, rounds + 1):
         ends, sizes = [], []
         for client in run.server.participants(round):
             came_back += client in last
             came_late += round > 1 and client not in last
-            local, own, previous = copy.deepcopy(model), run.data.shards[client].train, last.get(client, model)
+            local, (x, y), previous = copy.deepcopy(model), samples_of(run, client), last.get(client, model)
             for _ in range(epochs):
-                z = local.encoder(x[own])
-                with torch.no_grad():
-                    drawn, pushed = model.encoder(x[own]), previous.encoder(x[own])
-                drawn, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in (drawn, pushed))
-                loss = F.cross_entropy(local.head(z), y[own]) - mu * (drawn / (drawn + pushed)).log().mean()
-                with torch.no_grad():
-                    for p, g in zip(
-                        local.parameters(), torch.autograd.grad(loss, list(local.parameters())), strict=True
-                    ):
-                        p -= lr * g
+                z = local.encoder(x)
+                others = (network.encoder(x).detach() for network in (model, previous))
+                pulled, pushed = (torch.exp(F.cosine_similarity(z, other) / tau) for other in others)
+                loss = F.cross_entropy(local.head(z), y) - mu * (pulled / (pulled + pushed)).log().mean()
+                descend(local, loss, lr)
             last[client] = local
             ends.append(local.state_dict())
-            sizes.append(len(own))
-        share = [size / sum(sizes) for size in sizes]
-        mean = {name: sum(a * end[name] for a, end in zip(share, ends, strict=True)) for name in ends[0]}
+            sizes.append(len(y))
         model = copy.deepcopy(model)
-        model.load_state_dict(mean)
+        model.load_state_dict(mean_by_hand(ends, sizes))
     assert came_back
     assert came_late
     run.fit()
     assert_near(run.state["model"], model.state_dict(), 1e-5)
 
 
-def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
+def test_a_client_keeps_its_last_encoders_in_order(tmp_path):
     run, rounds = watched(tmp_path, MOON(history=2), rounds=4, model=NormMLP)
     uploads = {client: [] for client in range(6)}
     for _, arrived, _ in rounds:
@@ -149,6 +153,6 @@ def test_a_client_keeps_its_last_encoders_the_newest_first(tmp_path):
 
 
 @pytest.mark.thorough
-def test_stacked_clients_contrast_each_with_its_own(tmp_path):
+def test_stacked_clients_use_their_own_earlier_encoders(tmp_path):
     run = compare(tmp_path, MOON(history=2), model=NormMLP)
     assert 0 < len(run.memory) < 6  # of the second round's clients some had a last model, some had none

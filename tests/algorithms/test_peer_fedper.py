@@ -8,7 +8,7 @@ from fl_lightning.algorithms import PeerFedPer, Ring
 from fl_lightning.core.state_dicts import weighted_mean
 
 
-def test_heads_never_cross_and_come_back_to_their_client(tmp_path):
+def test_heads_are_never_sent_and_return_to_their_client(tmp_path):
     run = finished(tmp_path, PeerFedPer(graph=Ring()), model=NormMLP, clients_per_round=6)
     start = run.worker.template.backbone.state_dict()
     encoder = sum(v.nbytes for name, v in start.items() if name.startswith("encoder."))

@@ -56,7 +56,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("method", REFUSED)
-def test_an_option_out_of_range_is_named(method):
+def test_an_option_out_of_range_is_refused_by_name(method):
     for option, values in REFUSED[method].items():
         for value in values:
             with pytest.raises(ConfigError, match=rf"^algorithm\.{option}: {re.escape(str(value))} is "):
@@ -71,7 +71,7 @@ def test_an_option_out_of_range_is_named(method):
         (FedRep, {"personal": [], "head_epochs": 0, "final_epochs": 3}, "algorithm.final_epochs: 3 needs a personal"),
     ],
 )
-def test_options_that_contradict_each_other_are_named(kind, options, message):
+def test_options_that_contradict_each_other_are_refused_by_name(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(**options)
 

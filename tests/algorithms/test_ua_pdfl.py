@@ -105,7 +105,7 @@ def test_eq4_is_a_constant_tensor_of_one_inputs_shape(dtype):
     assert (ua.unit_input(batch[:1], 3.0) == 3).all()
 
 
-def test_eq5_is_the_softmax_of_the_only_row():
+def test_eq5_is_the_softmax_of_the_logits():
     logits = torch.randn(1, C)
     exps = [math.exp(value) for value in logits[0].tolist()]
     representation = ua.unit_representation(logits)
@@ -152,7 +152,7 @@ def test_a_publications_representations_are_those_of_its_model(tmp_path):
 
 
 @pytest.mark.parametrize("peers", [1, 4])
-def test_the_average_is_of_own_and_peers_or_by_samples_of_peers_alone(peers):
+def test_the_average_is_over_the_client_and_its_peers_or_in_the_reference_over_peers(peers):
     messages = [publication(OWN, n, seed=n) for n in (50, 3, 9, 20, 7)[: peers + 1]]
     heard = [Upload(k - 1, message) for k, message in enumerate(messages)]
     features = [message.section("unit")["features"].tolist() for message in messages]
@@ -164,7 +164,7 @@ def test_the_average_is_of_own_and_peers_or_by_samples_of_peers_alone(peers):
         assert reference[i].item() == pytest.approx(total / sum(samples[1:]), rel=1e-5, abs=1e-6)
 
 
-def test_without_peers_the_average_is_ones_own_and_the_reference_has_none():
+def test_without_peers_the_average_is_the_clients_own_or_in_the_reference_missing():
     own = publication(OWN, 5)
     alone = [Upload(-1, own)]
     assert torch.equal(UnitRepresentation().merge({}, alone)["average"], own.section("unit")["features"])
@@ -186,7 +186,7 @@ def test_the_average_of_a_run_is_of_last_rounds_publications(tmp_path, preset):
 # --- Eq. 12 ---
 
 
-def test_eq12_and_its_gradient_are_those_of_the_expression_written_out():
+def test_eq12_and_its_gradient_equal_the_formula():
     torch.manual_seed(0)
     backbone, average = MLP(in_shape=(4,), num_classes=3, hidden=(5,)), torch.randn(5)
     term = UnitAlignment(mu=0.7, value=2.0)
@@ -210,7 +210,7 @@ def test_eq12_and_its_gradient_are_those_of_the_expression_written_out():
             linear.weight += 0.3
 
 
-def test_the_references_regulariser_is_the_mean_squared_distance_of_the_batch():
+def test_the_reference_regulariser_is_the_mean_squared_distance_of_the_batch():
     torch.manual_seed(0)
     backbone, average = MLP(in_shape=(4,), num_classes=3, hidden=(5,)), torch.randn(5)
     term = UnitAlignment(mu=0.7, reference=True)
@@ -223,7 +223,7 @@ def test_the_references_regulariser_is_the_mean_squared_distance_of_the_batch():
     assert torch.autograd.grad(value, backbone.encoder[1].weight)[0].any()
 
 
-def test_the_unit_pass_is_in_eval_mode_and_leaves_no_trace():
+def test_the_unit_input_is_computed_in_eval_mode_without_side_effects():
     torch.manual_seed(0)
     backbone = NormMLP((4,), 3)
     norm = backbone.encoder[2]
@@ -255,7 +255,7 @@ def test_the_modes_are_restored_after_an_error():
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_the_term_is_zero_while_there_is_no_average(reference):
+def test_the_term_is_zero_without_an_average(reference):
     backbone = MLP(in_shape=(4,), num_classes=3)
     term = UnitAlignment(mu=1.0, reference=reference)
     assert term(ClientModule(backbone, [term]).step((torch.randn(2, 4), torch.tensor([0, 1])))).item() == 0
@@ -314,7 +314,7 @@ def test_algorithm_2_equals_a_brute_force_loop(peers, seed, th_i, reference):
 
 @pytest.mark.parametrize("divergence", ["jensen_shannon", "symmetric_kl"])
 @pytest.mark.parametrize("others", [[], [NEAR]])
-def test_a_divergence_equal_to_the_threshold(divergence, others):
+def test_branches_for_a_divergence_equal_to_the_threshold(divergence, others):
     """The paper drops out at `<=` and shares classifiers at `<`; the authors' code does the reverse."""
     own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in enumerate([FAR, *others])}
     th_i = ua.DIVERGENCES[divergence](*(torch.tensor(d) for d in (OWN, FAR)))
@@ -339,7 +339,7 @@ def test_a_divergence_equal_to_the_threshold(divergence, others):
 
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
-def test_threshold_zero_never_drops_out_even_among_equals(preset):
+def test_threshold_zero_never_drops_out_even_for_equal_models(preset):
     own, peers = publication(OWN, 2), {k: publication(OWN, 3, k) for k in range(1, 4)}
     collected, mixed = crossing(UAPDFL(th_i=0.0, preset=preset), own, peers)
     for j, message in collected.items():
@@ -348,7 +348,7 @@ def test_threshold_zero_never_drops_out_even_among_equals(preset):
 
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
-def test_an_endless_threshold_always_takes_one_peers_model_each_as_often(preset):
+def test_an_infinite_threshold_takes_a_uniformly_random_peers_model(preset):
     own, peers = publication(OWN, 2), {k: publication(d, 3, k) for k, d in ((2, NEAR), (5, FAR), (9, OWN))}
     method, taken = UAPDFL(th_i=math.inf, preset=preset), Counter()
     for seed in range(300):
@@ -384,7 +384,7 @@ def test_ablations_of_algorithm_2():
 
 
 @pytest.mark.parametrize("th_i", [0.0, 0.1, math.inf])
-def test_a_client_alone_goes_on_with_its_own(th_i):
+def test_a_client_without_peers_keeps_its_model(th_i):
     own = publication(OWN, 4)
     collected, mixed = crossing(UAPDFL(th_i), own, {})
     assert collected == {}
@@ -405,7 +405,7 @@ def test_bytes_of_both_branches_equal_the_closed_formula(tmp_path, th_i, models)
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("preset", ["paper", "reference"])
-def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset):
+def test_bytes_depend_on_the_number_of_similar_peers(tmp_path, preset):
     engine, th_i, n_com = Watching(), 0.03, 3
     run = finished(tmp_path, UAPDFL(th_i, n_com=n_com, preset=preset), rounds=4, engine=engine)
     branches = Counter()
@@ -431,7 +431,7 @@ def test_bytes_in_between_equal_the_formula_for_who_is_similar(tmp_path, preset)
 # --- The method ---
 
 
-def test_options_reach_the_term_that_comes_before_any_others():
+def test_options_reach_the_alignment_term():
     other = UnitAlignment(knowledge=UnitRepresentation())
     other.name = "other"
     for preset in ("paper", "reference"):
@@ -455,7 +455,7 @@ class Toy(Partition):
         return [np.concatenate(part) for part in (one, two, [pool[:n] for pool in pools[2:]])]
 
 
-def test_fig_4s_clients_with_the_same_classes_are_nearer(tmp_path):
+def test_clients_with_the_same_classes_have_a_smaller_divergence(tmp_path):
     run = experiment(
         tmp_path,
         UAPDFL(n_com=2),

@@ -213,7 +213,7 @@ def test_a_term_without_state_has_no_section_in_the_client_state(tmp_path):
     assert not (tmp_path / "clients").exists()
 
 
-def test_a_module_knows_how_much_of_each_class_its_client_holds(tmp_path):
+def test_a_module_has_its_clients_class_counts(tmp_path):
     assert ClientModule(model()).class_counts is None
     run = experiment(tmp_path, FedAvg(loss_terms=[Keeper()]), rounds=1)
     run.fit()
@@ -223,7 +223,7 @@ def test_a_module_knows_how_much_of_each_class_its_client_holds(tmp_path):
         assert kept["term_keeper"]["counts"].tolist() == [labels.count(j) for j in range(10)]
 
 
-def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
+def test_an_optimizer_for_other_parameters_has_the_clients_options():
     other = nn.Linear(2, 2)
     module = ClientModule(model(), optimizer=partial(torch.optim.Adam, lr=0.4, weight_decay=0.1))
     module.lr_scale = 0.5
@@ -239,6 +239,6 @@ def test_an_optimizer_for_other_parameters_is_like_the_clients_own():
     assert (group["lr"], group["momentum"]) == (0.005, 0)
 
 
-def test_a_checkpoint_cannot_name_any_function_as_its_objective():
+def test_a_checkpoint_cannot_call_arbitrary_functions_as_objective():
     with pytest.raises(ConfigError, match=r"^objective: .*os\.system is not allowed in a file"):
         ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})

@@ -69,7 +69,7 @@ def same_state(one, other):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.fast_cases(1)
-def test_one_client_is_one_plain_loop_bit_for_bit(tmp_path, name):
+def test_a_single_client_equals_a_plain_loop_bit_for_bit(tmp_path, name):
     scenario, optimizer = digits(clients=1), OPTIMIZERS[name]
     plain = PlainClient(initial_model(), optimizer, scenario.build(SEED), 0)
     for round in range(1, 4):
@@ -120,7 +120,7 @@ def test_a_peer_without_neighbours_equals_a_plain_loop(tmp_path):
             assert torch.equal(published[f"model/{name}"], value)
 
 
-def test_it_stays_with_the_client(tmp_path):
+def test_optimizer_state_never_leaves_the_client(tmp_path):
     sizes = []
     for state in ("fresh", "kept"):
         one = kept(tmp_path / state, UAPDFL(n_com=2), optimizer_state=state)
@@ -155,7 +155,7 @@ def test_an_optimizer_without_momentum_keeps_no_state(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_presets_choice_can_be_overruled(tmp_path):
+def test_the_option_overrides_the_presets_default(tmp_path):
     """UA-PDFL's authors keep it; whoever runs the experiment has the last word."""
     weights = {}
     for preset in ("paper", "reference"):
@@ -168,7 +168,7 @@ def test_the_presets_choice_can_be_overruled(tmp_path):
         assert not same_bytes(weights[preset, "fresh"], weights[preset, "kept"])
 
 
-def test_fedsiam_das_trained_copy_has_a_fresh_one():
+def test_the_copy_of_fedsiam_da_has_a_fresh_optimizer():
     backbone = MLP(in_shape=(4,), num_classes=3, head=Head(projection=6, prediction=5))
     module = FedSiamDA().client_module(backbone, OPTIMIZERS["sgd"])
     parameters = enumerate(backbone.parameters())
@@ -215,7 +215,7 @@ def test_a_run_interrupted_within_a_round_resumes_to_the_same_bytes(tmp_path, me
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 
 
-def test_a_task_leaves_the_memory_it_was_given_alone(tmp_path):
+def test_a_task_does_not_change_the_given_client_state(tmp_path):
     one = kept(tmp_path, rounds=1)
     one.fit()
     client = one.server.participants(1)[0]
@@ -259,14 +259,14 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_state_of_other_things_than_tensors_is_refused(tmp_path):
+def test_optimizer_state_that_is_not_a_tensor_is_refused(tmp_path):
     message = r"optimizer_state: Counting's 'steps' is of type int, and only tensors can be kept; set fresh"
     with pytest.raises(ConfigError, match=message):
         kept(tmp_path / "kept", optimizer=partial(Counting, lr=0.1)).fit()
     weights_after(tmp_path / "fresh", optimizer=partial(Counting, lr=0.1))
 
 
-def test_none_means_no_state_to_keep():
+def test_a_state_of_none_is_not_kept():
     """What some versions of torch note for a parameter without momentum."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS["sgd"]([weight])
@@ -274,22 +274,7 @@ def test_none_means_no_state_to_keep():
     assert optimizer_tensors(optimizer) == {}
 
 
-class Prepared(torch.optim.SGD):
-    """Has a state as soon as it is made."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["prepared"] = torch.ones(())
-
-
-def test_options_of_a_fresh_optimizer_are_not_restored():
-    module = ClientModule(torch.nn.Linear(2, 2), optimizer=partial(Prepared, lr=0.1))
-    assert all(values["prepared"] == 1 for values in module.configure_optimizers().state.values())
-    assert len(module.configure_optimizers().state) == 2
-
-
-def test_a_module_with_its_own_optimizer_continues_too():
+def test_a_module_in_a_plain_trainer_continues_from_the_given_state():
     """Under a plain `Trainer` the module's optimizer starts from what it is given."""
     module = ClientModule(torch.nn.Linear(2, 2), optimizer=OPTIMIZERS["sgd"])
     given = {"0/momentum_buffer": torch.full((2, 2), 3.0)}
